@@ -5,6 +5,7 @@
     python -m benchmarks operator --model glm-4.7-flash
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
     python -m benchmarks operator --sweep sparse_decode --ways clusters= --no-csv
+    python -m benchmarks operator --sweep sparse_decode --kv-dtype int8 --no-csv    # of codes
     python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
     python -m benchmarks operator --sweep linear --no-csv              # all linear layers, likewise
     python -m benchmarks operator --sweep quantised_linear --no-csv    # of 8 and 4 bits, at 1 and 8 rows
@@ -60,12 +61,13 @@ def sweep(layers: list[Layer], report: Report, operators: list[str], ways: list[
     With ``ways`` those alone whose names contain one of them, beside the first.
     """
     shape = layers[0].shape
+    stored = "" if layers[0].scales is None else ":kv_dtype=int8"
     for operator in operators:
         first, before, found = None, Time(0.0, 0.0, 0.0), {}
         for name, run, result in variants(layers, operator):
             if ways and first is not None and not any(way in name for way in ways):
                 continue
-            with report.measuring(shape.batch, shape.context, f"two_level:{name}"):  # not all tiles fit every shape
+            with report.measuring(shape.batch, shape.context, f"two_level{stored}:{name}"):  # not all tiles fit
                 took = captured(run, len(layers))
                 if name == FIRST:
                     before = took
@@ -137,6 +139,7 @@ def arguments() -> ArgumentParser:
         choices=(*OPERATORS, *WITHOUT_CACHE),
         help="time the ways to run these operators instead",
     )
+    parser.add_argument("--kv-dtype", choices=("int8",), help="of stored keys and values, on the device: with --sweep")
     parser.add_argument("--ways", nargs="+", metavar="TEXT", help="of a sweep those whose names contain one of these")
     return parser
 
@@ -158,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     swept = [name for name in args.sweep or () if name not in WITHOUT_CACHE]
     if args.ways and not swept:
         parser.error(f"--ways are of --sweep with one of {', '.join(OPERATORS)}")
+    if args.kv_dtype and (not swept or any(shape.value_dim for shape in shapes(args))):
+        parser.error(f"--kv-dtype is of keys and values (no latents), in --sweep with one of {', '.join(OPERATORS)}")
     if not torch.cuda.is_available():
         print("the operator benchmark needs a CUDA device")
         return 1
@@ -179,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
                     check(layers[0])
                     for layer in layers:
                         layer.step()
+                        if args.kv_dtype:
+                            layer.encode()
                     sweep(layers, report, swept, args.ways)
                 else:
                     measure(layers, report, rate)

@@ -56,7 +56,7 @@ def _decodes(layers: list[Layer], granularity: str, grid: Grid) -> Iterator[Vari
         ids = t.tokens if granularity == "token" else None
         stored = (t.q, t.kv, t.rows, t.block_table, ids, t.recent_kv)
         about = {"value_dim": shape.values, "sinks": t.sinks, "scale": shape.dim**-0.5, "out": t.out}
-        sparse_decode(*stored, granularity=granularity, **about, **options)
+        sparse_decode(*stored, granularity=granularity, scales=t.scales, **about, **options)
 
     grid = [(name, {"clusters": False, **options}) for name, options in grid]
     if _has_cuda_kernels(layers) and granularity == "token" and not shape.value_dim:

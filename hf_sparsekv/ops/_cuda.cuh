@@ -175,6 +175,26 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool there) {
     return all;
 }
 
+// Likewise of 8 and of 4 bytes.
+__device__ __forceinline__ uint2 load_8(const void* from, bool there) {
+    uint2 both;
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
+        : "=&r"(both.x), "=&r"(both.y)
+        : "l"(from), "r"((u32)there)
+        : "memory");
+    return both;
+}
+
+__device__ __forceinline__ u32 load_4(const void* from, bool there) {
+    u32 one;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; @p ld.global.u32 %0, [%1];}"
+                 : "=&r"(one)
+                 : "l"(from), "r"((u32)there)
+                 : "memory");
+    return one;
+}
+
 // ---- copies to shared memory, in the background
 
 // Of 16 bytes, aligned to as many.
@@ -218,6 +238,26 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
 __device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// `bits & mask ^ other`, as one instruction: the compiler makes two where both are constants.
+__device__ __forceinline__ u32 mask_xor(u32 bits, u32 mask, u32 other) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(bits), "r"(mask), "r"(other));
+    return result;
+}
+
+// Of two numbers of 16 bits in a register each, the differences. Of bfloat16 from compute 9.0 on.
+__device__ __forceinline__ u32 subtract_half(u32 these, u32 those) {
+    u32 both;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(these), "r"(those));
+    return both;
+}
+
+__device__ __forceinline__ u32 subtract_bfloat16(u32 these, u32 those) {
+    u32 both;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(these), "r"(those));
     return both;
 }
 

@@ -19,6 +19,7 @@ from ..kv.store import ring_tokens
 from ..ops._device import gpu
 from ..ops.append import append
 from ..ops.block_score import block_score
+from ..ops.quantise import quantise
 from ..ops.seal import quantise_labels
 from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
@@ -132,6 +133,7 @@ class Layer:
         order = torch.arange(count, dtype=torch.int32, device=device)
         self.block_table[:, : s.full_blocks] = order.view(s.full_blocks, s.batch).T
         self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
+        self.scales: Tensor | None = None  # of codes
         every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
         self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
@@ -169,6 +171,10 @@ class Layer:
         row = torch.arange(kv.shape[0], device=kv.device) % s.batch
         channel = self.channels.long()[row][:, :, None].expand(-1, -1, kv.shape[2], -1)
         self.codes[at], self.qparams[at] = quantise_labels(keys.gather(-1, channel))
+
+    def encode(self) -> None:
+        """From now on stored keys and values are codes of 8 bits, as ``OffloadConfig.kv_dtype`` has them."""
+        self.kv, self.scales = quantise(self.kv, self.shape.dim)
 
     def poison(self) -> None:
         """Fill every output with what no operator writes."""
@@ -219,6 +225,7 @@ class Layer:
             scale=self.shape.dim**-0.5,
             attended=self.attended,
             used=used,
+            scales=self.scales,
             out=self.out,
         )
 

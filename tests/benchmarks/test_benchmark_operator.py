@@ -136,6 +136,21 @@ def test_ways_to_run_an_operator_agree(layer, operator):
 
 
 @INTERPRETED
+def test_ways_to_attend_over_codes(layer, monkeypatch):
+    """Codes are what is read, and their results are near those of what they stand for."""
+    layer.step()
+    plain = layer.out.clone()
+    layer.encode()
+    assert layer.kv.dtype == torch.int8
+    name, run, result = next(iter(variants([layer], "sparse_decode")))
+    run(0)
+    coded = result().clone()
+    assert 0 < (coded - plain).norm() < 0.03 * plain.norm(), name
+    layer.decode(layer.tokens, "token")
+    assert not differs(layer.out, coded)
+
+
+@INTERPRETED
 def test_the_kernel_in_cuda_is_timed(layer, monkeypatch):
     """It is asked for what is scored otherwise; where it does not serve, that is no time of another kernel."""
 
@@ -224,9 +239,16 @@ def test_some_of_the_ways(layer, tmp_path, monkeypatch):
     with Report("operator", "x", tmp_path / "a.csv", None) as report:
         module.sweep([layer], report, ["token_select"], ["warps=16"])
     assert [row["variant"] for row in read_rows(tmp_path / "a.csv")] == ["two_level:warps=4", "two_level:warps=16"]
+    layer.encode()
+    with Report("operator", "x", tmp_path / "b.csv", None) as report:
+        module.sweep([layer], report, ["token_select"], ["none of them"])
+    assert [row["variant"] for row in read_rows(tmp_path / "b.csv")] == ["two_level:kv_dtype=int8:warps=4"]
     for wrong in ([], ["--sweep", "linear"]):
-        with pytest.raises(SystemExit):
-            main([*wrong, "--ways", "warps=16"])
+        for option in (["--ways", "warps=16"], ["--kv-dtype", "int8"]):
+            with pytest.raises(SystemExit):
+                main([*wrong, *option])
+    with pytest.raises(SystemExit):
+        main(["--model", "glm-4.7-flash", "--sweep", "latent_tokens", "--kv-dtype", "int8"])
 
 
 @INTERPRETED

@@ -280,17 +280,22 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
-    usual = [(batch, 4, 128, False) for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
-    for batch, group, dim, paged in (*usual, (1, 4, 128, True), (1, 8, 128, False), (1, 8, 64, False)):
-        where = Place("cpu", torch.bfloat16)
+    usual = [(batch, 4, 128, "") for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
+    usual += [(1, 4, 128, "paged"), (1, 8, 128, ""), (1, 8, 64, "")]
+    usual += [(batch, 4, 128, "coded") for batch in (1, 4, 8, 32)]
+    usual += [(1, 4, 128, "paged coded"), (1, 8, 128, "coded"), (1, 8, 64, "coded"), (1, 4, 128, "coded half")]
+    for batch, group, dim, kind in usual:
+        where = Place("cpu", torch.float16 if "half" in kind else torch.bfloat16)
         case = Decode(batch=batch, heads=8, group=group, dk=dim, dv=dim, block_size=64, span=4)
         args, named = case.make(where, "token")
-        if paged:
+        if "paged" in kind:
             args, named = in_pages(where, args, named)
-        about = {name: named.get(name) for name in ("sinks", "scale", "sink_logits", "pages", "means", "mean_tokens")}
+        if "coded" in kind:
+            args, named = in_codes(args, named)
+        names = ("sinks", "scale", "sink_logits", "pages", "means", "mean_tokens", "columns", "scales")
+        about = {name: named.get(name) for name in names}
         none = dict.fromkeys(("attended", "from_host", "lse"))
-        rest = {"clusters": None, "columns": named.get("columns"), "out": torch.empty_like(args[0])}
-        decode.attend_clusters(*args, **about, **none, **rest)
+        decode.attend_clusters(*args, **about, **none, clusters=None, out=torch.empty_like(args[0]))
     for outputs, inputs in ((12_288, 4096), (4096, 12_288)):  # inputs of one unit for each warp, or of several
         codes, scales = torch.empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // 64)
         weight = QuantisedWeight(codes, scales, torch.empty(16))

@@ -305,12 +305,16 @@ inline void deliver(Cluster& cluster, std::mt19937& chance) {
 inline std::vector<std::pair<i64, i64>> given;
 inline std::atomic<int> outside{0};
 
-inline uint4 load_16(const void* from, bool there) {
-    const auto holds = [&](const auto& one) { return one.first <= (i64)from && (i64)from + 16 <= one.second; };
+template <class T>
+inline T load_if(const void* from, bool there) {
+    const auto holds = [&](const auto& one) { return one.first <= (i64)from && (i64)from + (i64)sizeof(T) <= one.second; };
     if (there && std::none_of(given.begin(), given.end(), holds)) outside++, there = false;
-    if ((i64)from % 16 && there) outside++, there = false;
-    return there ? *(const uint4*)from : uint4{0, 0, 0, 0};
+    if ((i64)from % sizeof(T) && there) outside++, there = false;
+    return there ? *(const T*)from : T{};
 }
+inline uint4 load_16(const void* from, bool there) { return load_if<uint4>(from, there); }
+inline uint2 load_8(const void* from, bool there) { return load_if<uint2>(from, there); }
+inline u32 load_4(const void* from, bool there) { return load_if<u32>(from, there); }
 
 template <class T>
 inline T load_once(const T* from) {
@@ -375,6 +379,16 @@ inline u32 to_bfloat16(float value) {
 
 inline u32 pack_half(float low, float high) { return to_half(low) | to_half(high) << 16; }
 inline u32 pack_bfloat16(float low, float high) { return to_bfloat16(low) | to_bfloat16(high) << 16; }
+
+inline u32 mask_xor(u32 bits, u32 mask, u32 other) { return bits & mask ^ other; }
+inline u32 subtract_half(u32 these, u32 those) {
+    const auto of = [&](u32 shift) { return from_half(these >> shift & 0xffff) - from_half(those >> shift & 0xffff); };
+    return pack_half(of(0), of(16));
+}
+inline u32 subtract_bfloat16(u32 these, u32 those) {
+    const auto of = [&](u32 shift) { return from_bfloat16(these >> shift & 0xffff) - from_bfloat16(those >> shift & 0xffff); };
+    return pack_bfloat16(of(0), of(16));
+}
 
 inline u32 transpose(u32 mine) {
     const u32 row = current % 32 / 4, column = current % 4 * 2;

@@ -39,13 +39,15 @@ def test_what_ptxas_says():
 
 @pytest.mark.skipif(compile_kernels.nvrtc() is None, reason=f"{compile_kernels.MISSING} are not compiled")
 def test_all_in_cuda_compile():
-    """For sm_90, to the end, in clusters of each size; labels' scores of each width. None spills."""
+    """For sm_90, to the end, in clusters of each size; labels' scores of each width; keys and values in codes, too.
+    None spills."""
     done = compiled("compile_kernels.py", "--stats", "--only", "in_cuda")
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["kernel"] for one in found} == compile_kernels.cuda_kernels()
     assert {one["macros"].get("CLUSTER") for one in found} == {1, 2, 4, 8, None}
     assert {one["macros"].get("WIDTH") for one in found} == {16, 32, 64, None}
+    assert {one["macros"].get("CODES") for one in found} == {0, 1, None}
     assert not [one for one in found if one["SPILL"] or one["LOCAL"]]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import Place
-from decode_cases import RATIO, Case, check, config_of, expect, in_pages
+from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages
 
 from hf_sparsekv.ops.sparse_decode import triton as launches
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -73,14 +73,24 @@ def place16(request) -> Place:
     return Place("cuda", request.param)
 
 
+WILD = ("a key", "a value", "an infinite key", "a query", "an infinite query", "large logits")
+# Large logits of codes are other ones: the definition rounds keys.
+WILD = [(False, what) for what in WILD] + [(True, what) for what in WILD[:-1]]
+CODED = pytest.mark.parametrize("coded", [False, True], ids=["16 bits", "codes"])
+
+
+@CODED
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_against_reference(place16, case, cut):
-    check(place16, case, "token", **cut)
+def test_against_reference(place16, case, coded, cut):
+    check(place16, case, "token", coded=coded, **cut)
 
 
+@CODED
 @pytest.mark.parametrize("case", [LONG, PLAIN, CASES["eight heads"]], ids=["long", "usual", "eight heads"])
-def test_pages(place16, case, cut):
+def test_pages(place16, case, coded, cut):
     args, named = in_pages(place16, *case.make(place16, "token"))
+    if coded:
+        args, named = in_codes(args, named)
     expected, want_attended = expect(args, named)
     attended = torch.full_like(want_attended, 1000, device="cuda")
     config = config_of(args, named, **cut)
@@ -88,25 +98,41 @@ def test_pages(place16, case, cut):
     assert torch.equal(attended.cpu(), want_attended)
 
 
-@pytest.mark.parametrize(
-    "what", ["a key", "a value", "an infinite key", "a query", "an infinite query", "large logits"]
-)
-def test_not_finite(place16, cut, what):
+@pytest.mark.parametrize("coded, what", WILD)
+def test_not_finite(place16, cut, what, coded):
     args, named = wild(what, *PLAIN.make(place16, "token"))
+    if coded:
+        args, named = in_codes(args, named)
     got = sparse_decode(*args, **named, config=config_of(args, named, **cut)).cpu()
     expected = expect(args, named)[0]
     assert torch.equal(got.isnan(), expected.isnan())
     place16.close(got.nan_to_num(), expected.nan_to_num(), ratio=RATIO[place16.dtype])
 
 
+@pytest.mark.parametrize("what", ["a stored key", "a stored value"])
+def test_codes_of_what_is_no_number(place16, cut, what):
+    """Their scale is not."""
+    args, named = PLAIN.make(place16, "token")
+    token = int(args[4][0, 0, 2])
+    args[1][args[3][0, token // 16], 0, token % 16, 3 if what == "a stored key" else args[0].shape[2] + 3] = torch.nan
+    args, named = in_codes(args, named)
+    got = sparse_decode(*args, **named, config=config_of(args, named, **cut)).cpu()
+    expected = expect(args, named)[0]
+    assert expected.isnan().any() and torch.equal(got.isnan(), expected.isnan())
+    place16.close(got.nan_to_num(), expected.nan_to_num(), ratio=RATIO[place16.dtype])
+
+
+@CODED
 @pytest.mark.parametrize("batch, chosen", [(1, 24), (1, 80), (8, 24), (33, 24)])
 @pytest.mark.parametrize("group, heads", [(4, 8), (8, 2)])
-def test_many_tokens(place16, batch, chosen, group, heads, cut):
+def test_many_tokens(place16, batch, chosen, group, heads, coded, cut):
     """As many as a step attends to, of long rows, again and again over memory that is in use; and more than a block's
     threads read at once, to count them."""
     shape = {"group": group, "dk": 128, "dv": 128, "block_size": 64, "ring": 80, "span": 4}
     case = Case(batch=batch, heads=heads, cap=chosen * 5 // 3, chosen=chosen, **shape)
     args, named = case.make(place16, "token")
+    if coded:
+        args, named = in_codes(args, named)
     expected, config = expect(args, named)[0], config_of(args, named, **cut)
     first = sparse_decode(*args, **named, config=config)
     place16.close(first, expected, ratio=RATIO[place16.dtype])

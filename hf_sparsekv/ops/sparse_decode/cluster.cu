@@ -7,6 +7,10 @@
 // which the others have sent to its shared memory. So one launch does what a split and a merge do.
 //
 // Channels are in another order in these products, the same on both sides, so that each load takes 16 bytes.
+//
+// With CODES `kv` has codes of 8 bits, and all else 16 bits. Of the 32 entries that a warp's lanes have looked up it
+// takes first those in codes, all at once, as many bytes as of 16 others; then the others. Codes are whole numbers,
+// exact in 16 bits: a key's scale multiplies its logit, a value's scale its weight.
 
 #define WARPS (THREADS / 32)
 #define STEPS (DIM / 32)    // of a key: 32 channels, eight of them in 16 bytes of a thread
@@ -15,6 +19,12 @@
 #define SLICE (SIZE / CLUSTER)
 #define LOG2E 1.4426950408889634f
 #define AHEAD 4  // chosen tokens that a thread reads at once, to count them
+#if CODES
+typedef signed char Stored;
+#define WIDE (DIM / 64)  // of a key in codes: 64 channels, 16 of them in 16 bytes of a thread
+#else
+typedef u16 Stored;
+#endif
 
 static_assert(GROUP <= 8, "heads are the eight columns of a product");
 static_assert(SIZE % (4 * CLUSTER) == 0, "each block has as much of the result");
@@ -25,12 +35,17 @@ __device__ __forceinline__ float base_of(float most) {  // nothing attended yet:
 
 // What a row and KV head attend to. Distances are in numbers.
 struct Lists {
-    const u16 *kv, *pages, *recent, *means;
+    const Stored* kv;
+    const u16 *pages, *recent, *means;
     int kv_block, kv_token, page, page_token, recent_token, means_block;
     const int *ids, *table;
     const u32* chosen;  // how many tokens of each span are, if there are means
     int n, near, spans, all, sealed, sinks, ring, span;
     float factor;  // of logits, to base 2
+#if CODES
+    const u32* scales;  // of a token's key and value, 16 bits each
+    int scales_block, scales_token;
+#endif
 };
 
 // Where an entry of the list is: a block or page, or -1, and a place there.
@@ -60,9 +75,12 @@ __device__ __forceinline__ Place look_up(const Lists& its, int e, int id) {
 // An entry: where its key begins, or null; what is added to its logits, to base 2; and whether it is a token, and one
 // that `kv` holds.
 struct Entry {
-    const u16* at;
+    const void* at;
     float bias;
     bool counts, far;
+#if CODES
+    const u32* scales;  // of one that `kv` holds
+#endif
 };
 
 __device__ __forceinline__ Entry settle(const Lists& its, int e, const Place& place) {
@@ -73,6 +91,9 @@ __device__ __forceinline__ Entry settle(const Lists& its, int e, const Place& pl
         if (entry.far) {
             const i64 block = PAGED ? -(place.page + 2) : place.page;
             entry.at = its.kv + block * its.kv_block + place.in * its.kv_token;
+#if CODES
+            entry.scales = its.scales + block * its.scales_block + place.in * its.scales_token;
+#endif
         } else if (entry.counts) {
             entry.at = its.pages + (i64)place.page * its.page + place.in * its.page_token;
         }
@@ -98,7 +119,44 @@ struct Softmax {
 struct Entries {
     const u16* at[32];  // or null
     float bias[32];     // -inf of null
+#if CODES
+    const Stored* codes[32];  // instead of `at`, or null
+#endif
 };
+
+// Take logits of N times 16 entries, to base 2: `weight[g]` are those of entries `row` and `row` + 8, two heads each.
+// They become weights.
+template <int N>
+__device__ __forceinline__ void weigh(Softmax& its, float (&weight)[N][4]) {
+    bool grows = false;
+    float keep[2];
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        float most = its.most[c];
+#pragma unroll
+        for (int g = 0; g < N; g++) most = fmaxf(most, fmaxf(weight[g][c], weight[g][2 + c]));
+        for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+        const float base = base_of(most);
+        keep[c] = exp2f(its.most[c] - base), grows |= most > its.most[c];
+        float total = its.total[c] * keep[c];
+#pragma unroll
+        for (int g = 0; g < N; g++) {
+            weight[g][c] = exp2f(weight[g][c] - base), weight[g][2 + c] = exp2f(weight[g][2 + c] - base);
+            total = total + weight[g][c] + weight[g][2 + c];
+        }
+        its.total[c] = total, its.most[c] = most;
+    }
+    if (__any_sync(~0u, grows)) {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) its.sum[h][i][c] *= keep[c % 2];
+            }
+        }
+    }
+}
 
 // Take 16 entries. `zero` is one, which the compiler does not know.
 __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][32], const Entries& entries, int first,
@@ -128,40 +186,19 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
     for (int j = 0; j < STEPS; j++) any |= key[0][j].x | key[1][j].x;
 #pragma unroll
     for (int h = 0; h < HALVES; h++) any |= value[0][h].x | value[1][h].x | value[2][h].x | value[3][h].x;
-    float weight[4] = {__uint_as_float(any & zero), 0, 0, 0};  // of tokens row and row + 8, two heads each
+    float weight[1][4] = {{__uint_as_float(any & zero), 0, 0, 0}};  // of tokens row and row + 8, two heads each
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
         const u32 front[4] = {key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y};
         const u32 back[4] = {key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w};
         const uint4 eight = query[j][lane];
-        multiply(weight, front, eight.x, eight.y);
-        multiply(weight, back, eight.z, eight.w);
+        multiply(weight[0], front, eight.x, eight.y);
+        multiply(weight[0], back, eight.z, eight.w);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) weight[i] = bias[i / 2] == -INF ? -INF : weight[i] * factor + bias[i / 2];
-    bool grows = false;
-    float keep[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-        float most = fmaxf(its.most[c], fmaxf(weight[c], weight[2 + c]));
-        for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-        const float base = base_of(most);
-        keep[c] = exp2f(its.most[c] - base), grows |= most > its.most[c];
-        weight[c] = exp2f(weight[c] - base), weight[2 + c] = exp2f(weight[2 + c] - base);
-        its.total[c] = its.total[c] * keep[c] + weight[c] + weight[2 + c];
-        its.most[c] = most;
-    }
-    if (__any_sync(~0u, grows)) {
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) its.sum[h][i][c] *= keep[c % 2];
-            }
-        }
-    }
-    const u32 front = transpose(pack(weight[0], weight[1])), back = transpose(pack(weight[2], weight[3]));
+    for (int i = 0; i < 4; i++) weight[0][i] = bias[i / 2] == -INF ? -INF : weight[0][i] * factor + bias[i / 2];
+    weigh(its, weight);
+    const u32 front = transpose(pack(weight[0][0], weight[0][1])), back = transpose(pack(weight[0][2], weight[0][3]));
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
 #pragma unroll
@@ -179,6 +216,108 @@ __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][3
     }
 }
 
+#if CODES
+
+// Of two codes, in bytes 0 and 2, the numbers of 16 bits: as they are, or float16 in 64ths, so that a weight that is
+// multiplied by a small scale keeps its digits.
+__device__ __forceinline__ u32 widen(u32 codes) {
+    // 128 and seven digits, less 128, or 256 of a negative one.
+    const u32 digits = mask_xor(codes, 0x7f007f, 0x43004300), less = mask_xor(codes, 0x800080, 0x43004300);
+    if (BFLOAT16) return subtract_bfloat16(digits, less);
+    return subtract_half(mask_xor(codes, 0xff00ff, 0x4c804c80), 0x4c804c80);  // 16 + (code + 128) / 64, less 18
+}
+
+// Take those of 32 entries that are codes, which `there` marks. `scales`: of the lane's own entry.
+__device__ __forceinline__ void take_codes(Softmax& its, const uint4 (&query)[2 * WIDE][32], const Entries& entries,
+                                           u32 there, u32 scales, float factor, u32 zero) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+    // As in take(): keys of tokens row + 8 t, 16 channels in 16 bytes; values of 2 quad, the next one, and of those 8,
+    // 16 and 24 behind them, 8 channels in 8 bytes, as a sum has the channels of take().
+    uint4 key[4][WIDE];
+    uint2 value[8][HALVES];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const Stored* at = entries.codes[row + 8 * t];
+#pragma unroll
+        for (int j = 0; j < WIDE; j++) key[t][j] = load_16(at + 16 * quad + 64 * j, at);
+    }
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+        const Stored* at = entries.codes[2 * quad + t % 2 + t / 2 * 8];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) value[t][h] = load_8(at + 8 * row + DIM + 64 * h, at);
+    }
+    u32 any = 0;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+#pragma unroll
+        for (int j = 0; j < WIDE; j++) any |= key[t][j].x;
+    }
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) any |= value[t][h].x;
+    }
+    float weight[2][4] = {{__uint_as_float(any & zero), 0, 0, 0}, {}};
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        if (g && there >> 16 == 0) continue;  // as where a list ends: often, as lists are short
+        // Four channels of tokens row and row + 8: the first and the third, the second and the fourth.
+        const auto four = [&](u32 one, u32 other, u32 front, u32 back) {
+            const u32 channels[4] = {widen(one), widen(other), widen(one >> 8), widen(other >> 8)};
+            multiply(weight[g], channels, front, back);
+        };
+#pragma unroll
+        for (int j = 0; j < WIDE; j++) {
+            const uint4 low = query[2 * j][lane], high = query[2 * j + 1][lane];
+            const uint4 &one = key[2 * g][j], &other = key[2 * g + 1][j];
+            four(one.x, other.x, low.x, low.y), four(one.y, other.y, low.z, low.w);
+            four(one.z, other.z, high.x, high.y), four(one.w, other.w, high.z, high.w);
+        }
+    }
+    const float unit = BFLOAT16 ? 1 : 64;  // see widen()
+    float by[4];  // scale of a value, zero of what is not attended
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const u32 both = __shfl_sync(~0u, scales, row + 8 * t);
+        const float of_key = from_half(both) * (factor * unit);
+        by[t] = from_half(both >> 16) * unit;
+        // Larger ones are of infinite float16. Finite, or a weight times a code of zero would be no number.
+        if (!BFLOAT16) by[t] = by[t] > 65504 ? 65504 : by[t];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float& its = weight[t / 2][t % 2 * 2 + c];
+            its = there >> (row + 8 * t) & 1 ? its * of_key : -INF;
+        }
+    }
+    weigh(its, weight);
+    u32 two[4];  // heads' weights of tokens row + 8 t, then of tokens 2 quad and the next
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const float(&of)[4] = weight[t / 2];
+        two[t] = transpose(pack(of[t % 2 * 2] * by[t], of[t % 2 * 2 + 1] * by[t]));
+    }
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        if (g && there >> 16 == 0) continue;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 of[4];
+#pragma unroll
+                for (int t = 0; t < 4; t++) of[t] = i < 2 ? value[4 * g + t][h].x : value[4 * g + t][h].y;
+                const u32 one = i % 2 ? 0x602 : 0x400, next = i % 2 ? 0x703 : 0x501;  // bytes of both tokens
+                const u32 channels[4] = {widen(__byte_perm(of[0], of[1], one)), widen(__byte_perm(of[0], of[1], next)),
+                                         widen(__byte_perm(of[2], of[3], one)), widen(__byte_perm(of[2], of[3], next))};
+                multiply(its.sum[h][i], channels, two[2 * g], two[2 * g + 1]);
+            }
+        }
+    }
+}
+
+#endif
+
 // Of a block in the result of a row and KV head; what each block is told by all.
 struct Share {
     float4 sum[SLICE / 4];
@@ -187,7 +326,7 @@ struct Share {
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const u16* kv, i64 kv_block, i64 kv_head,
+    sparse_decode_cluster_kernel(const u16* q, i64 q_batch, i64 q_head, const Stored* kv, i64 kv_block, i64 kv_head,
                                 i64 kv_token, const u16* pages, i64 page, i64 page_token, const u16* recent,
                                 i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
                                 const int* table, i64 table_row, const int* ids, i64 ids_batch, i64 ids_head,
@@ -195,13 +334,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 out_batch, i64 out_head, float* lse, i64 lse_batch, i64 lse_head, i64* attended,
                                 i64 attended_batch, i64 attended_head, i64* from_host, i64 host_batch, i64 host_head,
                                 const void* sink_logits, i64 heads, i64 n, i64 sinks, i64 end, i64 span, i64 most_spans,
-                                i64 scale_bits) {
+                                i64 scale_bits
+#if CODES
+                                ,
+                                const u32* scales, i64 scales_block, i64 scales_head, i64 scales_token
+#endif
+    ) {
     DYNAMIC_SHARED(held);  // how many tokens of each span are chosen, then each warp's result
     __shared__ Share at[CLUSTER];
     __shared__ u64 mbarrier;
     __shared__ Lists lists;
     __shared__ Entries entries[WARPS];
     __shared__ uint4 query[STEPS][32];  // of each thread of a warp: of head `row`, zeros where there is none
+#if CODES
+    __shared__ uint4 wide_query[2 * WIDE][32];  // as take_codes() takes it
+#endif
     __shared__ float most[WARPS][8], total[WARPS][8];
     __shared__ u32 tokens[WARPS], far[WARPS];
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
@@ -259,6 +406,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.chosen = chosen;
     its.all = its.n + its.near + its.spans;
     its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
+#if CODES
+    its.scales = scales + i_head * scales_head;
+    its.scales_block = (int)scales_block, its.scales_token = (int)scales_token;
+#endif
     Place place = look_up(its, entry_of(tile), id);
     if (means) {
         const auto count = [&](int i, int token) {
@@ -270,6 +421,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     if (thread == 0) lists = its;  // else it takes registers that loads need
     wait_for_copies<0>();
+#if CODES
+    for (int j = warp; j < STEPS; j += WARPS) {  // what this thread has copied
+        const uint4 of = query[j][lane];
+        wide_query[j / 2 * 2 + quad % 2][4 * row + j % 2 * 2 + quad / 2] =
+            uint4{__byte_perm(of.x, of.y, 0x5410), __byte_perm(of.x, of.y, 0x7632), __byte_perm(of.z, of.w, 0x5410),
+                  __byte_perm(of.z, of.w, 0x7632)};
+    }
+#endif
     __syncthreads();
 
     Softmax mine = {{-INF, -INF}, {0, 0}, {}};
@@ -281,10 +440,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int behind = entry_of(tile + 4 * apart);
         next_id = behind < lists.n ? lists.ids[behind] : -1;
         my_tokens += entry.counts, my_far += entry.far;
+#if CODES
+        const u32 my_scales = load_4(entry.scales, entry.far);
+        const u32 far_there = __ballot_sync(~0u, entry.far), there = __ballot_sync(~0u, entry.at && !entry.far);
+        __syncwarp();
+        entries[warp].codes[lane] = entry.far ? (const Stored*)entry.at : nullptr;
+        entries[warp].at[lane] = entry.far ? nullptr : (const u16*)entry.at;
+        entries[warp].bias[lane] = entry.at && !entry.far ? entry.bias : -INF;
+        __syncwarp();
+        if (far_there) take_codes(mine, wide_query, entries[warp], far_there, my_scales, lists.factor, zero);
+#else
         const u32 there = __ballot_sync(~0u, entry.at != nullptr);
         __syncwarp();  // all have read the last ones
-        entries[warp].at[lane] = entry.at, entries[warp].bias[lane] = entry.at ? entry.bias : -INF;
+        entries[warp].at[lane] = (const u16*)entry.at, entries[warp].bias[lane] = entry.at ? entry.bias : -INF;
         __syncwarp();
+#endif
         if (there & 0xffff) take(mine, query, entries[warp], 0, lists.factor, zero);
         if (there >> 16) take(mine, query, entries[warp], 16, lists.factor, zero);
     }

@@ -37,13 +37,15 @@ def attend_clusters(
     means: Tensor | None,
     mean_tokens: int | None,
     columns: Tensor | None,
+    scales: Tensor | None,
     out: Tensor,
     clusters: int | None,
 ) -> bool:
     """Attend, as ``reference.sparse_decode`` does to tokens ``ids``, where these tensors and this GPU allow it: whether
     it has.
 
-    Keys and values only (no latents), of 16 bits and without codes, lists of at most ``MOST_TOKENS``, and no soft cap.
+    Keys and values only (no latents), of 16 bits, in ``kv`` also codes of 8, lists of at most ``MOST_TOKENS``, and no
+    soft cap. Codes are multiplied as they are and products by their scales, so no entry is rounded to 16 bits.
 
     Args:
         clusters: blocks that share a row and KV head, a power of two up to 8; None for as many as fill the GPU once.
@@ -51,19 +53,22 @@ def attend_clusters(
     batch, q_heads, dim = q.shape
     heads, size = kv.shape[1:3]
     group, lists = q_heads // heads, batch * heads
-    numbers = [t for t in (q, kv, recent_kv, pages, means, out) if t is not None]
+    numbers = [t for t in (q, recent_kv, pages, means, out) if t is not None]
     if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in numbers):
+        return False
+    if kv.dtype != (q.dtype if scales is None else torch.int8):
         return False
     if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
         return False
     if ids.shape[-1] > MOST_TOKENS:
         return False
-    strides = [stride for t in (kv, pages, recent_kv, means) if t is not None for stride in t.stride()]
+    strides = [stride for t in (kv, pages, recent_kv, means, scales) if t is not None for stride in t.stride()]
     if (
         max(strides) >= 1 << 31
         or kv.shape[3] != 2 * dim
         or out.shape != q.shape
-        or not all(map(_loads_16_bytes, numbers))
+        or not all(_loads(t, 16) for t in (kv, *numbers))
+        or not (scales is None or _loads(scales, 4))
     ):
         return False
     others = ((ids, torch.int32), (block_table, torch.int32), (columns, torch.int32))
@@ -76,7 +81,7 @@ def attend_clusters(
     blocks = clusters or _blocks(lists, q)
     spans = 0 if means is None else -(-block_table.shape[1] * size // mean_tokens)
     shared = 4 * max(spans, THREADS // 32 * group * dim)
-    kernel = _kernel(q, size, group, blocks, pages is not None, sink_logits)
+    kernel = _kernel(q, size, group, blocks, pages is not None, scales is not None, sink_logits)
     if kernel is None or shared > kernel.shared_bytes:
         return False
     args = q, *q.stride()[:2], kv, *kv.stride()[:3], *_with_strides(pages), recent_kv, *recent_kv.stride()[:3], rows
@@ -84,13 +89,18 @@ def attend_clusters(
     args += *_with_strides(columns), *_with_strides(out), *_with_strides(lse), *_with_strides(attended)
     args += *_with_strides(from_host), sink_logits, heads, n, sinks, recent_kv.shape[2], mean_tokens or 0, spans
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
-    kernel.launch((blocks, lists), THREADS, shared, q, *args, scale_bits)
+    args += (scale_bits,)
+    if scales is not None:
+        pairs = scales.view(torch.int32)  # both scales of a token are read as one word
+        args += pairs, *pairs.stride()[:3]
+    kernel.launch((blocks, lists), THREADS, shared, q, *args)
     return True
 
 
-def _loads_16_bytes(t: Tensor) -> bool:
-    """Whether each row of the last dimension lies in one piece, at a multiple of 16 bytes."""
-    return t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in t.stride()[:-1])
+def _loads(t: Tensor, size: int) -> bool:
+    """Whether each row of the last dimension lies in one piece, at a multiple of ``size`` bytes."""
+    places = (t.data_ptr(), *(stride * t.element_size() for stride in t.stride()[:-1]))
+    return t.stride(-1) == 1 and all(place % size == 0 for place in places)
 
 
 def _with_strides(t: Tensor | None) -> tuple:
@@ -98,10 +108,11 @@ def _with_strides(t: Tensor | None) -> tuple:
 
 
 def _kernel(
-    q: Tensor, size: int, group: int, blocks: int, paged: bool, sink_logits: Tensor | None
+    q: Tensor, size: int, group: int, blocks: int, paged: bool, coded: bool, sink_logits: Tensor | None
 ) -> _cuda.Kernel | None:
     defined = {"THREADS": THREADS, "CLUSTER": blocks, "GROUP": group, "DIM": q.shape[2]}
     defined |= {"LOG_BLOCK": size.bit_length() - 1, "PAGED": int(paged), "BFLOAT16": int(q.dtype == torch.bfloat16)}
+    defined["CODES"] = int(coded)
     defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
     return _cuda.load(q, __package__, "cluster.cu", "sparse_decode_cluster_kernel", **defined)
 

@@ -81,7 +81,7 @@ def sparse_decode(
     clusters = config.clusters is not False and granularity == "token" and used is None
     if clusters and not latents and softcap is None:
         about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}
-        listed = {"pages": pages, "means": means, "mean_tokens": mean_tokens, "columns": columns}
+        listed = {"pages": pages, "means": means, "mean_tokens": mean_tokens, "columns": columns, "scales": scales}
         how = {"sinks": sinks, "scale": scale, "clusters": config.clusters, "out": out}
         if attend_clusters(q, kv, rows, block_table, ids, recent_kv, **about, **listed, **how):
             return out
