@@ -8,7 +8,7 @@ took it: a late submission is the system's delay.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -332,17 +332,24 @@ def saturate(
     seconds: float,
     timeout: float | None = None,
     clock: type[Clock] | Clock = Clock,
+    look: Callable[[], None] = lambda: None,
 ) -> Saturated:
     """Submit all requests at once; count for a time, ``warm`` seconds behind that; cancel what is left.
+
+    Args:
+        look: called where that time begins and ends.
 
     Raises:
         RanDry: all had begun to answer by then, so the system was not full all that time.
     """
     ready = [(request.ids(vocabulary), greedy(request.output_tokens)) for request in requests]
     handles = [system.submit(ids, sampling) for ids, sampling in ready]
-    begin = clock.now() + warm
-    clock.sleep(warm + seconds)
+    clock.sleep(warm)
+    begin = clock.now()
+    look()
+    clock.sleep(seconds)
     end = clock.now()
+    look()
     for handle in handles:
         handle.cancel()
     times = [handle.result(timeout).token_times for handle in handles]

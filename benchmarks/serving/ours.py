@@ -15,7 +15,7 @@ import torch
 from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
-from hf_sparsekv.serving.request import Handle, Sampling
+from hf_sparsekv.serving.request import EngineStats, Handle, Sampling
 
 from ..report import Report
 from ..traffic import Meter
@@ -153,7 +153,8 @@ class OurSystem:
             )
         self.rung, self.config = rung, config
         self._meter: Meter | None = None
-        self._before = None
+        self._before: EngineStats | None = None
+        self._after: EngineStats | None = None
 
     def submit(self, ids: Sequence[int], sampling: Sampling) -> Handle:
         """Take a request; raises as the engine does."""
@@ -161,19 +162,24 @@ class OurSystem:
 
     def restart(self) -> None:
         """Count from here; nothing may run."""
-        self._before = self.engine.stats()
+        self._before, self._after = self.engine.stats(), None
         if self.rung.offload:
             self._meter = Meter(self.engine._cache)
 
+    def look(self) -> None:
+        """Its own counts are of the time between two looks, if it is looked at; what crosses the link is not."""
+        self._before, self._after = self._after or self.engine.stats(), self.engine.stats()
+
     def add_to(self, report: Report) -> None:
         """Rows of what was counted since; nothing may run."""
-        now, before = self.engine.stats(), self._before
+        now, before = self._after or self.engine.stats(), self._before
         steps = now.steps - before.steps
         report.add("captures", now.captures - before.captures, "count")
         report.add("prefill_s", now.prefill_s - before.prefill_s, "s")
         if steps:
             report.add("steps", steps, "count")
             report.add("step_ms", 1e3 * (now.step_s - before.step_s) / steps)
+            report.add("rows_a_step", (now.generated_tokens - before.generated_tokens) / steps, "count")
         if self._meter is not None and steps:
             self._meter.read().add_to(report)
 

@@ -13,7 +13,7 @@ steps are ``rows.step()``. Nothing of it has to know::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.row_batch import RowBatch
+from hf_sparsekv.tensors import sent
 
 from ..filling import CALIBRATION, STEPS
 from ..shapes import head_dim, latent_dims, text_config, windows
@@ -69,7 +70,7 @@ class ReplayedKeys:
             raise ValueError("replayed keys of an engine are for methods that choose by a step's own query")
         queries = RowQueries(self.queries, rows.max_rows)
         queries.install(cache)
-        beside, step = cache.beside, rows.step
+        beside, step, move = cache.beside, rows.step, rows.move
 
         def prompt() -> SparseCache:
             made = beside()
@@ -86,10 +87,15 @@ class ReplayedKeys:
             return made
 
         def stepped(*args, **kwargs) -> Tensor:
-            queries.next()
+            queries.next(rows.active)
             return step(*args, **kwargs)
 
-        cache.beside, rows.step = prompt, stepped
+        def moved(row: int) -> int:
+            new = move(row)
+            queries.move(new, row)
+            return new
+
+        cache.beside, rows.step, rows.move = prompt, stepped, moved
 
     def _replace(self, index: int, layer, at: int) -> None:
         """What a prompt's layer caches: keys from ``at`` on. Its attention has been computed with the model's own."""
@@ -120,16 +126,32 @@ class RowQueries(ReplayedQueries):
         steps, layers, lanes, *rest = sequence.shape
         device = sequence.device
         self.buffer = torch.empty(layers, rows, *rest, dtype=sequence.dtype, device=device)
+        turn = max(1, 2 * (steps - 1))
+        there_and_back = [*range(steps), *range(steps - 2, 0, -1)]
+        self._places = torch.tensor(there_and_back, device=device)
         self._lane = torch.arange(rows, device=device) % lanes
-        self._turn = max(1, 2 * (steps - 1))
-        self._at = torch.arange(rows, device=device) * 29 % self._turn - 1
-        self.next()
+        self._at = torch.arange(rows, device=device) * 29 % turn
+        self._moves: tuple[tuple[int, ...], Tensor] = (), torch.zeros_like(self._at)
+        self._fill()
 
-    def next(self) -> None:
-        """The next step's queries of all rows; behind the last one they run backwards. Nothing waits for the device."""
-        self._at = (self._at + 1) % self._turn
-        at = torch.minimum(self._at, self._turn - self._at)
-        self.buffer.copy_(self.sequence[at, :, self._lane].transpose(0, 1))
+    def _fill(self) -> None:
+        self.buffer.copy_(self.sequence[self._places[self._at], :, self._lane].transpose(0, 1))
+
+    def next(self, rows: Sequence[int]) -> None:
+        """The next step's queries of these rows; the others stay where they are. Behind the last one they run
+        backwards. Nothing waits for the device."""
+        rows = tuple(rows)
+        if rows != self._moves[0]:
+            which = [int(row in rows) for row in range(len(self._at))]
+            self._moves = rows, sent(which, self._at.dtype, self._at.device)
+        self._at = (self._at + self._moves[1]) % len(self._places)
+        self._fill()
+
+    def move(self, row: int, source: int) -> None:
+        """Row ``row`` goes on where row ``source`` was, which takes its place."""
+        index = sent([row, source], torch.long, self._at.device)
+        for of_rows in (self._lane, self._at):
+            of_rows[index] = of_rows[index.flip(0)]
 
     @staticmethod
     def _attend(layer, held: Tensor):

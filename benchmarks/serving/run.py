@@ -29,7 +29,7 @@ seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
 step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, steps,
-step_ms and prefill_s (all prompts) of the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in
+step_ms, rows_a_step and prefill_s (all prompts) of the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in
 ``step``); peak_gb.
 """
 
@@ -253,10 +253,12 @@ def run_saturated(args: Namespace, report: Report) -> None:
 def saturated(bench: Bench, system, requests: list[Request]) -> None:
     """Figures of a system that is always full."""
     args, report = bench.args, bench.report
+    look = {}
     if isinstance(system, OurSystem):
         system.restart()
+        look = {"look": system.look}
     try:
-        found = saturate(system, requests, bench.vocabulary, args.warm, args.seconds, args.timeout)
+        found = saturate(system, requests, bench.vocabulary, args.warm, args.seconds, args.timeout, **look)
     except RanDry as error:
         raise NotRun(str(error)) from error
     report.add("tokens_per_s", found.tokens / found.seconds, "1/s")

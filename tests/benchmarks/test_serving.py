@@ -273,7 +273,10 @@ def test_a_full_system_is_counted_for_a_time():
 
     clock = Time()
     requests = [Request(0.0, 5, 4, seed) for seed in range(4)]
-    found = saturate(OneByOne(clock, 1.0, 0.5), requests, VOCABULARY, 1.0, 6.0, clock=clock)
+    looks = []
+    given = {"clock": clock, "look": lambda: looks.append(clock.now())}
+    found = saturate(OneByOne(clock, 1.0, 0.5), requests, VOCABULARY, 1.0, 6.0, **given)
+    assert looks == [1001.0, 1007.0]
     assert clock.now() == 1007.0
     assert (found.seconds, found.tokens, found.finished) == (6.0, 3 + 4 + 3, 2)  # the first one came at the beginning
     with pytest.raises(RanDry, match="all 4 requests had begun to answer within 12 s: give a trace of more"):
@@ -404,13 +407,20 @@ def test_rows_ask_at_places_of_their_own():
     for _ in range(20):
         assert queries.buffer.shape == (3, 4, 4, 8)
         found.append(queries.buffer[0, :, 0, 0].tolist())
-        queries.next()
+        queries.next(range(4))
     for row, walk in enumerate(zip(*found)):
         steps = [value % 100 for value in walk]
         assert {value // 100 for value in walk} == {row % 2}  # its lane
         assert set(steps) == {0, 1, 2, 3, 4}
         assert all(abs(a - b) == 1 for a, b in itertools.pairwise(steps))  # and back again
     assert len({walk[:5] for walk in zip(*found)}) == 4
+    before = queries.buffer[0, :, 0, 0].tolist()
+    queries.next([0, 2])
+    after = queries.buffer[0, :, 0, 0].tolist()
+    assert [a == b for a, b in zip(before, after)] == [False, True, False, True]  # who is held stays
+    queries.move(0, 3)
+    queries.next([])
+    assert queries.buffer[0, :, 0, 0].tolist() == [after[3], after[1], after[2], after[0]]
 
 
 def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
@@ -443,10 +453,10 @@ def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
     layer.policy.attend = lambda q, *others: asked.append(q.clone()) or own(q, *others)
     for _ in range(2):
         rows.step(net, torch.zeros(3, dtype=torch.long))
-    for row in range(3):
+    for row, moves in ((0, (1, 2)), (1, (1, 2)), (2, (0, 0))):  # nobody is in the third
         walk = keys.queries[:, 1, row]
         places = [(walk == q[row]).flatten(1).all(1).nonzero().flatten().tolist() for q in asked]
-        assert places == [[29 * row + 1], [29 * row + 2]]
+        assert places == [[29 * row + moved] for moved in moves]
 
 
 def run_serving(command: str, tiny, tmp_path) -> list[dict]:
@@ -534,6 +544,7 @@ def test_a_full_system(system, tiny, tmp_path):
     found = {row["metric"]: float(row["value"]) for row in rows}
     assert "prompt=40:out=200:seed=1" in rows[0]["variant"]
     assert found["tokens_per_s"] > 0 and 0 < found["rows"] <= 2 and found["between_ms:p99"] > 0
+    assert 0 < found["rows_a_step"] <= 3 and found["steps"] * found["step_ms"] <= 1.2e3  # of that second alone
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # one request: none waits
     few = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
     assert len(few) == len(rows)
