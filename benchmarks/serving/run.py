@@ -29,8 +29,8 @@ seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
 step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, steps,
-step_ms, rows_a_step and prefill_s (all prompts) of the engine, hit_rate, missed_mb and host_mb a step of offloaded settings (as in
-``step``); peak_gb.
+step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate, missed_mb and host_mb a step of offloaded
+settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
 
 from __future__ import annotations
