@@ -453,8 +453,8 @@ class RowBatch:
         """A row has room for copies of ``tokens`` tokens from the next step on, in each layer and KV head.
 
         In whole blocks, so it may be up to ``block_size - 1`` more. Room decides how much of what a row chooses is read
-        over the link, never what it chooses. What the row holds stays, as far as it fits. Nothing is captured anew and
-        nothing waits for the device.
+        over the link, never what it chooses. What the row holds stays; where not all of it fits any more, what was
+        chosen last. Nothing is captured anew and nothing waits for the device.
 
         Args:
             tokens: 0: the row has none, and reads what it chooses in host memory.
@@ -493,9 +493,9 @@ class RowBatch:
         """Begin to count what each row needs room for; launches a few kernels, and waits for nothing.
 
         Of the tokens that a row's last ``steps`` steps have chosen nearly all (31 of 32) fit so much room, the same in
-        every layer and KV head. Those that it still holds are counted; where a layer's head holds as many as it has room
-        for, it has chosen more, and :meth:`expected_working_set` stands for them. In a row's first steps, and the first
-        ones with more room, the result still grows.
+        every layer and KV head. Those that it still holds are counted; where a layer's head holds as many as it has
+        room for, it has chosen more, and :meth:`expected_working_set` stands for them. In a row's first steps, and the
+        first ones with more room, the result still grows.
 
         Raises:
             ValueError: ``steps`` is not positive.

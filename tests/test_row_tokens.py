@@ -139,6 +139,28 @@ def test_what_a_row_holds_stays_where_its_room_changes():
         assert max(it.step() for _ in range(3)) < NEAR
 
 
+@pytest.mark.parametrize("room", [16, 48, 112, 144])
+def test_what_does_not_fit_any_more_was_chosen_longest_ago(room):
+    """Wherever it lies; and what stays is found where it is."""
+    with made("two_level", 512) as it:
+        rows = it.rows
+        for n in (150, 330, 201):
+            it.join(it.prefill(n, n), room=160)
+        for _ in range(14):
+            it.step()
+        first = rows._tokens.lanes.held[1][0]
+        layers = [layer.policy.tokens for layer in rows.cache.sparse_layers]
+        before = [held.stamps[:, first : first + 160].sort(descending=True).values for held in layers]
+        assert all(int((stamps[:, 0] - stamps[:, -1]).min()) > 0 for stamps in before), "some are older than others"
+        rows.give(1, room)
+        consistent(rows)
+        first = rows._tokens.lanes.held[1][0]
+        for held, stamps in zip(layers, before):
+            after = held.stamps[:, first : first + room].sort(descending=True).values
+            assert torch.equal(after, stamps[:, :room])
+        assert max(it.step() for _ in range(3)) < NEAR
+
+
 def test_a_fork_holds_what_it_forks():
     """As far as it has room: its own slots, its own ages."""
     with made("two_level", 256) as it:

@@ -244,7 +244,9 @@ def run_saturated(args: Namespace, report: Report) -> None:
     args.prompt = made[0][0].prompt_median
     with bench.running() as system:
         for config, requests in made:
-            label = bench.label(f"prompt={config.prompt_median}", f"out={config.output_median}", f"seed={config.seed}")
+            counted = f"s={args.warm:g}-{args.warm + args.seconds:g}"
+            lengths = f"prompt={config.prompt_median}", f"out={config.output_median}"
+            label = bench.label("saturated", *lengths, f"seed={config.seed}", counted)
             with report.measuring(args.max_rows, config.clip, label):
                 report.note(trace.describe(requests))
                 saturated(bench, system, requests)

@@ -25,7 +25,7 @@ class RowTokens:
     """The :class:`DeviceTokens` of all layers, and how many slots each row has of them.
 
     A row's room is the same for every layer and KV head. What a row holds stays where its room changes, and moves with
-    its lane, as far as it fits.
+    its lane; what does not fit any more is what was chosen longest ago.
 
     Attributes:
         lanes: where each row's slots are.
@@ -88,8 +88,11 @@ class RowTokens:
         Raises:
             ValueError: there are not so many free. Nothing has changed.
         """
-        had = self.lanes.held[row][1]
+        begin, had = self.lanes.held[row]
         try:
+            if 0 < room < had:
+                for part in self._parts:
+                    _keep_young(part, row, begin, room, had)
             moves = self.lanes.give(row, room)
             first, kept = self.lanes.held[row][0], min(room, had)
             for part in self._parts:
@@ -164,6 +167,33 @@ class RowTokens:
         room = self.lanes.on(device)[:, 1:]
         wanted = sent(expected, held.dtype, device)[:, None].expand_as(held)
         return needed_room(torch.where(held >= room - room // SPILL, torch.maximum(held, wanted), held))
+
+
+def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:
+    """Row ``row``, whose lane begins at slot ``first``, will have ``room`` of its ``had`` slots, the first ones.
+
+    The youngest that lie behind these change places with the oldest of them, until none behind is younger. What lay
+    there would otherwise be dropped whatever its age, and read over the link again by the next steps.
+    """
+    n = min(room, had - room)
+    there, behind = (part.stamps[:, :, first + at : first + end] for at, end in ((0, room), (room, had)))
+    old, to = there.sort(dim=-1)
+    young, source = behind.sort(dim=-1, descending=True)
+    to, moves = to[..., :n], young[..., :n] > old[..., :n]
+    source = torch.where(moves, source[..., :n] + room, to)  # [layers, H, n]: a slot that stays takes its own place
+    columns, stamps = (t[:, :, first : first + had] for t in (part.columns, part.stamps))
+    gone, come = columns.gather(2, to), columns.gather(2, source)
+    stamps.scatter_(2, to, stamps.gather(2, source))
+    columns.scatter_(2, to, come)
+    for layer, kv in enumerate(part.kv):  # one at a time: what is made meanwhile takes memory
+        lane, wide = kv[:, first : first + had], (-1, -1, kv.shape[-1])
+        one, two = to[layer], source[layer]
+        lane.scatter_(1, one[..., None].expand(wide), lane.gather(1, two[..., None].expand(wide)))
+        slots = torch.nn.functional.pad(part.slots[layer, row], (0, 1))
+        none = slots.shape[-1] - 1  # stands for the column of slots that hold nothing
+        before, now = (torch.where(t < 0, none, t).long() for t in (gone[layer], come[layer]))
+        slots.scatter_(1, before, -1).scatter_(1, now, one.int())
+        part.slots[layer, row] = slots[:, :none]
 
 
 def needed_room(held: Tensor) -> Tensor:
