@@ -17,6 +17,7 @@ from models import VOCAB, build
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed, loop
 from hf_sparsekv.serving.prefill import chunks
+from hf_sparsekv.telemetry.working_set import STEPS
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
@@ -508,6 +509,39 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
     assert [list(output.token_ids) for output in outputs] == expected
     assert max(held) > 0 and max(rooms) <= loop.rows.slots
     assert crowded.stats().held == 0
+
+
+def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
+    loop, grown, asked = crowded._loop, {}, []
+    give, working_sets = loop.work.give, loop.rows.working_sets
+
+    def gave(row: int, tokens: int) -> None:
+        had = loop.rows.room(row)
+        give(row, tokens)
+        if loop.rows.room(row) > had:
+            request = next(one for one in loop.running if one.row == row)
+            grown[request] = request.launched
+
+    def counted():
+        asked.append(None)
+        return working_sets()
+
+    loop.work.give, loop.rows.working_sets = gave, counted
+    measured = loop._measured
+
+    def looked() -> bool:
+        before = len(asked)
+        found = measured()
+        if len(asked) > before:
+            asked[-1] = [one.launched - grown[one] for _, one in loop._sets[1]]
+        return found
+
+    loop._measured = looked
+    for seed in range(12):
+        crowded.submit(ids_of(150, seed), greedy(18 + 7 * (seed % 5)))
+    crowded.drain()
+    steps = [n for each in asked for n in each]
+    assert grown and steps and min(steps) >= STEPS
 
 
 def test_rows_close_up(crowded):
