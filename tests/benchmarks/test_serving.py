@@ -543,7 +543,8 @@ def test_a_full_system(system, tiny, tmp_path):
     rows = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
     found = {row["metric"]: float(row["value"]) for row in rows}
     assert "saturated:prompt=40:out=200:seed=1:s=0.2-1.2" in rows[0]["variant"]
-    assert found["tokens_per_s"] > 0 and 0 < found["rows"] <= 2 and found["between_ms:p99"] > 0
+    # A row is taken anew as soon as its last step has been launched, a moment before its last token is heard.
+    assert found["tokens_per_s"] > 0 and 0 < found["rows"] < 3 and found["between_ms:p99"] > 0
     assert 0 < found["rows_a_step"] <= 3 and found["steps"] * found["step_ms"] <= 1.2e3  # of that second alone
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # one request: none waits
     few = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
