@@ -185,14 +185,15 @@ def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> 
     gone, come = columns.gather(2, to), columns.gather(2, source)
     stamps.scatter_(2, to, stamps.gather(2, source))
     columns.scatter_(2, to, come)
+    none = part.slots.shape[-1]  # stands for the column of slots that hold nothing
+    gone, come = (torch.where(t < 0, none, t).long() for t in (gone, come))
+    places = to.int()
     for layer, kv in enumerate(part.kv):  # one at a time: what is made meanwhile takes memory
         lane, wide = kv[:, first : first + had], (-1, -1, kv.shape[-1])
-        one, two = to[layer], source[layer]
-        lane.scatter_(1, one[..., None].expand(wide), lane.gather(1, two[..., None].expand(wide)))
+        one, two = to[layer, ..., None].expand(wide), source[layer, ..., None].expand(wide)
+        lane.scatter_(1, one, lane.gather(1, two))
         slots = torch.nn.functional.pad(part.slots[layer, row], (0, 1))
-        none = slots.shape[-1] - 1  # stands for the column of slots that hold nothing
-        before, now = (torch.where(t < 0, none, t).long() for t in (gone[layer], come[layer]))
-        slots.scatter_(1, before, -1).scatter_(1, now, one.int())
+        slots.scatter_(1, gone[layer], -1).scatter_(1, come[layer], places[layer])
         part.slots[layer, row] = slots[:, :none]
 
 

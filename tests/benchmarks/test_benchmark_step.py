@@ -344,6 +344,22 @@ def test_a_picture_is_of_one_device_and_of_todays_defaults(tmp_path):
         plot.newest([path], "m", 1, device="C")
 
 
+def test_step_prints_its_kernels(stepped, monkeypatch, capsys):
+    """Of a step that is made for it, of an offloaded cache, too."""
+    found, steps = [kernels.Kernel("attends", 0.0, 5.0)], []
+    monkeypatch.setattr(bench_step, "launched", lambda step: steps.append(step()) or found)
+    settings = {"token_budget": 32, "num_blocks": 2, **SETTINGS}
+    for offload in ("", " --offload"):
+        stepped(
+            build("llama", "sparsekv"),
+            f"--shapes 2x300 --variants two_level --kernels{offload}",
+            "two_level",
+            **settings,
+        )
+        assert "5.00 us more,     5.00 us attends" in capsys.readouterr().out
+    assert len(steps) == 2
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 
