@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_sparsekv.ops import _device
+from hf_sparsekv.ops import _device, _dispatch
 from hf_sparsekv.ops.block_copy import block_copy as public
 from hf_sparsekv.ops.block_copy import config as defaults
 from hf_sparsekv.ops.block_copy import triton as copying
@@ -109,6 +109,47 @@ def test_from_pinned_memory(place, copy, size, width):
     kv, pages, copies, number = make(place, 100, 4, size, width, 500, 333, host=True)
     expected = expect(kv, pages, copies, number)
     copy(kv, pages, copies, number)
+    torch.cuda.synchronize()
+    assert same(pages, expected)
+
+
+@pytest.mark.parametrize("there", ["the blocks", "the pages"])
+def test_the_kernel_runs_where_the_list_is(monkeypatch, there):
+    """Either side may be pinned host memory: copies back to the host go by the kernel as well."""
+    kv, pages = torch.randn(3, 2, 4, 8), torch.zeros(6, 4, 8)
+    copies, number = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    host, asked, ran = kv if there == "the blocks" else pages, [], []
+
+    def on_device(t: torch.Tensor) -> bool:
+        asked.append(t)
+        return t is not host
+
+    monkeypatch.setattr(_dispatch, "use_triton", on_device)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: True)
+    monkeypatch.setattr(copying, "block_copy", lambda *args, **named: ran.append(args))
+    public.kernel.cache_clear()
+    public(kv, pages, copies, number)
+    public.kernel.cache_clear()
+    assert len(ran) == 1
+    assert all(t is not host for t in asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size, width", [(32, 256), (5, 7)])
+def test_to_pinned_memory(place, size, width):
+    """Blocks of a prompt go to wherever host memory is free, and nothing waits for the device."""
+    if place.device == "cpu":
+        pytest.skip("needs the device")
+    kv, pages, copies, number = make(place, 100, 4, size, width, 500, 333)
+    pages = pages.cpu().pin_memory()
+    expected = expect(kv, pages, copies, number)
+    public(kv, pages.clone().pin_memory(), copies, number)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        public(kv, pages, copies, number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert same(pages, expected)
 

@@ -7,5 +7,6 @@ from . import reference
 
 __all__ = ["block_copy", "gather_blocks"]
 
-block_copy = operator(reference.block_copy, on="pages", in_place=("kv",))
+# The list decides: either side may be pinned host memory, which the kernel reads and writes in place.
+block_copy = operator(reference.block_copy, on="copies", in_place=("kv", "pages"))
 gather_blocks = operator(reference.gather_blocks, on="out", in_place=("kv",))
