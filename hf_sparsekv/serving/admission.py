@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 OVERTAKEN = 8  # times that a request may be passed by later ones
 READMIT = 0.9  # of the room, for what does not run yet
+# Copies that a row gets room for, for each token that its last steps have chosen. With no more than one, of what a step
+# chooses so much has no copy that steps wait for the link. An H200, 24 GB, prompts of 12k, 2,048 tokens a step: 16 rows
+# with room for 2.0 make 1,270 tokens a second, 24 with 1.2 make 1,100, 25 with 1.0 make 990 (serving.csv, 7a7196e).
+SPARE = 1.6
 
 
 @dataclass(eq=False)
@@ -19,7 +23,7 @@ class Candidate:
     """A row that could decode.
 
     Attributes:
-        need: tokens' copies that its selections reuse, of each layer and KV head.
+        need: tokens' copies that it should have room for, of each layer and KV head (:func:`room_for`).
         runs: it has decoded in the last step.
         overtaken: how often a later one was let in while it was held back.
     """
@@ -27,6 +31,16 @@ class Candidate:
     need: int = 0
     runs: bool = False
     overtaken: int = 0
+
+
+def room_for(counted: int, expected: int) -> int:
+    """Copies that a row should have room for: of what it was counted to need, or as many as a row is expected to need.
+
+    Args:
+        counted: tokens that its last steps have chosen; 0: not known.
+        expected: before a step of it is known.
+    """
+    return max(counted, min(round(SPARE * counted), expected)) if counted else expected
 
 
 def admit(candidates: Sequence[Candidate], room: int) -> list[bool]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
-from .admission import Candidate, admit
+from .admission import Candidate, admit, room_for
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
 from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
@@ -463,7 +463,7 @@ class Loop:
         rows = self.rows
         if self._by_need:
             for request in self.running:
-                request.candidate.need = request.need or self._expected(request)
+                request.candidate.need = self._needed(request)
             runs = admit([request.candidate for request in self.running], rows.slots)
         else:
             runs = [True] * len(self.running)
@@ -480,8 +480,9 @@ class Loop:
         """Chosen tokens have copies on the device, whose memory is shared out by the working sets of the rows."""
         return bool(self.rows.slots) and self.serving.working_set
 
-    def _expected(self, request: Request) -> int:
-        return self.rows.expected_working_set(len(request.ids) + len(request.tokens))
+    def _needed(self, request: Request) -> int:
+        """Room for copies that it should have to decode."""
+        return room_for(request.need, self.rows.expected_working_set(len(request.ids) + len(request.tokens)))
 
     def _even_room(self, row: int) -> None:
         """As much for each row as for any other, whatever it needs."""
@@ -529,9 +530,8 @@ class Loop:
         for row, request in asked:
             if request.row != row:  # it has moved, or left
                 continue
-            need = found[row]
-            changed |= abs(need - request.candidate.need) > request.candidate.need // 8
-            request.need = max(need, 1)
+            request.need = max(found[row], 1)
+            changed |= abs(self._needed(request) - request.candidate.need) > request.candidate.need // 8
         return changed
 
     def _close_up(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, Candidate, admit
+from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, SPARE, Candidate, admit, room_for
 
 
 def test_first_come_first_served_while_they_fit():
@@ -13,6 +13,15 @@ def test_first_come_first_served_while_they_fit():
     assert [row.overtaken for row in rows] == [0, 0, 1, 0]
     assert admit(rows, 100) == [True, True, False, True]
     assert rows[2].overtaken == 1  # who runs already passes nobody
+
+
+def test_more_room_than_was_counted():
+    """So that little of what a step chooses has no copy; never more than is expected of a row of which nothing is
+    known, unless more was counted."""
+    assert room_for(0, 320) == 320
+    assert room_for(100, 320) == round(SPARE * 100) > 100
+    assert room_for(300, 320) == 320
+    assert room_for(400, 320) == 400
 
 
 def test_the_oldest_row_runs_whatever_it_needs():
