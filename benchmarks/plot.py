@@ -158,11 +158,11 @@ PANELS = (
 
 
 def ladder_rows(paths: Sequence[Path], case: str):
-    """Rows of traces, of one kind: that of the last one, which are as long, answered as long and on the same device.
+    """Rows of traces, of one kind: that of the last one: as long, answered as long, on the same device.
 
     Returns:
-        The newest of each system, rate, seed and metric, with columns ``system``, ``rate``, ``out`` and ``seed``; and
-        the newest goodput of each system and seed, likewise.
+        The newest of each system, rate, seed and metric, with columns ``system``, ``rate``, ``out``, ``most`` and
+        ``seed``; and the newest goodput of each system and seed, likewise.
 
     Raises:
         ValueError: there is none.
@@ -173,7 +173,7 @@ def ladder_rows(paths: Sequence[Path], case: str):
     there = ", ".join(sorted(set(rows.case))) or "none"
     rows = rows[(rows.benchmark == "serving") & (rows.case == case)].copy()
     rows["system"] = rows.variant.str.partition(":")[0]
-    for name in ("rate", "out", "seed"):
+    for name in ("rate", "out", "most", "seed"):
         found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)
         rows[name] = pd.to_numeric(found)
     rows = rows[rows.out.notna() & rows.system.isin(dict(SYSTEMS))]
@@ -181,8 +181,8 @@ def ladder_rows(paths: Sequence[Path], case: str):
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{names} have no rows of traces of {case}; there are {there}")
     last = rows[rows.rate.notna()].iloc[-1]
-    kind = ["out", "context", "batch", "device"]
-    rows = rows[(rows[kind] == last[kind]).all(axis=1)]
+    kind = ["out", "most", "context", "batch", "device"]
+    rows = rows[(rows[kind].fillna(0) == last[kind].fillna(0)).all(axis=1)]
     rows = rows.drop_duplicates(["system", "rate", "seed", "metric"], keep="last")
     return rows[rows.rate.notna()], rows[rows.rate.isna() & (rows.metric == "goodput_rps")]
 

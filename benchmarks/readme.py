@@ -343,7 +343,7 @@ def traces() -> str:
     commits: dict[tuple[str, str], str] = {}
     for row in read("serving.csv", GPU):
         system, *parts = row["variant"].split(":")
-        trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "seed"))
+        trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "most", "seed"))
         if row["case"] == CASE and "rate=" in trace:
             found.setdefault((trace, system), {})[row["metric"]] = float(row["value"])
             commits[trace, system] = row["commit"]

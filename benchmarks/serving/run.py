@@ -76,6 +76,7 @@ from .trace import Request
 SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
 WARM_UP_STEPS = 8
+CHUNK = Settings.chunk
 LEAST = 16  # tokens that all rows make together
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
 
@@ -117,6 +118,8 @@ class Bench:
     def label(self, *parts: str) -> str:
         """A variant's name."""
         name = self.args.system
+        if self.args.chunk != CHUNK and name != "segments":
+            parts = (f"chunk={self.args.chunk}", *parts)
         if name in RUNGS and name != "dense":
             parts = (f"budget={self.args.budget}", *parts)
             if self.args.kv != "random":
@@ -199,7 +202,7 @@ def run_open(args: Namespace, report: Report) -> None:
     args.prompt = made[0][0].prompt_median
     with bench.running() as system:
         for config, requests in made:
-            label = bench.label(f"rate={config.rate:g}", f"out={config.output_median}", f"seed={config.seed}")
+            label = bench.label(f"rate={config.rate:g}", *config.answers, f"seed={config.seed}")
             with report.measuring(args.max_rows, config.clip, label):
                 report.note(trace.describe(requests))
                 bench.play(system, requests, label)
@@ -219,7 +222,7 @@ def run_goodput(args: Namespace, report: Report) -> None:
         most = max(most, ITERATION_CONTEXT + 4 * LEAST + ITERATION_ROWS * args.lead)
     bench = Bench(args, report, most)
     swept: dict[float, Figures] = {}
-    rest = (f"out={args.output}", f"seed={args.seed}")
+    rest = (*next(iter(configs.values())).answers, f"seed={args.seed}")
     with bench.running() as system:
         with report.measuring(args.max_rows, args.clip, bench.label(*rest)):
             iteration = bench.iteration_s(system)
@@ -245,7 +248,7 @@ def run_saturated(args: Namespace, report: Report) -> None:
     with bench.running() as system:
         for config, requests in made:
             counted = f"s={args.warm:g}-{args.warm + args.seconds:g}"
-            lengths = f"prompt={config.prompt_median}", f"out={config.output_median}"
+            lengths = f"prompt={config.prompt_median}", *config.answers
             label = bench.label("saturated", *lengths, f"seed={config.seed}", counted)
             with report.measuring(args.max_rows, config.clip, label):
                 report.note(trace.describe(requests))
@@ -383,7 +386,7 @@ def arguments(command: str) -> ArgumentParser:
     add("system", choices=SYSTEMS)
     add("--kv-gb", type=float, default=24.0, help="GPU memory for keys and values, 10^9 bytes (default: 24)")
     add("--max-rows", type=int, default=32, help="requests that decode together at most (default: 32)")
-    add("--chunk", type=parse_tokens, default=2048, metavar="TOKENS", help="of prompts in a step (default: 2k)")
+    add("--chunk", type=parse_tokens, default=CHUNK, metavar="TOKENS", help="of prompts in a step (default: 2k)")
     add(
         "--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS", help="that a sparse step chooses (default: 2k)"
     )
@@ -429,6 +432,8 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0 if command in ("--help", "-h") else 2
     args = arguments(command).parse_args(rest)
+    if args.system == "segments" and args.chunk != CHUNK:
+        raise SystemExit("segments reads prompts as users have it: --chunk is for the settings before it, and others")
     print(device_name(), versions())
     case = case_name(args.model)
     with Report("serving", case, rows_file(args), None) as report:

@@ -107,6 +107,12 @@ class TraceConfig:
         if self.documents and self.clip < SHORTEST_PROMPT + QUESTION:
             raise ValueError(f"shared documents need a clip of {SHORTEST_PROMPT + QUESTION} tokens, got {self.clip}")
 
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Parts of a row's name: how long its answers are."""
+        most = (f"most={self.output_most}",) if self.output_most != OUTPUT_MOST else ()
+        return f"out={self.output_median}", *most
+
 
 def make_trace(config: TraceConfig) -> list[Request]:
     """The requests, in the order of their arrival."""
@@ -195,12 +201,13 @@ def add_options(parser: ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--prompt", type=parse_tokens, default=PROMPT_MEDIAN, metavar="TOKENS", help="median (default: 8k)")
     add("--output", type=parse_tokens, default=OUTPUT_MEDIAN, metavar="TOKENS", help="median (default: 256)")
+    add("--output-most", type=parse_tokens, default=OUTPUT_MOST, metavar="TOKENS", help="at most (default: 8k)")
 
 
 def config_of(args: Namespace, rate: float) -> TraceConfig:
     """What these options ask for."""
     more = {"documents": getattr(args, "documents", 0), "shared": getattr(args, "shared", 0.0)}
-    lengths = {"prompt_median": args.prompt, "output_median": args.output}
+    lengths = {"prompt_median": args.prompt, "output_median": args.output, "output_most": args.output_most}
     return TraceConfig(rate, args.seconds, args.clip, args.seed, **lengths, **more)
 
 

@@ -200,7 +200,7 @@ def run_open(args: Namespace, report: Report) -> None:
     for config, requests in made:
         requests = salted(requests, args.salt)
         shared = (f"documents={config.documents}", f"shared={config.shared:g}") if config.documents else ()
-        label = bench.label(f"rate={config.rate:g}", f"out={config.output_median}", f"seed={config.seed}", *shared)
+        label = bench.label(f"rate={config.rate:g}", *config.answers, f"seed={config.seed}", *shared)
         with report.measuring(0, config.clip, label):
             report.note(trace.describe(requests))
             if not requests:

@@ -285,7 +285,7 @@ def test_the_ladder(tmp_path):
     pd = pytest.importorskip("pandas")
     path = tmp_path / "serving.csv"
 
-    def add(system: str, rate: float | None, seed: int, out: int = 256, **metrics: float) -> None:
+    def add(system: str, rate: float | None, seed: int, out: str = "256", **metrics: float) -> None:
         parts = [f"rate={rate:g}"] if rate is not None else []
         label = ":".join([system, "gpu=24gb", *parts, f"out={out}", f"seed={seed}", "kv=replayed"])
         with Report("serving", "qwen3-8b", path, 32) as report, report.measuring(32, 32768, label):
@@ -293,7 +293,8 @@ def test_the_ladder(tmp_path):
                 report.add(name.replace("__", ":"), value)
 
     times = {"ttft_s__mean": 1.0, "between_ms__p99": 50.0, "failed": 0}
-    add("sparse", 0.8, 1, out=64, tokens_per_s=1.0, **times)  # another kind of trace
+    add("sparse", 0.8, 1, out="64", tokens_per_s=1.0, **times)  # another kind of trace
+    add("dense", 0.8, 1, out="256:most=512", tokens_per_s=1.0, **times)  # and another
     for seed in (1, 2):
         for rate in (0.8, 0.4):
             add("segments", rate, seed, tokens_per_s=100 * rate * seed, **times)
@@ -311,7 +312,7 @@ def test_the_ladder(tmp_path):
         plot.main(["--what", "ladder", "--csv", str(path), "--out", str(tmp_path / name)])
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<?xml") and (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    add("segments", 0.8, 1, out=64, tokens_per_s=1.0, **times)  # the newest kind: of one rate
+    add("segments", 0.8, 1, out="64", tokens_per_s=1.0, **times)  # the newest kind: of one rate
     plot.main(["--what", "ladder", "--csv", str(path), "--out", str(tmp_path / "bars.svg")])
     with pytest.raises(SystemExit, match="no rows of traces of tiny; there are qwen3-8b, tiny"):
         plot.main(["--what", "ladder", "--csv", str(path), "--case", "tiny"])

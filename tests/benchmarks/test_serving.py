@@ -553,6 +553,18 @@ def test_a_full_system(system, tiny, tmp_path):
         run.main(f"saturated transformers --trace {path} --model {tiny} --no-csv".split())
 
 
+def test_what_a_name_says(tiny, tmp_path):
+    """The longest answers and pieces of prompts, where they are not the usual ones."""
+    lengths = "--clip 60 --prompt 30 --output 6 --output-most 8 --seed 2"
+    rows = run_serving(f"goodput dense --rates 4 --seconds 0.5 {lengths} --iteration-ms 1e5", tiny, tmp_path)
+    assert {row["variant"] for row in rows} == {
+        "dense:gpu=0.05gb:chunk=32:rate=4:out=6:most=8:seed=2",
+        "dense:gpu=0.05gb:chunk=32:out=6:most=8:seed=2",
+    }
+    with pytest.raises(SystemExit, match="segments reads prompts as users have it"):
+        run.main(f"closed segments --rows 1 --chunk 16 --model {tiny} --no-csv".split())
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
     """Without a GPU: what would be replayed."""

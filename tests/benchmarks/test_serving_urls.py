@@ -167,7 +167,7 @@ def test_a_trace_over_two_servers(tiny_shape, tmp_path, monkeypatch):
         and float(found["client_cpu"]["value"]) > 0
         and "queued_s:mean" not in found
     )
-    assert found["requests"]["variant"] == "pair:urls=2:route=round:rate=20:out=8:seed=2"
+    assert found["requests"]["variant"] == "pair:urls=2:route=round:rate=20:out=8:most=12:seed=2"
     played = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [len(line["token_times"]) for line in played] == [one.output_tokens for one in requests]
     assert all(np.diff(line["token_times"]).min() >= 0 for line in played)
