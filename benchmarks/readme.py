@@ -369,6 +369,40 @@ def traces() -> str:
     return "\n".join(lines)
 
 
+def full() -> str:
+    """Systems that are always full: the newest row of each, of each kind of trace and number of rows."""
+    found: dict[tuple, dict[str, float]] = {}
+    about: dict[tuple, tuple[str, str]] = {}
+    order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
+    for row in read("serving.csv", GPU):
+        system, *parts = row["variant"].split(":")
+        if row["case"] != CASE or "saturated" not in parts:
+            continue
+        given = dict(part.split("=") for part in parts if "=" in part)
+        lengths = int(given["prompt"]), int(given["out"]), int(given.get("most", 0))
+        said = (("budget", "{} tokens a step"), ("chunk", "prompts in pieces of {}"))
+        more = [text.format(given[name]) for name, text in said if name in given]
+        key = lengths, order[system], int(row["batch"]), tuple(more), given["seed"]
+        if about.get(key) != (given["s"], row["commit"]):
+            about[key], found[key] = (given["s"], row["commit"]), {}
+        found[key][row["metric"]] = float(row["value"])
+    lines = [
+        "| prompts, answers | system | rows at most | counted, s | tokens/s | requests/s | answering | between tokens, "
+        "ms: p50, p99 | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in sorted(found, key=lambda key: (key[0], key[1], key[3], key[2])):
+        ((prompt, answer, most), system, rows, more, _), cells = key, found[key]
+        seconds, commit = about[key]
+        answers = f"{answer:,}" + f", {most:,} at most" * bool(most)
+        lines.append(
+            f"| {prompt // K}k, {answers} | {', '.join((SYSTEMS[system][1], *more))} | {rows} | "
+            f"{seconds.replace('-', ' to ')} | {cells['tokens_per_s']:,.0f} | {cells['requests_per_s']:.2f} | "
+            f"{cells['rows']:.1f} | {cells['between_ms:p50']:.1f}, {cells['between_ms:p99']:.0f} | {commit} |"
+        )
+    return "\n".join(lines)
+
+
 def gpus() -> str:
     """Milliseconds of a captured step on each GPU."""
     lines = [
@@ -486,7 +520,7 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
-    "docs/serving.md": {"traces": traces},
+    "docs/serving.md": {"traces": traces, "full": full},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
