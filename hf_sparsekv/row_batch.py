@@ -87,11 +87,12 @@ class Prefilled(NamedTuple):
 class WorkingSets:
     """What :meth:`RowBatch.working_sets` finds: the device is still counting, perhaps."""
 
-    def __init__(self, sizes: Tensor) -> None:
-        self._sizes, self._counted = sizes, None
+    def __init__(self, sizes: Tensor, copied: Tensor) -> None:
+        """``sizes`` int ``[max_rows]``, ``copied`` int64 ``[]``."""
+        self._found, self._counted = torch.cat((sizes.long(), copied.to(sizes.device)[None])), None
         if sizes.is_cuda:
-            self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
-            self._sizes.copy_(sizes, non_blocking=True)
+            found, self._found = self._found, torch.empty(len(sizes) + 1, dtype=torch.long, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
             self._counted = torch.cuda.Event()
             self._counted.record(torch.cuda.current_stream(sizes.device))
 
@@ -102,9 +103,17 @@ class WorkingSets:
 
     def read(self) -> list[int]:
         """Tokens of each of the ``max_rows`` rows; waits until they are counted."""
+        return self._read()[:-1]
+
+    @property
+    def copied(self) -> int:
+        """Bytes of chosen tokens that have been copied to the device so far, for all rows; waits as :meth:`read`."""
+        return self._read()[-1]
+
+    def _read(self) -> list[int]:
         if self._counted is not None:
             self._counted.synchronize()
-        return self._sizes.tolist()
+        return self._found.tolist()
 
 
 class RowBatch:
@@ -504,9 +513,9 @@ class RowBatch:
         if steps < 1:
             raise ValueError(f"steps must be positive, got {steps}")
         if self._tokens is None:
-            return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32))
+            return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32), torch.zeros((), dtype=torch.long))
         expected = [self.expected_working_set(n) if there else 0 for n, there in zip(self.lengths, self._there)]
-        return WorkingSets(self._tokens.working_sets(steps, expected))
+        return WorkingSets(self._tokens.working_sets(steps, expected), self._tokens.copied())
 
     def expected_working_set(self, length: int) -> int:
         """What a row of ``length`` tokens is likely to need room for, before a step of it is known.

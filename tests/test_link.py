@@ -70,7 +70,7 @@ def test_doctor_shows_the_link(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda: [])
-    monkeypatch.setattr(doctor, "_bandwidth", lambda index: 48e9)
+    monkeypatch.setattr(doctor, "measured_rate", lambda index: 48e9)
     monkeypatch.setattr(doctor, "link_name", lambda index: ("PCIe 5.0 x16", UNKNOWN)[index])
     facts = [_device.Gpu(142, 96 << 20, 99 << 10, rate) for rate in (864e9, None)]
     monkeypatch.setattr(doctor, "gpu", lambda device: facts[device.index])

@@ -6,7 +6,6 @@ import importlib.util
 import platform
 import shutil
 import subprocess
-import time
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -14,7 +13,7 @@ import torch
 
 from ..attention.interface import NAME
 from ..offload.host_limit import host_memory_limit
-from ..offload.link import link_name
+from ..offload.link import link_name, measured_rate
 from ..ops._cuda import why_not
 from ..ops._device import gpu
 from ..ops._dispatch import has_triton
@@ -83,7 +82,7 @@ def _gpus() -> list[tuple[str, str]]:
             rows.append(("", f"driver {driver}, PCIe {now} of {most}, width {width}"))
         rows.append(("", f"link {link_name(index)}"))
         try:
-            rows.append(("", f"pinned host to device: {_bandwidth(index) / 1e9:.1f} GB/s"))
+            rows.append(("", f"pinned host to device: {measured_rate(index) / 1e9:.1f} GB/s"))
         except RuntimeError as error:  # out of memory, or pinning is not allowed here
             rows.append(("", f"pinned host to device: not measured ({str(error).splitlines()[0]})"))
     return rows
@@ -111,20 +110,6 @@ def _nvidia_smi() -> list[list[str]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == 4]
-
-
-def _bandwidth(index: int, nbytes: int = 256 << 20, rounds: int = 5) -> float:
-    """Bytes a second of the best of some copies from pinned memory."""
-    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
-    best = float("inf")
-    for _ in range(rounds):
-        torch.cuda.synchronize(index)
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(index)
-        best = min(best, time.perf_counter() - began)
-    return nbytes / best
 
 
 def _host() -> list[tuple[str, str]]:

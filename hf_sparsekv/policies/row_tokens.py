@@ -168,6 +168,13 @@ class RowTokens:
         wanted = sent(expected, held.dtype, device)[:, None].expand_as(held)
         return needed_room(torch.where(held >= room - room // SPILL, torch.maximum(held, wanted), held))
 
+    @torch.no_grad()
+    def copied(self) -> Tensor:
+        """int64 ``[]``: bytes that were copied for all steps so far. Launches a few kernels and waits for nothing."""
+        device = self.layers[0].counters.device
+        counted = torch.stack([held.counters[1].to(device) for held in self.layers])
+        return (counted * sent([held.stored_bytes for held in self.layers], torch.long, device)).sum()
+
 
 def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:
     """Row ``row``, whose lane begins at slot ``first``, will have ``room`` of its ``had`` slots, the first ones.

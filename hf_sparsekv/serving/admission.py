@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 OVERTAKEN = 8  # times that a request may be passed by later ones
 READMIT = 0.9  # of the room, for what does not run yet
-# Copies that a row gets room for, for each token that its last steps have chosen. With no more than one, of what a step
-# chooses so much has no copy that steps wait for the link. An H200, 24 GB, prompts of 12k, 2,048 tokens a step: 16 rows
-# with room for 2.0 make 1,270 tokens a second, 24 with 1.2 make 1,100, 25 with 1.0 make 990 (serving.csv, 7a7196e).
-SPARE = 1.6
+SPARE = 1.6  # room that a row should have, in working sets: at first, at least, at most
+LEAST, MOST = 1.0, 8.0
+# Of a step's time, the link may take so much before rows are held back, and has to take less before more may run. An
+# H200, 24 GB, prompts of 12k: 16 rows of 2,048 tokens, where the link takes 15 %, make 1,270 tokens a second, 24 with
+# 51 % make 1,100; without prompts beside them 16 rows of 1,024 tokens with 6 % 2,160, 20 with 28 % 1,660 (NOTES.md).
+BUSY, IDLE = 0.15, 0.08
+SLOWER, FASTER = 1.04, 0.98  # times the room, at each look
+CROSSED = 2  # times that a chosen token without a copy crosses the link: attention reads it there, then it is copied
 
 
 @dataclass(eq=False)
@@ -23,7 +27,7 @@ class Candidate:
     """A row that could decode.
 
     Attributes:
-        need: tokens' copies that it should have room for, of each layer and KV head (:func:`room_for`).
+        need: tokens' copies that it should have room for, of each layer and KV head (:class:`Spare`).
         runs: it has decoded in the last step.
         overtaken: how often a later one was let in while it was held back.
     """
@@ -33,14 +37,31 @@ class Candidate:
     overtaken: int = 0
 
 
-def room_for(counted: int, expected: int) -> int:
-    """Copies that a row should have room for: of what it was counted to need, or as many as a row is expected to need.
+class Spare:
+    """How much more room than its working set a row should have, by what the link costs.
 
-    Args:
-        counted: tokens that its last steps have chosen; 0: not known.
-        expected: before a step of it is known.
+    A working set is what a row has chosen in its last 12 steps. What it chose before that comes back, too: with room
+    for no more than working sets so much of what a step chooses has no copy that steps wait for the link. How much room
+    is enough depends on the text; what too little costs is measured.
+
+    Attributes:
+        factor: working sets that a row should have room for.
     """
-    return max(counted, min(round(SPARE * counted), expected)) if counted else expected
+
+    def __init__(self) -> None:
+        self.factor, self._share = SPARE, 0.0
+
+    def learn(self, share: float, held: bool) -> None:
+        """In the last steps the link took ``share`` of their time; ``held``: some rows are held back."""
+        self._share = 0.7 * self._share + 0.3 * share
+        if self._share > BUSY:
+            self.factor = min(MOST, self.factor * SLOWER)
+        elif self._share < IDLE and held:
+            self.factor = max(LEAST, self.factor * FASTER)
+
+    def room_for(self, working_set: int, tokens: int) -> int:
+        """Copies that a row of so many tokens should have room for."""
+        return max(working_set, min(tokens, round(self.factor * working_set)))
 
 
 def admit(candidates: Sequence[Candidate], room: int) -> list[bool]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
-from .admission import Candidate, admit, room_for
+from .admission import CROSSED, Candidate, Spare, admit
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
 from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
@@ -140,6 +140,8 @@ class Loop:
         self._records: deque[Record] = deque()
         self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
         self._next_sets = 0
+        self.spare = Spare()
+        self._copied = 0.0, 0  # at the last look: seconds of all steps, bytes that were copied for them
         self._link_before = work.link_bytes()  # that trials have moved
         self._link_counted, self._link_asked, self._next_link = 0, False, 0.0
         self._news: queue.SimpleQueue = queue.SimpleQueue()
@@ -482,7 +484,8 @@ class Loop:
 
     def _needed(self, request: Request) -> int:
         """Room for copies that it should have to decode."""
-        return room_for(request.need, self.rows.expected_working_set(len(request.ids) + len(request.tokens)))
+        tokens = len(request.ids) + len(request.tokens)
+        return self.spare.room_for(request.need, tokens) or self.rows.expected_working_set(tokens)
 
     def _even_room(self, row: int) -> None:
         """As much for each row as for any other, whatever it needs."""
@@ -527,12 +530,21 @@ class Loop:
         if not sets.ready:
             return False
         self._sets, found, changed = None, sets.read(), False
+        self._learn_link(sets.copied)
         for row, request in asked:
             if request.row != row:  # it has moved, or left
                 continue
             request.need = max(found[row], 1)
             changed |= abs(self._needed(request) - request.candidate.need) > request.candidate.need // 8
         return changed
+
+    def _learn_link(self, copied: int) -> None:
+        """Since the last look so many bytes of chosen tokens, in all, were copied: what that has cost the steps."""
+        rate, (seconds, before) = self.work.link_rate, self._copied
+        self._copied = self.counts.step_s, copied
+        if rate is not None and self.counts.step_s > seconds:
+            share = CROSSED * (copied - before) / rate / (self.counts.step_s - seconds)
+            self.spare.learn(share, any(not request.candidate.runs for request in self.running))
 
     def _close_up(self) -> None:
         """Rows that decode move to the front, if a step of fewer rows then serves them."""

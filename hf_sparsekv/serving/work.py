@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from ..attention.parts import make_plans
+from ..offload.link import measured_rate
 from ..row_batch import Batch, RowBatch
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels
+
+LINK_BYTES = 32 << 20  # copied to see how quick the link is
 
 
 class Work:
@@ -30,6 +33,7 @@ class Work:
     Attributes:
         tokens: int64 ``[max_rows]``, of each row its next one.
         reading: the prompt that is being read, if there is one.
+        link_rate: bytes a second from host memory, if chosen tokens cross a link; else None.
         alone: what fails while a prompt is read is of that prompt only.
     """
 
@@ -44,6 +48,8 @@ class Work:
         self.pace = Pace(text)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
         self.reading: Reading | None = None
+        far = bool(rows.slots) and self.device.type == "cuda"
+        self.link_rate = measured_rate(self.device, LINK_BYTES, 3) if far else None
         self._moved = 0  # bytes over the link, of prompts that are over
         self._read_there: list[Tensor] = []  # and those that the device knows of
         try:
