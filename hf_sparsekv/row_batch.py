@@ -346,8 +346,8 @@ class RowBatch:
 
     @no_inference_mode
     @torch.no_grad()
-    def move(self, row: int) -> int:
-        """A row takes the first place that is free before it, blocks, held or not and all.
+    def move(self, row: int, to: int | None = None) -> int:
+        """A row takes place ``to``, or the first one that is free before it: blocks, held or not and all.
 
         Rows that have left leave holes, and a step runs all rows up to the last active one: see :attr:`width`.
 
@@ -355,11 +355,15 @@ class RowBatch:
             Its number from here on.
 
         Raises:
-            ValueError: the row is not there, or none before it is free.
+            ValueError: the row is not there, or ``to`` is taken or no place, or none before the row is free.
         """
-        new = self._there.index(False) if False in self._there[: self._row(row)] else None
-        if new is None:
-            raise ValueError(f"no row before row {row} is free")
+        new = to
+        if to is None:
+            new = self._there.index(False) if False in self._there[: self._row(row)] else None
+            if new is None:
+                raise ValueError(f"no row before row {row} is free")
+        elif self._row(row) == to or not 0 <= to < self.max_rows or self._there[to]:
+            raise ValueError(f"row {row} cannot take place {to}: rows that are there: {list(self.rows)}")
         self.cache.joined_rows()
         self._copy_row(new, row)
         if self._tokens is not None:

@@ -327,8 +327,10 @@ def test_anything_in_any_order(captured):
             texts[new], starts[new] = list(texts[row]), starts[row]
         elif kind == "move" and row is not None and (before := set(range(row)) - set(rows.rows)):
             active = row in rows.active
-            new = rows.move(row)
-            assert new == min(before) and (new in rows.active) == active and row not in rows.rows
+            to = chance.choice([None, *set(range(ROWS)) - set(rows.rows)])
+            new = rows.move(row, to)
+            assert new == (min(before) if to is None else to)
+            assert (new in rows.active) == active and row not in rows.rows
             texts[new], starts[new] = texts.pop(row), starts.pop(row)
         elif kind == "crop" and row is not None and rows.lengths[row] > starts[row] + 1:
             keep = chance.randint(max(starts[row], rows.lengths[row] - 45), rows.lengths[row] - 1)
@@ -491,6 +493,9 @@ def test_what_is_refused_changes_nothing():
         rows.step(net, [1, 2, 3])
     with pytest.raises(ValueError, match="no row before row 1 is free"):
         rows.move(1)
+    for to in (0, 1, 2, -1):
+        with pytest.raises(ValueError, match=rf"row 1 cannot take place {to}: rows that are there: \[0, 1\]"):
+            rows.move(1, to)
     with pytest.raises(ValueError, match="there is no row 2"):
         rows.move(2)
     with pytest.raises(ValueError, match="cannot be kept"):

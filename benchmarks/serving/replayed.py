@@ -90,8 +90,8 @@ class ReplayedKeys:
             queries.next(rows.active)
             return step(*args, **kwargs)
 
-        def moved(row: int) -> int:
-            new = move(row)
+        def moved(row: int, to: int | None = None) -> int:
+            new = move(row, to)
             queries.move(new, row)
             return new
 

@@ -289,7 +289,10 @@ class Loop:
         return self.reading is None and self._has_room(self.waiting[0])
 
     def _has_room(self, request: Request) -> bool:
-        return len(self.rows.rows) < self.rows.max_rows and self._fits(request)
+        there = len(self.rows.rows)
+        # While rows are held back one place stays free: they have to get out of the way of those that decode.
+        places = self.rows.max_rows - (there > len(self.rows.active))
+        return there < places and self._fits(request)
 
     def _fits(self, request: Request) -> bool:
         """There is memory for it, if the index lets go what nobody uses."""
@@ -547,18 +550,31 @@ class Loop:
             self.spare.learn(share, any(not request.candidate.runs for request in self.running))
 
     def _close_up(self) -> None:
-        """Rows that decode move to the front, if a step of fewer rows then serves them."""
+        """Rows that decode move to the front, if a step of fewer rows then serves them; who is in their way, behind."""
         rows, active = self.rows, self.rows.active
         if not active or (fewer := width(len(active), rows.max_rows)) >= rows.width:
             return
-        behind = [row for row in active if row >= fewer]
-        if len(behind) > sum(row not in rows.rows for row in range(fewer)):
-            return  # rows that are held back are in the way
-        mine = {request.row: request for request in self.running}
-        for row in behind:
-            new = self.work.move(row)
-            self.sampler.move(row, new)
-            mine[row].row = new
+        there, mine = set(rows.rows), {request.row: request for request in self.running}
+        holes = [row for row in range(fewer) if row not in there]
+        waiting = [row for row in range(fewer) if row in there and row not in active]
+        aside = next((row for row in range(fewer, rows.max_rows) if row not in there), None)
+        if aside is None and not holes:
+            return  # there is no place that those in the way could take
+
+        def move(row: int, to: int) -> None:
+            self.work.move(row, to)
+            self.sampler.move(row, to)
+            mine[row].row = to
+            mine[to] = mine.pop(row)
+
+        for row in [row for row in active if row >= fewer]:
+            if holes:
+                move(row, holes.pop(0))
+            else:
+                front = waiting.pop(0)
+                move(front, aside)
+                move(row, front)
+            aside = row  # where nobody is any more
 
     def _step(self) -> bool:
         """Launch a step of all active rows; False: there is none."""

@@ -204,10 +204,9 @@ class SharedWork(Work):
         super().give(row, tokens)
         self._note("give", row, tokens)
 
-    def move(self, row: int) -> int:
-        new = super().move(row)
-        self._note("move", row, gave=new)
-        return new
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self._note("move", row, to)
 
     def channels(self, row: int) -> Shared:
         made = Shared(next(self._numbers), super().channels(row))

@@ -160,11 +160,10 @@ class Work:
         """A row has room for copies of so many tokens."""
         self.rows.give(row, tokens)
 
-    def move(self, row: int) -> int:
-        """A row and its next token take the first free place before it, which is returned."""
-        new = self.rows.move(row)
-        self.tokens[new : new + 1].copy_(self.tokens[row : row + 1])
-        return new
+    def move(self, row: int, to: int) -> None:
+        """A row and its next token take place ``to``, which is free."""
+        self.rows.move(row, to)
+        self.tokens[to : to + 1].copy_(self.tokens[row : row + 1])
 
     # ------------------------------------------------------------------ blocks that are kept
 

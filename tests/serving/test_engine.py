@@ -587,3 +587,32 @@ def test_rows_close_up(crowded):
     outputs = [handle.result(60) for handle in handles]
     assert {len(output.token_ids) for output in outputs} == {5, 40, 60}
     assert all(width <= max(2 * active, 1) for active, width in widths)
+
+
+@pytest.mark.parametrize("crowded", [480_000], indirect=True, ids=[""])
+def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
+    """Of rows that came first some wait: those that decode take their places, and give them back behind."""
+    mine, seen = crowded._loop, []
+    plain = mine._step
+
+    def chosen(candidates, room):
+        first = len(seen) < 30
+        for i, one in enumerate(candidates):
+            one.runs = i >= 3 or not first
+        return [one.runs for one in candidates]
+
+    def step() -> bool:
+        seen.append((mine.rows.active, mine.rows.width, len(mine.rows.rows)))
+        if len(seen) == 30:
+            mine.look()
+        return plain()
+
+    monkeypatch.setattr(loop, "admit", chosen)
+    mine._step = step
+    asked = [(ids_of(90 + seed, seed), 60) for seed in range(7)]
+    outputs = [handle.result(100) for handle in [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]]
+    net = build("llama", "sparsekv")
+    expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert ((0, 1), 2, 5) in seen, "the fourth and fifth, in the places of the first two"
+    assert all(width == loop.width(len(active), 6) for active, width, _ in seen if active)
