@@ -16,8 +16,8 @@ SPARE = 1.6  # room that a row should have, in working sets: at first, at least,
 LEAST, MOST = 1.0, 8.0
 # Of a step's time, the link may take so much before rows are held back, and has to take less before more may run. An
 # H200, 24 GB, prompts of 12k: tokens a millisecond of a step with 2,048 tokens chosen are 1.87 with 16 rows, where the
-# link takes 14 %, 1.70 with 24 (30 %), 1.63 with 25 of 32 (34 %); with 1,024 tokens 2.60 with 32 rows (19 %). In another
-# mixture of 1,024 tokens 2.18 with 16 rows (6 %), 1.66 with 20 (25 %). (serving.csv, 7a7196e; NOTES.md)
+# link takes 14 %, 1.70 with 24 (30 %), 1.63 with 25 of 32 (34 %); with 1,024 tokens 2.60 with 32 rows (19 %). Of
+# another mixture, 1,024 tokens, 2.18 with 16 rows (6 %) and 1.66 with 20 (25 %). (serving.csv, 7a7196e; NOTES.md)
 BUSY, IDLE = 0.22, 0.14
 SLOWER, FASTER = 1.04, 0.98  # times the room, at each look
 CROSSED = 2  # times that a chosen token without a copy crosses the link: attention reads it there, then it is copied
