@@ -542,10 +542,14 @@ class Loop:
         return changed
 
     def _learn_link(self, copied: int) -> None:
-        """Since the last look so many bytes of chosen tokens, in all, were copied: what that has cost the steps."""
+        """Since the last look so many bytes of chosen tokens, in all, were copied: what that has cost the steps.
+
+        A row that has just begun brings all that it chooses, however much room it has: nothing is learnt beside one.
+        """
         rate, (seconds, before) = self.work.link_rate, self._copied
         self._copied = self.counts.step_s, copied
-        if rate is not None and self.counts.step_s > seconds:
+        begun = any(request.candidate.runs and request.launched < 2 * STEPS for request in self.running)
+        if rate is not None and self.counts.step_s > seconds and not begun:
             share = CROSSED * (copied - before) / rate / (self.counts.step_s - seconds)
             self.spare.learn(share, any(not request.candidate.runs for request in self.running))
 

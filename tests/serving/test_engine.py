@@ -527,14 +527,14 @@ def test_rows_are_held_back_when_the_link_is_what_steps_wait_for(crowded, rate):
         return plain()
 
     mine._step = step
-    asked = [(ids_of(150, seed), 60) for seed in range(6)]
+    asked = [(ids_of(150, seed), 120) for seed in range(6)]
     outputs = [handle.result(100) for handle in [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]]
     net = build("llama", "sparsekv")
     expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
     assert [list(output.token_ids) for output in outputs] == expected
     assert max(running) > 1
     if rate == 1.0:
-        assert max(factors) > 1.5 * SPARE and min(factors) == SPARE
+        assert max(factors) > 1.1 * SPARE and min(factors) == SPARE
     else:
         assert max(factors) == SPARE and min(factors) < SPARE
 
