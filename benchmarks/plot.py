@@ -171,7 +171,8 @@ def ladder_rows(paths: Sequence[Path], case: str):
 
     rows = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     there = ", ".join(sorted(set(rows.case))) or "none"
-    rows = rows[(rows.benchmark == "serving") & (rows.case == case)].copy()
+    rows = rows[(rows.benchmark == "serving") & (rows.case == case)]
+    rows = rows[~rows.variant.str.contains(":chunk=", regex=False)].copy()  # not the usual pieces of prompts
     rows["system"] = rows.variant.str.partition(":")[0]
     for name in ("rate", "out", "most", "seed"):
         found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)

@@ -344,7 +344,8 @@ def traces() -> str:
     for row in read("serving.csv", GPU):
         system, *parts = row["variant"].split(":")
         trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "most", "seed"))
-        if row["case"] == CASE and "rate=" in trace:
+        usual = "gpu=24gb" in parts and not any(part.startswith("chunk=") for part in parts)
+        if row["case"] == CASE and "rate=" in trace and usual:
             found.setdefault((trace, system), {})[row["metric"]] = float(row["value"])
             commits[trace, system] = row["commit"]
     lines = [
@@ -376,7 +377,9 @@ def full() -> str:
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
     for row in read("serving.csv", GPU):
         system, *parts = row["variant"].split(":")
-        if row["case"] != CASE or "saturated" not in parts:
+        if row["case"] != CASE or "saturated" not in parts or "gpu=24gb" not in parts:
+            continue
+        if int(row["context"]) != 32 * K or ("budget=" in row["variant"] and "kv=replayed" not in parts):
             continue
         given = dict(part.split("=") for part in parts if "=" in part)
         lengths = int(given["prompt"]), int(given["out"]), int(given.get("most", 0))

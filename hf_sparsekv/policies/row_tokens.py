@@ -169,11 +169,23 @@ class RowTokens:
         return needed_room(torch.where(held >= room - room // SPILL, torch.maximum(held, wanted), held))
 
     @torch.no_grad()
-    def copied(self) -> Tensor:
-        """int64 ``[]``: bytes that were copied for all steps so far. Launches a few kernels and waits for nothing."""
+    def crossed(self, stores: Sequence[LayerStore]) -> Tensor:
+        """int64 ``[]``: bytes of chosen tokens that have crossed the link for all steps so far, of these layers.
+
+        A token without a copy is read there by attention, and once more where it gets a slot. Launches a few kernels
+        and waits for nothing.
+        """
+        counted: dict[int, list[Tensor]] = {}
+        for held, store in zip(self.layers, stores):
+            counted.setdefault(held.stored_bytes, []).extend((held.counters[1:], store.counters.from_host.flatten()))
         device = self.layers[0].counters.device
-        counted = torch.stack([held.counters[1].to(device) for held in self.layers])
-        return (counted * sent([held.stored_bytes for held in self.layers], torch.long, device)).sum()
+        sums = [torch.cat([n.to(device) for n in all_of_them]).sum() * size for size, all_of_them in counted.items()]
+        return torch.stack(sums).sum()
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's copies, in all layers and KV heads."""
+        return sum(held.stored_bytes * len(held.kv) for held in self.layers)
 
 
 def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:

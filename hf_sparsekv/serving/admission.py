@@ -13,14 +13,13 @@ from dataclasses import dataclass
 OVERTAKEN = 8  # times that a request may be passed by later ones
 READMIT = 0.9  # of the room, for what does not run yet
 SPARE = 1.6  # room that a row should have, in working sets: at first, at least, at most
-LEAST, MOST = 1.0, 8.0
+LEAST, MOST = 1.0, 4.0
 # Of a step's time, the link may take so much before rows are held back, and has to take less before more may run. An
 # H200, 24 GB, prompts of 12k: tokens a millisecond of a step with 2,048 tokens chosen are 1.87 with 16 rows, where the
-# link takes 14 %, 1.70 with 24 (30 %), 1.63 with 25 of 32 (34 %); with 1,024 tokens 2.60 with 32 rows (19 %). Of
-# another mixture, 1,024 tokens, 2.18 with 16 rows (6 %) and 1.66 with 20 (25 %). (serving.csv, 7a7196e; NOTES.md)
-BUSY, IDLE = 0.22, 0.14
+# link takes 15 %, 1.70 with 24 (48 %), 1.63 with 25 of 32 (44 %); with 1,024 tokens 2.60 with 32 rows (29 %). Of
+# another mixture, 1,024 tokens, 2.18 with 16 rows (5 %) and 1.66 with 20 (25 %). (serving.csv, 7a7196e; NOTES.md)
+BUSY, IDLE = 0.3, 0.18
 SLOWER, FASTER = 1.04, 0.98  # times the room, at each look
-CROSSED = 2  # times that a chosen token without a copy crosses the link: attention reads it there, then it is copied
 
 
 @dataclass(eq=False)
@@ -52,10 +51,10 @@ class Spare:
     def __init__(self) -> None:
         self.factor, self._share = SPARE, 0.0
 
-    def learn(self, share: float, held: bool) -> None:
-        """In the last steps the link took ``share`` of their time; ``held``: some rows are held back."""
-        self._share = 0.7 * self._share + 0.3 * share
-        if self._share > BUSY:
+    def learn(self, share: float, running: int, held: int) -> None:
+        """In the last steps the link took ``share`` of their time; so many rows run, and so many are held back."""
+        self._share = 0.7 * self._share + 0.3 * min(share, 1.0)
+        if self._share > BUSY and running > 1:
             self.factor = min(MOST, self.factor * SLOWER)
         elif self._share < IDLE and held:
             self.factor = max(LEAST, self.factor * FASTER)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
-from .admission import CROSSED, Candidate, Spare, admit
+from .admission import Candidate, Spare, admit
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
 from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
@@ -141,7 +141,8 @@ class Loop:
         self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
         self._next_sets = 0
         self.spare = Spare()
-        self._copied = 0.0, 0  # at the last look: seconds of all steps, bytes that were copied for them
+        self._crossed = 0.0, 0  # at the last look: seconds of all steps, bytes of chosen tokens that crossed the link
+        self._filling = 0  # bytes that rows bring because they have got room for copies
         self._link_before = work.link_bytes()  # that trials have moved
         self._link_counted, self._link_asked, self._next_link = 0, False, 0.0
         self._news: queue.SimpleQueue = queue.SimpleQueue()
@@ -196,7 +197,7 @@ class Loop:
             self._wake.notify()
 
     def _begins_at_once(self, request: Request) -> bool:
-        """Nothing is before it, and a row and memory are free: nothing but a prompt's beginning takes these."""
+        """Nothing is before it, and a row and memory are free: nothing takes these but a prompt, or a row held back."""
         return not self.queued and self.reading is None and self._has_room(request)
 
     def drain(self) -> None:
@@ -267,9 +268,9 @@ class Loop:
                 return False
         if dirty:
             self._drop_cancelled()
-        self._begin_reading()
         if dirty or self._measured():
             self._choose()
+        self._begin_reading()
         stepped = self._step()
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
@@ -290,7 +291,7 @@ class Loop:
 
     def _has_room(self, request: Request) -> bool:
         there = len(self.rows.rows)
-        # While rows are held back one place stays free: they have to get out of the way of those that decode.
+        # While rows are held back no prompt takes the last place: they have to get out of the way of those that decode.
         places = self.rows.max_rows - (there > len(self.rows.active))
         return there < places and self._fits(request)
 
@@ -518,6 +519,9 @@ class Loop:
             self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
             if self.rows.room(row) > had[row]:
                 mine[row].roomier = mine[row].launched
+            if not had[row]:  # each crosses twice: attention reads it there, then it is copied
+                expected = self.rows.expected_working_set(len(mine[row].ids) + len(mine[row].tokens))
+                self._filling += 2 * self.rows.slot_bytes * min(self.rows.room(row), mine[row].need or expected)
 
     def _measured(self) -> bool:
         """Every few steps the rows' working sets are counted; True: what they need has changed."""
@@ -533,7 +537,7 @@ class Loop:
         if not sets.ready:
             return False
         self._sets, found, changed = None, sets.read(), False
-        self._learn_link(sets.copied)
+        self._learn_link(sets.crossed)
         for row, request in asked:
             if request.row != row:  # it has moved, or left
                 continue
@@ -541,17 +545,19 @@ class Loop:
             changed |= abs(self._needed(request) - request.candidate.need) > request.candidate.need // 8
         return changed
 
-    def _learn_link(self, copied: int) -> None:
-        """Since the last look so many bytes of chosen tokens, in all, were copied: what that has cost the steps.
+    def _learn_link(self, crossed: int) -> None:
+        """So many bytes of chosen tokens have crossed the link for all steps: what has that cost since the last look?
 
-        A row that has just begun brings all that it chooses, however much room it has: nothing is learnt beside one.
+        Not counted are those that a row brings because it has just got room for copies: once what it chooses.
         """
-        rate, (seconds, before) = self.work.link_rate, self._copied
-        self._copied = self.counts.step_s, copied
-        begun = any(request.candidate.runs and request.launched < 2 * STEPS for request in self.running)
-        if rate is not None and self.counts.step_s > seconds and not begun:
-            share = CROSSED * (copied - before) / rate / (self.counts.step_s - seconds)
-            self.spare.learn(share, any(not request.candidate.runs for request in self.running))
+        rate, (seconds, before) = self.work.link_rate, self._crossed
+        self._crossed = self.counts.step_s, crossed
+        bytes_, seconds = crossed - before, self.counts.step_s - seconds
+        first = min(self._filling, bytes_)
+        self._filling = (self._filling - first) // 2  # some of it comes behind this look, or never
+        if rate is not None and seconds > 0:
+            runs = sum(request.candidate.runs for request in self.running)
+            self.spare.learn((bytes_ - first) / rate / seconds, runs, len(self.running) - runs)
 
     def _close_up(self) -> None:
         """Rows that decode move to the front, if a step of fewer rows then serves them; who is in their way, behind."""

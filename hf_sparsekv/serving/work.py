@@ -6,6 +6,7 @@ same at the same time (:mod:`.ranks`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,10 +47,12 @@ class Work:
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)
         self.pace = Pace(text)
+        self.link_rate: float | None = None
+        if rows.slots and self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # no memory for it: then nothing is learnt of the link
+                self.link_rate = measured_rate(self.device, LINK_BYTES, 3)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
         self.reading: Reading | None = None
-        far = bool(rows.slots) and self.device.type == "cuda"
-        self.link_rate = measured_rate(self.device, LINK_BYTES, 3) if far else None
         self._moved = 0  # bytes over the link, of prompts that are over
         self._read_there: list[Tensor] = []  # and those that the device knows of
         try:

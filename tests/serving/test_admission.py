@@ -27,23 +27,26 @@ def test_more_room_than_was_counted():
 
 def test_room_by_what_the_link_costs():
     spare = Spare()
-    spare.learn(1.0, held=False)  # one look says little, if it is much
-    assert spare.factor > SPARE
+    spare.learn(9.0, 4, 0)  # one look says little, however much it is
+    assert SPARE <= spare.factor < 1.1 * SPARE
     for _ in range(200):
-        spare.learn(2 * BUSY, held=True)
+        spare.learn(2 * BUSY, 4, 2)
     assert spare.factor == MOST
     for _ in range(50):
-        spare.learn((BUSY + IDLE) / 2, held=True)
+        spare.learn((BUSY + IDLE) / 2, 4, 2)
     settled = spare.factor
     for _ in range(50):
-        spare.learn((BUSY + IDLE) / 2, held=True)
+        spare.learn((BUSY + IDLE) / 2, 4, 2)
     assert spare.factor == settled, "neither too much nor too little"
     for _ in range(50):
-        spare.learn(0.0, held=False)
+        spare.learn(0.0, 6, 0)
     assert spare.factor == settled, "nobody waits for room"
     for _ in range(200):
-        spare.learn(0.0, held=True)
+        spare.learn(0.0, 4, 2)
     assert spare.factor == LEAST
+    for _ in range(50):
+        spare.learn(1.0, 1, 5)
+    assert spare.factor == LEAST, "the oldest row runs whatever it costs"
 
 
 def test_rows_settle_where_the_link_is_not_what_steps_wait_for():
@@ -55,7 +58,7 @@ def test_rows_settle_where_the_link_is_not_what_steps_wait_for():
             row.need = spare.room_for(2_000, 12_000)
         running = sum(admit(rows, room))
         each = room / running / 2_000  # working sets
-        spare.learn(0.5 * running / 32 * max(0.0, 4.0 - each), held=running < 32)
+        spare.learn(0.5 * running / 32 * max(0.0, 4.0 - each), running, 32 - running)
         counted.append(running)
     shares = [0.5 * n / 32 * max(0.0, 4.0 - room / n / 2_000) for n in counted[150:]]
     assert max(shares) < 2 * BUSY and min(counted[150:]) > 10 and max(counted[150:]) < 20, counted[150:]
