@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -538,6 +539,23 @@ def test_rows_are_held_back_when_the_link_is_what_steps_wait_for():
     (slow, few), (quick, many) = seen[1.0], seen[1e15]
     assert max(slow) > 1.1 * SPARE and min(slow) == SPARE and max(quick) == SPARE
     assert few < many
+
+
+def test_what_rows_bring_first_is_no_cost_of_too_little_room():
+    """Bytes that cross because a row has just got room are left out at this look, half of the rest at the next one."""
+    learnt = []
+    mine = SimpleNamespace(
+        work=SimpleNamespace(link_rate=100.0),
+        counts=SimpleNamespace(step_s=0.0),
+        running=[],
+        spare=SimpleNamespace(learn=lambda share, runs, held: learnt.append(share)),
+        _crossed=(0.0, 0),
+        _filling=60,
+    )
+    for step_s, crossed in ((2.0, 50), (4.0, 100), (6.0, 150), (6.0, 150)):
+        mine.counts.step_s = step_s
+        loop.Loop._learn_link(mine, crossed)
+    assert learnt == [0.0, 0.225, 0.25], "60 bytes at the first look, of which 50 came; 5 of the other 10; none"
 
 
 def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
