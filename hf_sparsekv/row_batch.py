@@ -87,12 +87,11 @@ class Prefilled(NamedTuple):
 class WorkingSets:
     """What :meth:`RowBatch.working_sets` finds: the device is still counting, perhaps."""
 
-    def __init__(self, sizes: Tensor, crossed: Tensor) -> None:
-        """``sizes`` int ``[max_rows]``, ``crossed`` int64 ``[]``."""
-        self._found, self._counted = torch.cat((sizes.long(), crossed.to(sizes.device)[None])), None
+    def __init__(self, sizes: Tensor) -> None:
+        self._sizes, self._counted = sizes, None
         if sizes.is_cuda:
-            found, self._found = self._found, torch.empty(len(sizes) + 1, dtype=torch.long, pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
+            self._sizes = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+            self._sizes.copy_(sizes, non_blocking=True)
             self._counted = torch.cuda.Event()
             self._counted.record(torch.cuda.current_stream(sizes.device))
 
@@ -103,17 +102,9 @@ class WorkingSets:
 
     def read(self) -> list[int]:
         """Tokens of each of the ``max_rows`` rows; waits until they are counted."""
-        return self._read()[:-1]
-
-    @property
-    def crossed(self) -> int:
-        """Bytes of chosen tokens that have crossed the link so far, for steps of all rows; waits as :meth:`read`."""
-        return self._read()[-1]
-
-    def _read(self) -> list[int]:
         if self._counted is not None:
             self._counted.synchronize()
-        return self._found.tolist()
+        return self._sizes.tolist()
 
 
 class RowBatch:
@@ -452,11 +443,6 @@ class RowBatch:
         return 0 if self._tokens is None else self._tokens.lanes.slots
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot's copies, in all layers and KV heads."""
-        return 0 if self._tokens is None else self._tokens.token_bytes
-
-    @property
     def free_slots(self) -> int:
         """Of :attr:`slots`, those that no row has."""
         return 0 if self._tokens is None else self._tokens.lanes.free
@@ -522,11 +508,9 @@ class RowBatch:
         if steps < 1:
             raise ValueError(f"steps must be positive, got {steps}")
         if self._tokens is None:
-            return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32), torch.zeros((), dtype=torch.long))
+            return WorkingSets(torch.zeros(self.max_rows, dtype=torch.int32))
         expected = [self.expected_working_set(n) if there else 0 for n, there in zip(self.lengths, self._there)]
-        copying = (layer for layer in self.cache.sparse_layers if layer.policy.wanted_copies(self.max_length))
-        stores = [layer.store for layer in copying]
-        return WorkingSets(self._tokens.working_sets(steps, expected), self._tokens.crossed(stores))
+        return WorkingSets(self._tokens.working_sets(steps, expected))
 
     def expected_working_set(self, length: int) -> int:
         """What a row of ``length`` tokens is likely to need room for, before a step of it is known.

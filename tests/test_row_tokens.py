@@ -237,7 +237,6 @@ def test_working_sets_literally(monkeypatch):
         none = int(needed_room(torch.full((1, 4), expected[2])))
         before = rows.working_sets()
         assert before.read() == [0, 0, none, 0], "no step has been made; the third has no room"
-        assert before.crossed == 0
         for _ in range(9):
             it.step()
         for steps in (1, 4, 12):
@@ -254,14 +253,6 @@ def test_working_sets_literally(monkeypatch):
                     wanted.append([max(n, e) if all_of_it else n for n, e, all_of_it in zip(held_now, expected, full)])
             assert counted.ready
             assert counted.read() == [*needed_room(torch.tensor(wanted).T).tolist(), 0]
-        crossed = 0
-        for layer in rows.cache.sparse_layers:
-            read, copied = int(layer.store.counters.from_host.sum()), int(layer.policy.tokens.counters[1])
-            assert read > copied > 0, "the third row has no room, and reads all of them there"
-            crossed += (read + copied) * layer.store.stored_bytes
-        assert counted.crossed == crossed
-        shapes = [layer.policy.tokens.kv.shape for layer in rows.cache.sparse_layers]
-        assert rows.slot_bytes == sum(heads * width for heads, _, width in shapes) * 4
         found = counted.read()
         assert 100 < found[0] < 256 and 32 < found[1] <= expected[1], "more was chosen than 32 slots hold"
         with pytest.raises(ValueError, match="steps must be positive, got 0"):
@@ -301,8 +292,7 @@ def test_rows_without_copies_have_no_room():
         rows.give(0, 0)
         with pytest.raises(ValueError, match="these rows keep no copies"):
             rows.give(0, 16)
-        nothing = rows.working_sets()
-        assert nothing.read() == [0, 0] and nothing.crossed == rows.slot_bytes == 0
+        assert rows.working_sets().read() == [0, 0]
         assert rows.step(model("llama"), [1, 2])[0].isfinite().all()
 
 

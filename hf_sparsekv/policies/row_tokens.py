@@ -168,25 +168,6 @@ class RowTokens:
         wanted = sent(expected, held.dtype, device)[:, None].expand_as(held)
         return needed_room(torch.where(held >= room - room // SPILL, torch.maximum(held, wanted), held))
 
-    @torch.no_grad()
-    def crossed(self, stores: Sequence[LayerStore]) -> Tensor:
-        """int64 ``[]``: bytes of chosen tokens that have crossed the link for all steps so far, of these layers.
-
-        A token without a copy is read there by attention, and once more where it gets a slot. Launches a few kernels
-        and waits for nothing.
-        """
-        counted: dict[int, list[Tensor]] = {}
-        for held, store in zip(self.layers, stores):
-            counted.setdefault(held.stored_bytes, []).extend((held.counters[1:], store.counters.from_host.flatten()))
-        device = self.layers[0].counters.device
-        sums = [torch.cat([n.to(device) for n in all_of_them]).sum() * size for size, all_of_them in counted.items()]
-        return torch.stack(sums).sum()
-
-    @property
-    def token_bytes(self) -> int:
-        """Of a token's copies, in all layers and KV heads."""
-        return sum(held.stored_bytes * len(held.kv) for held in self.layers)
-
 
 def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:
     """Row ``row``, whose lane begins at slot ``first``, will have ``room`` of its ``had`` slots, the first ones.

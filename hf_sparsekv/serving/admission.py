@@ -12,14 +12,10 @@ from dataclasses import dataclass
 
 OVERTAKEN = 8  # times that a request may be passed by later ones
 READMIT = 0.9  # of the room, for what does not run yet
-SPARE = 1.6  # room that a row should have, in working sets: at first, at least, at most
-LEAST, MOST = 1.0, 4.0
-# Of a step's time, the link may take so much before rows are held back, and has to take less before more may run. An
-# H200, 24 GB, prompts of 12k: tokens a millisecond of a step with 2,048 tokens chosen are 1.87 with 16 rows, where the
-# link takes 15 %, 1.70 with 24 (48 %), 1.63 with 25 of 32 (44 %); with 1,024 tokens 2.60 with 32 rows (29 %). Of
-# another mixture, 1,024 tokens, 2.18 with 16 rows (5 %) and 1.66 with 20 (25 %). (serving.csv, 7a7196e; NOTES.md)
-BUSY, IDLE = 0.3, 0.18
-SLOWER, FASTER = 1.04, 0.98  # times the room, at each look
+# Room that a row should have, in working sets. What it chose before its last 12 steps comes back, too: 32 rows of 2,048
+# tokens, 24 GB, prompts of 12k: 990 tokens/s with 1 on an H200, 1,054 with 1.6 on an H100, whose steps are slower. A
+# factor that followed what the link costs made 936 there (cfbae3d, NOTES.md).
+SPARE = 1.6
 
 
 @dataclass(eq=False)
@@ -27,7 +23,7 @@ class Candidate:
     """A row that could decode.
 
     Attributes:
-        need: tokens' copies that it should have room for, of each layer and KV head (:class:`Spare`).
+        need: tokens' copies that it should have room for, of each layer and KV head (:func:`room_for`).
         runs: it has decoded in the last step.
         overtaken: how often a later one was let in while it was held back.
     """
@@ -37,31 +33,9 @@ class Candidate:
     overtaken: int = 0
 
 
-class Spare:
-    """How much more room than its working set a row should have, by what the link costs.
-
-    A working set is what a row has chosen in its last 12 steps. What it chose before that comes back, too: with room
-    for no more than working sets so much of what a step chooses has no copy that steps wait for the link. How much room
-    is enough depends on the text; what too little costs is measured.
-
-    Attributes:
-        factor: working sets that a row should have room for.
-    """
-
-    def __init__(self) -> None:
-        self.factor, self._share = SPARE, 0.0
-
-    def learn(self, share: float, running: int, held: int) -> None:
-        """In the last steps the link took ``share`` of their time; so many rows run, and so many are held back."""
-        self._share = 0.7 * self._share + 0.3 * min(share, 1.0)
-        if self._share > BUSY and running > 1:
-            self.factor = min(MOST, self.factor * SLOWER)
-        elif self._share < IDLE and held:
-            self.factor = max(LEAST, self.factor * FASTER)
-
-    def room_for(self, working_set: int, tokens: int) -> int:
-        """Copies that a row of so many tokens should have room for."""
-        return max(working_set, min(tokens, round(self.factor * working_set)))
+def room_for(working_set: int, tokens: int) -> int:
+    """Copies, of each layer and KV head, that a row of so many tokens should have room for."""
+    return max(working_set, min(tokens, round(SPARE * working_set)))
 
 
 def admit(candidates: Sequence[Candidate], room: int) -> list[bool]:

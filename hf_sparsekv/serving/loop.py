@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
-from .admission import Candidate, Spare, admit
+from .admission import Candidate, admit, room_for
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
 from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
@@ -140,9 +140,6 @@ class Loop:
         self._records: deque[Record] = deque()
         self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
         self._next_sets = 0
-        self.spare = Spare()
-        self._crossed = 0.0, 0  # at the last look: seconds of all steps, bytes of chosen tokens that crossed the link
-        self._filling = 0  # bytes that rows bring because they have got room for copies
         self._link_before = work.link_bytes()  # that trials have moved
         self._link_counted, self._link_asked, self._next_link = 0, False, 0.0
         self._news: queue.SimpleQueue = queue.SimpleQueue()
@@ -489,7 +486,7 @@ class Loop:
     def _needed(self, request: Request) -> int:
         """Room for copies that it should have to decode."""
         tokens = len(request.ids) + len(request.tokens)
-        return self.spare.room_for(request.need, tokens) or self.rows.expected_working_set(tokens)
+        return room_for(request.need, tokens) or self.rows.expected_working_set(tokens)
 
     def _even_room(self, row: int) -> None:
         """As much for each row as for any other, whatever it needs."""
@@ -519,9 +516,6 @@ class Loop:
             self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
             if self.rows.room(row) > had[row]:
                 mine[row].roomier = mine[row].launched
-            if not had[row]:  # each crosses twice: attention reads it there, then it is copied
-                expected = self.rows.expected_working_set(len(mine[row].ids) + len(mine[row].tokens))
-                self._filling += 2 * self.rows.slot_bytes * min(self.rows.room(row), mine[row].need or expected)
 
     def _measured(self) -> bool:
         """Every few steps the rows' working sets are counted; True: what they need has changed."""
@@ -537,27 +531,12 @@ class Loop:
         if not sets.ready:
             return False
         self._sets, found, changed = None, sets.read(), False
-        self._learn_link(sets.crossed)
         for row, request in asked:
             if request.row != row:  # it has moved, or left
                 continue
             request.need = max(found[row], 1)
             changed |= abs(self._needed(request) - request.candidate.need) > request.candidate.need // 8
         return changed
-
-    def _learn_link(self, crossed: int) -> None:
-        """So many bytes of chosen tokens have crossed the link for all steps: what has that cost since the last look?
-
-        Not counted are those that a row brings because it has just got room for copies: once what it chooses.
-        """
-        rate, (seconds, before) = self.work.link_rate, self._crossed
-        self._crossed = self.counts.step_s, crossed
-        bytes_, seconds = crossed - before, self.counts.step_s - seconds
-        first = min(self._filling, bytes_)
-        self._filling = (self._filling - first) // 2  # some of it comes behind this look, or never
-        if rate is not None and seconds > 0:
-            runs = sum(request.candidate.runs for request in self.running)
-            self.spare.learn((bytes_ - first) / rate / seconds, runs, len(self.running) - runs)
 
     def _close_up(self) -> None:
         """Rows that decode move to the front, if a step of fewer rows then serves them; who is in their way, behind."""

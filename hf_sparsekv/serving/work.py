@@ -6,7 +6,6 @@ same at the same time (:mod:`.ranks`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,13 +13,10 @@ import torch
 from torch import Tensor
 
 from ..attention.parts import make_plans
-from ..offload.link import measured_rate
 from ..row_batch import Batch, RowBatch
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels
-
-LINK_BYTES = 32 << 20  # copied to see how quick the link is
 
 
 class Work:
@@ -34,7 +30,6 @@ class Work:
     Attributes:
         tokens: int64 ``[max_rows]``, of each row its next one.
         reading: the prompt that is being read, if there is one.
-        link_rate: bytes a second from host memory, if chosen tokens cross a link; else None.
         alone: what fails while a prompt is read is of that prompt only.
     """
 
@@ -47,10 +42,6 @@ class Work:
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)
         self.pace = Pace(text)
-        self.link_rate: float | None = None
-        if rows.slots and self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # no memory for it: then nothing is learnt of the link
-                self.link_rate = measured_rate(self.device, LINK_BYTES, 3)
         self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
         self.reading: Reading | None = None
         self._moved = 0  # bytes over the link, of prompts that are over

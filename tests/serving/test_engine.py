@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from models import VOCAB, build
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed, loop
-from hf_sparsekv.serving.admission import SPARE
 from hf_sparsekv.serving.prefill import chunks
 from hf_sparsekv.telemetry.working_set import STEPS
 
@@ -513,49 +511,6 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
     assert [list(output.token_ids) for output in outputs] == expected
     assert max(held) > 0 and max(rooms) <= loop.rows.slots
     assert crowded.stats().held == 0
-
-
-def test_rows_are_held_back_when_the_link_is_what_steps_wait_for():
-    """A link of a byte a second, and one that takes no time: what is answered is the same, how many answer is not."""
-    config, pool = TwoLevelConfig(**BUDGET), OffloadConfig(device_pool=480_000)
-    asked = [(ids_of(150, seed), 120) for seed in range(6)]
-    net, seen = build("llama", "sparsekv"), {}
-    expected = [alone(net, config, ids, tokens) for ids, tokens in asked]
-    for rate in (1.0, 1e15):
-        with Engine(build("llama", "sdpa"), None, config, pool, replace(SERVING, max_rows=7)) as engine:
-            mine, factors, running = engine._loop, [], []
-            mine.work.link_rate, plain = rate, mine._step
-
-            def step(mine=mine, factors=factors, running=running, plain=plain) -> bool:
-                factors.append(mine.spare.factor)
-                if len(mine.running) == len(asked):
-                    running.append(sum(request.candidate.runs for request in mine.running))
-                return plain()
-
-            mine._step = step
-            handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
-            assert [list(handle.result(100).token_ids) for handle in handles] == expected
-        seen[rate] = factors, running[-1]
-    (slow, few), (quick, many) = seen[1.0], seen[1e15]
-    assert max(slow) > 1.1 * SPARE and min(slow) == SPARE and max(quick) == SPARE
-    assert few < many
-
-
-def test_what_rows_bring_first_is_no_cost_of_too_little_room():
-    """Bytes that cross because a row has just got room are left out at this look, half of the rest at the next one."""
-    learnt = []
-    mine = SimpleNamespace(
-        work=SimpleNamespace(link_rate=100.0),
-        counts=SimpleNamespace(step_s=0.0),
-        running=[],
-        spare=SimpleNamespace(learn=lambda share, runs, held: learnt.append(share)),
-        _crossed=(0.0, 0),
-        _filling=60,
-    )
-    for step_s, crossed in ((2.0, 50), (4.0, 100), (6.0, 150), (6.0, 150)):
-        mine.counts.step_s = step_s
-        loop.Loop._learn_link(mine, crossed)
-    assert learnt == [0.0, 0.225, 0.25], "60 bytes at the first look, of which 50 came; 5 of the other 10; none"
 
 
 def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
