@@ -244,6 +244,50 @@ class RowBatch:
         labels = [layer.policy.labels for layer in self.cache.sparse_layers]
         return tuple(None if one is None else one.channels[row].clone() for one in labels)
 
+    @property
+    def calibration_tokens(self) -> int:
+        """Tokens that a row's label channels are to be calibrated on; 0: rows have none, or those of a file."""
+        labels = self._policy.labels
+        return 0 if labels is None or labels.fixed is not None else self.cache.config.calibration_tokens
+
+    @property
+    def whole_tokens(self) -> int:
+        """A row of no more tokens attends to all of them, so that its label channels do not matter yet."""
+        return self._policy.whole_tokens
+
+    @no_inference_mode
+    @torch.no_grad()
+    def calibrate(self, row: int, cache: Batch) -> None:
+        """A row gets the label channels of another cache, and new labels of its full blocks.
+
+        Prompts shorter than :attr:`calibration_tokens` say little of what a long answer needs: read as many tokens of
+        prompt and answer into a cache of their own, as ``generate()`` goes on calibrating with the answer. Blocks that
+        the row shares it has for itself behind this.
+
+        Args:
+            cache: that :meth:`..SparseCache.beside` gave, with tokens in it. It stays as it is: :meth:`drop` it.
+
+        Raises:
+            ValueError: the row is not there, or ``cache`` holds nothing.
+        """
+        self._row(row)
+        if not cache.get_seq_length():
+            raise ValueError("calibrate() takes a cache that holds tokens, this one is empty")
+        for layer in cache.sparse_layers:
+            layer.end_calibration()
+        self.cache.joined_rows()
+        self.cache.row_table.unshare(row)
+        found = [layer.policy.labels for layer in cache.sparse_layers]
+        channels = [None if labels is None else labels.channels[0] for labels in found]
+        for layer, one in zip(self.cache.sparse_layers, channels):
+            if one is not None:
+                layer.policy.labels.channels[row].copy_(one)
+        if len(blocks := self.blocks(row)):
+            same = self.begin(blocks, channels)
+            for layer in same.sparse_layers:
+                layer.store.reindex(layer.policy, own=False)
+            self.drop(same)
+
     def blocks(self, row: int) -> np.ndarray:
         """Ids of a row's full blocks, int32 ``[n]``."""
         table = self.cache.row_table

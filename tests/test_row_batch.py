@@ -185,6 +185,50 @@ def test_a_prompt_that_begins_with_blocks_of_another_row(name):
     assert max(it.step() for _ in range(30)) < NEAR
 
 
+@pytest.mark.parametrize("name", ["tokens", "tokens-host", "blocks-host", "progressive-host", "ahead-host"])
+def test_a_row_gets_the_channels_of_more_tokens(name):
+    """Its labels are those of a cache that was calibrated so; a row that shares its blocks keeps its own."""
+    it = made(name, False)
+    try:
+        ids = prompt(1, 130, seed=1)["input_ids"]
+        row = it.rows.join(it.rows.prefill(it.alone, ids[:, :20]))
+        for token in ids[0, 20:].tolist():
+            it.rows.step(it.alone, [token] * ROWS)
+        other, layers = it.rows.fork(row), it.rows.cache.sparse_layers
+        assert it.rows.calibration_tokens == 32
+        before, labels = it.rows.channels(row), [labels_of(layer, row) for layer in layers]
+        with torch.no_grad():
+            cache, own = it.rows.cache.beside(), MADE[name]()
+            with pytest.raises(ValueError, match="takes a cache that holds tokens"):
+                it.rows.calibrate(row, cache)
+            for one in (cache, own):
+                it.alone(ids[:, :32], past_key_values=one)
+        it.rows.calibrate(row, cache)
+        it.rows.drop(cache)
+        after = it.rows.channels(row)
+        differ = [not torch.equal(a, b) for a, b in zip(before, after)]
+        anew = it.rows.begin(it.rows.blocks(row), after)
+        for layer in anew.sparse_layers:
+            layer.store.reindex(layer.policy)  # in blocks of its own
+        for i, (layer, single) in enumerate(zip(layers, own.sparse_layers)):
+            assert torch.equal(after[i], single.policy.labels.channels[0])
+            assert torch.equal(labels_of(layer, row), labels_of(anew.sparse_layers[i], 0))
+            assert differ[i] == (not torch.equal(labels_of(layer, row), labels[i]))
+            assert torch.equal(labels_of(layer, other), labels[i])
+            assert torch.equal(layer.policy.labels.channels[other], before[i])
+        assert any(differ)
+        it.rows.drop(anew)
+    finally:
+        if name.startswith("ahead"):
+            QueryTap(it.alone).remove()
+
+
+def labels_of(layer, row: int) -> torch.Tensor:
+    """The codes of a row's full blocks."""
+    n = layer.store.held.sealed[row]
+    return layer.store.pool.fields["codes"][layer.store.block_table[row, :n].long()]
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "streaming"])
 def test_a_held_row_costs_nothing(name, captured):

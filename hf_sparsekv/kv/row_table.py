@@ -503,10 +503,12 @@ class RowTable:
             self._front = rows.valid, bool((valid[:, 1:] >= valid[:, :-1]).all()) and bool(valid[:, -1:].all())
         return self._front[1]
 
-    def unshare(self) -> None:
-        """Give every row blocks of its own, with the same contents in all layers."""
+    def unshare(self, row: int | None = None) -> None:
+        """Give every row, or ``row``, blocks of its own, with the same contents in all layers."""
         with self.ids.lock:
             at = np.argwhere(self.ids.shared(self.host))
+            if row is not None:
+                at = at[at[:, 0] == row]
             if not len(at):
                 return
             old = self.host[at[:, 0], at[:, 1]].copy()

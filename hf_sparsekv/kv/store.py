@@ -674,9 +674,13 @@ class LayerStore(State):
         new.batch = n
         return new
 
-    def reindex(self, indexer: Indexer) -> None:
-        """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index."""
-        self.table_of_rows.unshare()
+    def reindex(self, indexer: Indexer, own: bool = True) -> None:
+        """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index.
+
+        ``own``: False for rows that stand for those of another store, whose blocks theirs are.
+        """
+        if own:
+            self.table_of_rows.unshare()
         kv, sealed = self._gathered(0, self.full_blocks), self.held.sealed
         index, size = indexer.sealing(self), self.block_size
         nowhere = kv.new_empty(0, self.heads, size, 0)

@@ -85,6 +85,7 @@ class Policy(State):
     labels: LabelIndex | None = None
     tokens: DeviceTokens | None = None  # copies of chosen tokens
     foresight: str | None = None  # what of the layer before is asked for, see `foresees_by`
+    whole_tokens = 0  # a row of no more tokens attends to all of them, whoever decodes beside it
     warns_unforeseen = False  # without hooks on the model a step does not do what was asked for: worth a warning
     source: str | None = None  # where that comes from: who has put hooks on the model says so
     stream_like: tuple[int, torch.dtype] | None = None  # and how wide the residual stream is, and of which type

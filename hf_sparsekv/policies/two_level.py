@@ -65,6 +65,10 @@ class TwoLevelPolicy(TokenPolicy):
         one_by_one = offloaded and of != "token"
         self.drafts = "exact" if self.lag else "each" if one_by_one else "together"
 
+    @property
+    def whole_tokens(self) -> int:
+        return 0 if self.labels is None else self.config.token_budget
+
     @classmethod
     def crossover(cls, config: TwoLevelConfig, offloaded: bool) -> str:
         return method(config)

@@ -35,6 +35,7 @@ SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4
 # the weights are read anew: with 20 ms of a prompt beside 8 of a step prompts take 1.4 times as long as alone, with 80
 # ms 1.1 times. vLLM has 2,048 tokens of prompts in each of its steps, some 80 ms.
 CROWD = 4
+SOON = 4  # tokens: the host knows of a row's tokens some steps late
 LINK_S = 1.0  # bytes over the link are counted no more often: the host waits for the device, then reads from each layer
 IDLE_S = 0.5  # looked around at least so often, for what nobody tells
 TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 minutes: bounds of the histograms
@@ -70,6 +71,7 @@ class Request:
     shown: list[str] = field(default_factory=list)
     candidate: Candidate = field(default_factory=Candidate)
     need: int = 0  # its working set, as counted; 0: not known yet
+    provisional: bool = False  # its label channels are those of a prompt that was too short to calibrate on
     roomier: int = 0  # `launched` when it got more room for copies, which fills up in the steps behind that
 
 
@@ -267,6 +269,7 @@ class Loop:
             self._drop_cancelled()
         if dirty or self._measured():
             self._choose()
+        self._calibrate()
         self._begin_reading()
         stepped = self._step()
         self._read(beside=stepped)
@@ -332,7 +335,7 @@ class Loop:
 
     def _keep(self, request: Request) -> None:
         """The index keeps a row's full blocks, which stay at least as long as the row."""
-        if self.index is None:
+        if self.index is None or request.provisional:  # who goes on from them would choose by its channels
             return
         if request.channels is None:
             request.channels = self.work.channels(request.row)
@@ -372,6 +375,7 @@ class Loop:
         self._dirty = True
         self.counts.prompt_tokens += len(request.ids)
         self.counts.cached_tokens += request.cached
+        request.provisional = not request.cached and len(request.ids) < self.rows.calibration_tokens
         self._keep(request)
         self.sampler.set(row, request.sampling, request.ids)
         self.sampler(reading.logits, [row])
@@ -379,6 +383,24 @@ class Loop:
         self.work.tokens_are_there()
         self._record(self.sampler.last, [(0, request)])
         self._launched(request)
+
+    def _calibrate(self) -> None:
+        """Rows of short prompts get the channels of prompt and answer, before any token of theirs is left out.
+
+        As late as that: it costs a pass over these tokens, for which all rows wait, and few answers become so long.
+        """
+        tokens = self.rows.calibration_tokens
+        for request in [one for one in self.running if one.provisional and one.candidate.runs]:
+            if len(request.ids) + len(request.tokens) < max(tokens, self.rows.whole_tokens - SOON):
+                continue
+            try:
+                self.work.calibrate(request.row, (request.ids + request.tokens)[:tokens])
+                request.provisional = False
+            except Exception as error:
+                if not self.work.alone:
+                    raise
+                self._drop(request, keep=False)
+                self._end(request, error)
 
     def _launched(self, request: Request) -> None:
         """One more token of it is on its way."""

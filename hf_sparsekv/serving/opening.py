@@ -90,7 +90,8 @@ def opened(
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
-    blocks = reserve(model, cache, serving, max_length, ranks)
+    beside = -(-rows.calibration_tokens // cache.config.block_size)
+    blocks = reserve(model, cache, serving, max_length, ranks, beside)
     if runner_of(model) is None:
         rows.leave(row)
     else:
@@ -106,8 +107,11 @@ def reserve(
     serving: ServingConfig,
     max_length: int,
     ranks: Ranks | None,
+    beside: int = 0,
 ) -> int:
     """Make room for all requests in the batch, once: pools that grow would move. Gives the blocks.
+
+    ``beside``: as many more, which no request has: for a moment one row is calibrated in them (:meth:`Work.calibrate`).
 
     Raises:
         ValueError: there is not so much memory, on some rank.
@@ -126,6 +130,7 @@ def reserve(
         fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / host))
     if ranks is not None:
         fits = ranks.least(fits)
+    fits = [blocks - beside for blocks in fits]
     blocks = min(most, *fits)
     if serving.max_tokens is not None:
         asked = -(-serving.max_tokens // size) + serving.max_rows
@@ -138,7 +143,7 @@ def reserve(
     if blocks < 2:
         raise ValueError("no memory is free for keys and values: use a smaller model, or offload")
     for pool in pools:
-        pool.reserve(blocks)
+        pool.reserve(blocks + beside)
     return blocks
 
 

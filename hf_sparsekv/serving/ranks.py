@@ -204,6 +204,11 @@ class SharedWork(Work):
         super().give(row, tokens)
         self._note("give", row, tokens)
 
+    def calibrate(self, row: int, ids: Sequence[int]) -> None:
+        with _together():
+            self._send("calibrate", row, list(ids))
+            super().calibrate(row, ids)
+
     def move(self, row: int, to: int) -> None:
         super().move(row, to)
         self._note("move", row, to)
@@ -252,7 +257,7 @@ class FollowedWork(Work):
     NAMES = frozenset(
         (
             *("begin", "read", "give_up", "join", "leave", "hold", "resume", "give", "move"),
-            *("channels", "forget", "share", "drop", "step", "take_tokens"),
+            *("channels", "calibrate", "forget", "share", "drop", "step", "take_tokens"),
         )
     )
 

@@ -154,6 +154,18 @@ class Work:
         """A row has room for copies of so many tokens."""
         self.rows.give(row, tokens)
 
+    @torch.no_grad()
+    def calibrate(self, row: int, ids: Sequence[int]) -> None:
+        """A row gets the label channels that tokens ``ids``, its first ones, give. They are read anew for that."""
+        cache = self.rows.cache.beside()
+        try:
+            tokens = torch.tensor([ids], device=self.device)
+            self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.rows.calibrate(row, cache)
+        finally:
+            self._count_link(cache)
+            self.rows.drop(cache)
+
     def move(self, row: int, to: int) -> None:
         """A row and its next token take place ``to``, which is free."""
         self.rows.move(row, to)

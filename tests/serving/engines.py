@@ -36,3 +36,16 @@ def quiet(engine: Engine) -> None:
     pinned, kept = (0, 0) if loop.index is None else (loop.index.pinned, len(loop.index))
     assert (table.host == -1).all() and pinned == 0
     assert table.ids._references.sum() == kept  # blocks that somebody has
+
+
+def once(plain, error: BaseException):
+    """A function that fails the first time."""
+    failures = []
+
+    def call(*args, **kwargs):
+        if not failures:
+            failures.append(1)
+            raise error
+        return plain(*args, **kwargs)
+
+    return call

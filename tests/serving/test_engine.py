@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from captured import imitated
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
 from http_server import wait_until
 from models import VOCAB, build
 
@@ -53,6 +53,61 @@ def test_requests_answer_as_alone(settings, layers, offload):
         outputs = [handle.result(60) for handle in handles]
     assert [list(output.token_ids) for output in outputs] == expected
     assert {output.finish_reason for output in outputs} == {"length"}
+
+
+SHORT = {**BUDGET, "calibration_tokens": 64, "token_budget": 64}
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [None, OffloadConfig(), OffloadConfig(device_pool=120_000)],
+    ids=["resident", "offloaded", "crowded"],
+)
+def test_short_prompts_are_calibrated_with_their_answers(offload):
+    """As ``generate()`` does; but only those whose answers become so long that tokens are left out."""
+    net, config = build("llama", "sparsekv"), TwoLevelConfig(**SHORT)
+    sizes = [(7, 200), (20, 150), (150, 60), (3, 250), (40, 120), (63, 100), (64, 100), (30, 20)]
+    asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
+    expected = [alone(net, config, ids, tokens) for ids, tokens in asked]
+    with Engine(build("llama", "sdpa"), None, config, offload, SERVING) as engine:
+        work, calibrated = engine._loop.work, []
+        plain = work.calibrate
+        work.calibrate = lambda row, ids: calibrated.append(list(ids)) or plain(row, ids)
+        handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
+        outputs = [list(handle.result(100).token_ids) for handle in handles]
+        quiet(engine)
+    assert outputs == expected
+    whole = [(ids + answer)[:64] for (ids, _), answer in zip(asked, expected)]
+    assert sorted(calibrated) == sorted(whole[i] for i in (0, 1, 3, 4, 5))
+
+
+def test_blocks_are_kept_once_their_channels_are_those_of_enough_tokens():
+    """A conversation that goes on from a short prompt chooses by channels of its own, whatever was kept."""
+    config, cached = TwoLevelConfig(**SHORT), []
+    with Engine(build("llama", "sdpa"), None, config, None, SERVING) as engine:
+        for tokens in (40, 150):
+            ids = ids_of(20, tokens)
+            answer = list(engine.submit(ids, greedy(tokens)).result(60).token_ids)
+            turn = [*ids, *answer, *ids_of(100, 2)]
+            output = engine.submit(turn, greedy(40)).result(60)
+            cached.append(output.cached_tokens)
+            if tokens == 40:
+                assert list(output.token_ids) == alone(build("llama", "sparsekv"), config, turn, 40)
+        quiet(engine)
+    assert cached[0] == 0 and cached[1] > 100
+
+
+def test_an_error_while_a_row_is_calibrated_is_of_that_request_only(monkeypatch):
+    config = TwoLevelConfig(**SHORT)
+    with Engine(build("llama", "sdpa"), None, config, OffloadConfig(), SERVING) as engine:
+        work, error = engine._loop.work, torch.OutOfMemoryError("no memory to read it anew")
+        monkeypatch.setattr(work.rows, "calibrate", once(work.rows.calibrate, error))
+        first, second = (engine.submit(ids_of(n, n), greedy(120)) for n in (30, 20))
+        with pytest.raises(torch.OutOfMemoryError, match="no memory to read it anew"):
+            first.result(60)
+        assert list(second.result(60).token_ids) == alone(build("llama", "sparsekv"), config, ids_of(20, 20), 120)
+        assert engine.ready
+        quiet(engine)
 
 
 # ---------------------------------------------------------------------- one engine for what follows
@@ -338,7 +393,8 @@ def test_no_more_memory_is_taken_than_was_reserved(layers):
         quiet(engine)
         assert max(used for used, _ in most) <= engine._blocks
         assert max(spoken for _, spoken in most) <= engine._blocks
-        assert {pool.capacity for pool in engine._cache.block_pools.values()} == {engine._blocks}
+        beside = 32 // 16  # in which a row is calibrated
+        assert {pool.capacity for pool in engine._cache.block_pools.values()} == {engine._blocks + beside}
 
 
 def test_too_many_waiting_are_refused():

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
 from models import build
 from tokenizers_made import byte_level
 
@@ -29,19 +29,6 @@ def engine_of(offload: OffloadConfig | None = None, budget: bool = False, tokeni
     config = TwoLevelConfig(**(BUDGET if budget else WHOLE))
     with Engine(build("llama", "sdpa", **sizes), tokenizer, config, offload, replace(SERVING, **changes)) as engine:
         yield engine
-
-
-def once(plain, error: BaseException):
-    """A function that fails the first time."""
-    failures = []
-
-    def call(*args, **kwargs):
-        if not failures:
-            failures.append(1)
-            raise error
-        return plain(*args, **kwargs)
-
-    return call
 
 
 def wait_for(true, seconds: float = 10.0) -> None:

@@ -73,7 +73,7 @@ whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsekv
 if gpus:
     optimize(whole, fused=False)  # no share of a model is fused, which rounds otherwise
 ids = lambda n, seed: prompt(1, n, seed=seed)["input_ids"][0].tolist()
-sizes = ((150, 12), (20, 9), (201, 20), (65, 1), (150, 8), (7, 25))
+sizes = ((150, 12), (20, 9), (201, 20), (65, 1), (150, 8), (7, 60))
 asked = [(ids(n, n), Sampling(max_tokens=new, temperature=0)) for n, new in sizes]
 asked += [(ids(40, 3), Sampling(max_tokens=15, seed=seed)) for seed in (5, 6)]
 asked += [(ids(90, 4), Sampling(max_tokens=10, temperature=0.7, top_p=0.9, repetition_penalty=1.2, seed=7))]
