@@ -246,11 +246,13 @@ class Together:
         seconds: how long that was.
         tokens: of all rows in that time.
         between_s: times between tokens of a row.
+        answered: tokens that each row had answered halfway through.
     """
 
     seconds: float
     tokens: int
     between_s: list[float]
+    answered: list[int]
 
 
 class NotTogether(Exception):
@@ -290,7 +292,8 @@ def together(times: Sequence[Sequence[float]], least: int) -> Together:
             "does not hold so many at a time, or answers are too short (--tokens, --lead)"
         )
     gaps = [b - a for row in inside for a, b in pairwise(row)]
-    return Together(end - begin, sum(sum(begin < time <= end for time in row) for row in times), gaps)
+    answered = [sum(2 * time <= begin + end for time in row) for row in times]
+    return Together(end - begin, sum(sum(begin < time <= end for time in row) for row in times), gaps, answered)
 
 
 def fixed_rows(rows: int, context: int, tokens: int, lead: int) -> list[Request]:

@@ -39,6 +39,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +60,7 @@ from .client import (
     Figures,
     NotTogether,
     RanDry,
+    Together,
     add_figures,
     closed_loop,
     figures,
@@ -283,8 +285,8 @@ def run_closed(args: Namespace, report: Report) -> None:
             closed(bench, system, rows)
 
 
-def closed(bench: Bench, system, rows: int) -> float:
-    """Figures while all rows decode; the median time between tokens, in milliseconds."""
+def closed(bench: Bench, system, rows: int) -> Together:
+    """Figures while all rows decode."""
     args, report = bench.args, bench.report
     if isinstance(system, OurSystem):
         system.restart()
@@ -296,7 +298,7 @@ def closed(bench: Bench, system, rows: int) -> float:
     report.add("tokens_per_s", found.tokens / found.seconds, "1/s")
     report.add("between_ms", [1e3 * gap for gap in found.between_s])
     bench.count(system)
-    return 1e3 * quantile(found.between_s, 0.5)
+    return found
 
 
 def run_overhead(args: Namespace, report: Report) -> None:
@@ -311,22 +313,25 @@ def run_overhead(args: Namespace, report: Report) -> None:
             with bench.running(rows) as system:
                 inside = closed(bench, system, rows)
                 made = system.config, system.engine._cache.offload_config
-            alone = step_alone_ms(bench, rows, *made)
+            lengths = [args.context + answered for answered in inside.answered]
+            alone = step_alone_ms(bench, lengths, *made)
             report.add("step_ms:alone", alone)
-            report.add("overhead_ms", inside - quantile(alone, 0.5))
+            report.add("overhead_ms", 1e3 * quantile(inside.between_s, 0.5) - quantile(alone, 0.5))
         free()
 
 
-def step_alone_ms(bench: Bench, rows: int, config: SparseConfig, offload: OffloadConfig | None) -> list[float]:
-    """The captured step of as many rows, which hold what they do halfway through; keys and values are random."""
-    model, args = bench.model, bench.args
+def step_alone_ms(
+    bench: Bench, lengths: Sequence[int], config: SparseConfig, offload: OffloadConfig | None
+) -> list[float]:
+    """The captured step of rows of these lengths, those of the engine's halfway through; keys and values are random."""
+    model = bench.model
     model.set_attn_implementation("sparsekv")
     optimize(model)
     try:
         cache = OffloadedSparseCache(config, offload)
-        batch = cache.rows(rows, bench.settings.max_length)
-        for seed in range(rows):
-            batch.join(prefilled(model, batch, args.context + args.tokens // 2, seed))
+        batch = cache.rows(len(lengths), bench.settings.max_length)
+        for seed, length in enumerate(lengths):
+            batch.join(prefilled(model, batch, length, seed))
         step = RowSteps(model, batch)
         for _ in range(WARM_UP_STEPS):
             step()

@@ -241,6 +241,7 @@ def test_rows_count_while_all_of_them_decode():
     assert found.seconds == 1.5  # from 2.0, the latest first token, to 3.5
     assert found.tokens == 1 + 2 + 2
     assert sorted(found.between_s) == [0.5, 1.0, 1.0, 1.0]
+    assert found.answered == [3, 2, 2]  # by 2.75
     with pytest.raises(NotTogether, match="all 3 rows decoded together for 1 tokens only, 2 are needed"):
         together(rows, 2)
     clock = Time()
@@ -585,8 +586,9 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     bench = run.Bench(args, Report("serving", "tiny", None, None), run.closed_length(args))
     assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
     made = OffloadConfig(device_pool=100_000) if offload else None
-    assert run.step_alone_ms(bench, 3, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
-    assert seen == [(200 + 20 + run.WARM_UP_STEPS,) * 3]
+    lengths = [230, 220, 210]
+    assert run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
+    assert seen == [tuple(length + run.WARM_UP_STEPS for length in lengths)]
 
 
 def test_overhead_says_what_it_needs(tiny):
