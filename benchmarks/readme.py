@@ -13,6 +13,7 @@ import argparse
 import csv
 
 from . import ROOT, files_of
+from .serving.client import MEAN_DELAY, TBT_ITERATIONS
 
 CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
 K = 1024
@@ -140,6 +141,8 @@ SYSTEMS = (
     ("working-set", "+ working sets"),
     ("segments", "+ layer segments (offloaded, as it comes)"),
 )
+
+ITERATION_MS = 10.0  # `--iteration-ms` of the ladder
 
 # Captured steps, by GPU (name, device in the rows), and variants of one column: (what it is, variants).
 GPUS = (("H200", GPU), ("H100", "NVIDIA H100 80GB HBM3"))
@@ -337,37 +340,60 @@ def needles() -> str:
     return "\n".join(lines)
 
 
-def traces() -> str:
-    """Requests of traces: every system's newest row of each trace that it has been given; times of what it finished."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    commits: dict[tuple[str, str], str] = {}
-    for row in read("serving.csv", GPU):
-        system, *parts = row["variant"].split(":")
-        trace = ":".join(part for part in parts if part.split("=")[0] in ("rate", "out", "most", "seed"))
-        usual = "gpu=24gb" in parts and not any(part.startswith("chunk=") for part in parts)
-        if row["case"] == CASE and "rate=" in trace and usual:
-            found.setdefault((trace, system), {})[row["metric"]] = float(row["value"])
-            commits[trace, system] = row["commit"]
-    lines = [
-        "| trace | system | tokens/s | first token, s: mean, p50, p99 | between tokens, ms: p50, p99 | waited, s "
-        "| commit |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def ladder() -> str:
+    """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
+    kinds: dict[tuple, dict[tuple[float, int], dict[str, dict[str, str]]]] = {}
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
-    for trace, system in sorted(found, key=lambda key: (key[0], order[key[1]])):
-        cells = found[trace, system]
-        left = f"{cells['failed']:.0f} of {cells['requests']:.0f} not finished" if cells["failed"] else ""
-        if 2 * cells["failed"] > cells["requests"]:  # what has been finished says little
-            lines.append(f"| {trace} | {dict(SYSTEMS)[system]} | {left} | | | | {commits[trace, system]} |")
+    commits: dict[tuple, list[str]] = {}
+    kind: tuple = ()
+    for row in read("serving.csv"):
+        system, *parts = row["variant"].split(":")
+        given = dict(part.split("=", 1) for part in parts if "=" in part)
+        if row["case"] != CASE or "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
             continue
-        left = f" ({left})" * bool(left)
-        first = ", ".join(f"{cells[f'ttft_s:{kind}']:.1f}" for kind in ("mean", "p50", "p99"))
-        between_ms = ", ".join(f"{cells[f'between_ms:{kind}']:.1f}" for kind in ("p50", "p99"))
-        lines.append(
-            f"| {trace} | {dict(SYSTEMS)[system]} | {cells['tokens_per_s']:.0f}{left} | {first} | {between_ms} | "
-            f"{cells['queued_s:mean']:.1f} | {commits[trace, system]} |"
-        )
+        kind = row["device"], int(row["context"]), int(given["out"]), int(given.get("most", 0))
+        key = float(given["rate"]), order[system]
+        kinds.setdefault(kind, {}).setdefault(key, {}).setdefault(given["seed"], {})[row["metric"]] = row["value"]
+        made = commits.setdefault((kind, key), [])
+        made += [row["commit"]] * (row["commit"] not in made)
+    lines = [
+        "| requests a second | system | seeds | tokens/s | first token, s: mean, p99 | between tokens, ms: p50, p99 | "
+        "waited, s: mean | within the limits | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key in sorted(kinds.get(kind, {})):
+        seeds = [{metric: float(value) for metric, value in one.items()} for one in kinds[kind][key].values()]
+        lost = sum(one["failed"] for one in seeds), sum(one["requests"] for one in seeds)
+        cells = [f"{key[0]:g}", SYSTEMS[key[1]][1], str(len(seeds)), *_over_seeds(seeds)]
+        if lost[0]:
+            cells[3] += f" ({lost[0]:.0f} of {lost[1]:.0f} not finished)"
+        if 2 * lost[0] > lost[1]:  # what has been finished says little
+            cells[4:7] = "", "", ""
+        kept = sum(_within(one) for one in seeds)
+        cells.append({0: "no", len(seeds): "yes"}.get(kept, f"{kept} of {len(seeds)}"))
+        lines.append(f"| {' | '.join(cells)} | {', '.join(commits[kind, key])} |")
     return "\n".join(lines)
+
+
+def _within(one: dict[str, float]) -> bool:
+    """Goodput's limits hold (benchmarks/serving/client.py), with iterations of ITERATION_MS."""
+    slow = one["between_ms:p99"] > TBT_ITERATIONS * ITERATION_MS or one["queued_s:mean"] > MEAN_DELAY
+    return not (slow or one["failed"])
+
+
+def _over_seeds(seeds: list[dict[str, float]]) -> list[str]:
+    """Tokens a second, times to the first token and between tokens, waits: means, and of several seeds the extremes."""
+
+    def said(metric: str, digits: int, extremes: bool = False) -> str:
+        found = [one[metric] for one in seeds]
+        text = f"{sum(found) / len(found):,.{digits}f}"
+        if extremes and len(found) > 1:
+            text += f" ({min(found):,.{digits}f} to {max(found):,.{digits}f})"
+        return text
+
+    first = f"{said('ttft_s:mean', 2, True)}, {said('ttft_s:p99', 1)}"
+    between_ms = f"{said('between_ms:p50', 1)}, {said('between_ms:p99', 0)}"
+    return [said("tokens_per_s", 0, True), first, between_ms, said("queued_s:mean", 2)]
 
 
 def full() -> str:
@@ -375,7 +401,8 @@ def full() -> str:
     found: dict[tuple, dict[str, float]] = {}
     about: dict[tuple, tuple[str, str]] = {}
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
-    for row in read("serving.csv", GPU):
+    names = {device: name for name, device in GPUS}
+    for row in read("serving.csv"):
         system, *parts = row["variant"].split(":")
         if row["case"] != CASE or "saturated" not in parts or "gpu=24gb" not in parts:
             continue
@@ -385,21 +412,21 @@ def full() -> str:
         lengths = int(given["prompt"]), int(given["out"]), int(given.get("most", 0))
         said = (("budget", "{} tokens a step"), ("chunk", "prompts in pieces of {}"))
         more = [text.format(given[name]) for name, text in said if name in given]
-        key = lengths, order[system], int(row["batch"]), tuple(more), given["seed"]
+        key = lengths, row["device"], order[system], int(row["batch"]), tuple(more), given["seed"]
         if about.get(key) != (given["s"], row["commit"]):
             about[key], found[key] = (given["s"], row["commit"]), {}
         found[key][row["metric"]] = float(row["value"])
     lines = [
-        "| prompts, answers | system | rows at most | counted, s | tokens/s | requests/s | answering | between tokens, "
+        "| prompts, answers | GPU | system | rows at most | counted, s | tokens/s | requests/s | answering | between tokens, "
         "ms: p50, p99 | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for key in sorted(found, key=lambda key: (key[0], key[1], key[3], key[2])):
-        ((prompt, answer, most), system, rows, more, _), cells = key, found[key]
+    for key in sorted(found, key=lambda key: (*key[:3], key[4], key[3])):
+        ((prompt, answer, most), device, system, rows, more, _), cells = key, found[key]
         seconds, commit = about[key]
         answers = f"{answer:,}" + f", {most:,} at most" * bool(most)
         lines.append(
-            f"| {prompt // K}k, {answers} | {', '.join((SYSTEMS[system][1], *more))} | {rows} | "
+            f"| {prompt // K}k, {answers} | {names[device]} | {', '.join((SYSTEMS[system][1], *more))} | {rows} | "
             f"{seconds.replace('-', ' to ')} | {cells['tokens_per_s']:,.0f} | {cells['requests_per_s']:.2f} | "
             f"{cells['rows']:.1f} | {cells['between_ms:p50']:.1f}, {cells['between_ms:p99']:.0f} | {commit} |"
         )
@@ -523,7 +550,7 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
-    "docs/serving.md": {"traces": traces, "full": full},
+    "docs/serving.md": {"ladder": ladder, "full": full},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
