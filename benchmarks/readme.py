@@ -417,8 +417,8 @@ def full() -> str:
             about[key], found[key] = (given["s"], row["commit"]), {}
         found[key][row["metric"]] = float(row["value"])
     lines = [
-        "| prompts, answers | GPU | system | rows at most | counted, s | tokens/s | requests/s | answering | between tokens, "
-        "ms: p50, p99 | commit |",
+        "| prompts, answers | GPU | system | rows at most | counted, s | tokens/s | requests/s | answering | between "
+        "tokens, ms: p50, p99 | commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key in sorted(found, key=lambda key: (*key[:3], key[4], key[3])):

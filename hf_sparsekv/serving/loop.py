@@ -531,10 +531,17 @@ class Loop:
             # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
             wanted[request.row] = min(request.candidate.need + spare, most) // size * size
         had = {row: self.rows.room(row) for row in wanted}
-        # A quarter more or less is not worth the copies.
-        changed = [row for row in wanted if abs(wanted[row] - had[row]) > had[row] // 4]
+        more = {row: wanted[row] - had[row] for row in wanted}
+        # A quarter more or less is not worth the copies, as long as nobody lacks it: a row that has just begun would
+        # otherwise find next to nothing free, and read what it chooses over the link until the others' needs change.
+        grow = sorted((row for row in more if more[row] > had[row] // 4), key=more.get)
+        lacking = sum(more[row] for row in grow) - self.rows.free_slots
+        for row in sorted((row for row in more if more[row] < 0), key=more.get):
+            if lacking > 0 or -more[row] > had[row] // 4:
+                self.work.give(row, wanted[row])
+                lacking += more[row]
         mine = {request.row: request for request in self.running}
-        for row in sorted(changed, key=lambda row: wanted[row] - had[row]):  # first those that give
+        for row in grow:
             self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
             if self.rows.room(row) > had[row]:
                 mine[row].roomier = mine[row].launched

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from models import VOCAB, build
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed, loop
+from hf_sparsekv.serving.admission import Candidate
 from hf_sparsekv.serving.prefill import chunks
 from hf_sparsekv.telemetry.working_set import STEPS
 
@@ -549,13 +551,20 @@ def crowded(request):
 
 
 def test_rows_are_held_back_until_their_working_sets_fit(crowded):
-    held, rooms, loop = [], [], crowded._loop
+    held, rooms, lacking, loop = [], [], [], crowded._loop
     plain = loop._step
+
+    def most_of(request) -> int:
+        return len(request.ids) + request.sampling.max_tokens
 
     def step() -> bool:
         held.append(sum(not request.candidate.runs for request in loop.running))
         rooms.append(sum(loop.rows.room(row) for row in loop.rows.rows))
         assert all(loop.rows.room(r.row) == 0 for r in loop.running if not r.candidate.runs)
+        decoding = [r for r in loop.running if r.candidate.runs]
+        if sum(r.candidate.need for r in decoding) <= loop.rows.slots:  # not the oldest one, which runs anyway
+            lacks = [r for r in decoding if loop.rows.room(r.row) < 0.75 * min(r.candidate.need, most_of(r)) - 16]
+            lacking.append(len(lacks))
         return plain()
 
     loop._step = step
@@ -566,7 +575,33 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
     expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
     assert [list(output.token_ids) for output in outputs] == expected
     assert max(held) > 0 and max(rooms) <= loop.rows.slots
+    assert len(lacking) > 50 and max(lacking) == 0, "who has just come has room at once, too"
     assert crowded.stats().held == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1200, 1200, 1200, 0), (992, 992, 992, 992)), ((1200, 1024, 992, 0), (992, 1024, 992, 992))],
+)
+def test_a_row_that_has_just_come_gets_what_others_have_too_much(before, after):
+    """They need less than they have by less than a quarter, which nobody takes from them otherwise."""
+    rooms = dict(enumerate(before))
+
+    def give(row: int, tokens: int) -> None:
+        assert tokens - rooms[row] <= rows.free_slots
+        rooms[row] = tokens
+
+    class Fake(SimpleNamespace):
+        free_slots = property(lambda self: 4000 - sum(rooms.values()))
+
+    rows = Fake(cache=SimpleNamespace(config=SimpleNamespace(block_size=16)), slots=4000, room=rooms.get)
+    running = [
+        SimpleNamespace(candidate=Candidate(960, True), row=row, ids=range(4000), sampling=greedy(9), launched=5)
+        for row in range(4)
+    ]
+    mine = SimpleNamespace(rows=rows, work=SimpleNamespace(give=give), running=running)
+    loop.Loop._share_room(mine)
+    assert tuple(rooms.values()) == after
 
 
 def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
