@@ -142,7 +142,7 @@ SYSTEMS = (
     ("segments", "+ layer segments (offloaded, as it comes)"),
 )
 
-ITERATION_MS = 10.0  # `--iteration-ms` of the ladder
+LADDER_BUDGET, ITERATION_MS = "1024", 10.0  # `--budget` and `--iteration-ms` of the ladder
 
 # Captured steps, by GPU (name, device in the rows), and variants of one column: (what it is, variants).
 GPUS = (("H200", GPU), ("H100", "NVIDIA H100 80GB HBM3"))
@@ -342,27 +342,29 @@ def needles() -> str:
 
 def ladder() -> str:
     """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
-    kinds: dict[tuple, dict[tuple[float, int], dict[str, dict[str, str]]]] = {}
+    kinds: dict[tuple, dict[tuple[float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
-    commits: dict[tuple, list[str]] = {}
     kind: tuple = ()
     for row in read("serving.csv"):
         system, *parts = row["variant"].split(":")
         given = dict(part.split("=", 1) for part in parts if "=" in part)
         if row["case"] != CASE or "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
             continue
+        if given.get("budget", LADDER_BUDGET) != LADDER_BUDGET:
+            continue
         kind = row["device"], int(row["context"]), int(given["out"]), int(given.get("most", 0))
-        key = float(given["rate"]), order[system]
-        kinds.setdefault(kind, {}).setdefault(key, {}).setdefault(given["seed"], {})[row["metric"]] = row["value"]
-        made = commits.setdefault((kind, key), [])
-        made += [row["commit"]] * (row["commit"] not in made)
+        seeds = kinds.setdefault(kind, {}).setdefault((float(given["rate"]), order[system]), {})
+        if seeds.get(given["seed"], ("",))[0] != row["commit"]:  # measured anew
+            seeds[given["seed"]] = row["commit"], {}
+        seeds[given["seed"]][1][row["metric"]] = float(row["value"])
     lines = [
         "| requests a second | system | seeds | tokens/s | first token, s: mean, p99 | between tokens, ms: p50, p99 | "
         "waited, s: mean | within the limits | commit |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for key in sorted(kinds.get(kind, {})):
-        seeds = [{metric: float(value) for metric, value in one.items()} for one in kinds[kind][key].values()]
+        commits = ", ".join(dict.fromkeys(commit for commit, _ in kinds[kind][key].values()))
+        seeds = [one for _, one in kinds[kind][key].values()]
         lost = sum(one["failed"] for one in seeds), sum(one["requests"] for one in seeds)
         cells = [f"{key[0]:g}", SYSTEMS[key[1]][1], str(len(seeds)), *_over_seeds(seeds)]
         if lost[0]:
@@ -371,7 +373,7 @@ def ladder() -> str:
             cells[4:7] = "", "", ""
         kept = sum(_within(one) for one in seeds)
         cells.append({0: "no", len(seeds): "yes"}.get(kept, f"{kept} of {len(seeds)}"))
-        lines.append(f"| {' | '.join(cells)} | {', '.join(commits[kind, key])} |")
+        lines.append(f"| {' | '.join(cells)} | {commits} |")
     return "\n".join(lines)
 
 

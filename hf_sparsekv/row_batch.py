@@ -246,14 +246,24 @@ class RowBatch:
 
     @property
     def calibration_tokens(self) -> int:
-        """Tokens that a row's label channels are to be calibrated on; 0: rows have none, or those of a file."""
+        """Tokens that a row's label channels are to be calibrated on.
+
+        0: rows have none, or those of a file, or no row has so many tokens.
+        """
         labels = self._policy.labels
-        return 0 if labels is None or labels.fixed is not None else self.cache.config.calibration_tokens
+        online = labels is not None and labels.fixed is None
+        wanted = self.cache.config.calibration_tokens if online else 0
+        return wanted if wanted <= self.max_length else 0
 
     @property
     def whole_tokens(self) -> int:
-        """A row of no more tokens attends to all of them, so that its label channels do not matter yet."""
-        return self._policy.whole_tokens
+        """A row of no more tokens attends to all of them, so that its label channels do not matter yet.
+
+        0 over 8-bit codes: labels that are made anew are those of rounded keys, so :meth:`calibrate` is best called as
+        early as ``generate()`` calibrates.
+        """
+        offload = self.cache.offload_config
+        return 0 if offload is not None and offload.kv_dtype == "int8" else self._policy.whole_tokens
 
     @no_inference_mode
     @torch.no_grad()
@@ -268,11 +278,14 @@ class RowBatch:
             cache: that :meth:`..SparseCache.beside` gave, with tokens in it. It stays as it is: :meth:`drop` it.
 
         Raises:
-            ValueError: the row is not there, or ``cache`` holds nothing.
+            ValueError: the row is not there, or ``cache`` is of other rows or holds nothing. Nothing has changed.
+            MemoryError: of the device or the host. Labels and channels may be of different tokens then: the row has
+                to :meth:`leave`.
         """
         self._row(row)
-        if not cache.get_seq_length():
-            raise ValueError("calibrate() takes a cache that holds tokens, this one is empty")
+        mine = cache.row_table.ids is self.cache.row_table.ids
+        if not mine or not cache.get_seq_length() or cache.row_table.batch != 1:
+            raise ValueError("calibrate() takes a cache that cache.beside() of these rows gave, with one row of tokens")
         for layer in cache.sparse_layers:
             layer.end_calibration()
         self.cache.joined_rows()
@@ -284,9 +297,11 @@ class RowBatch:
                 layer.policy.labels.channels[row].copy_(one)
         if len(blocks := self.blocks(row)):
             same = self.begin(blocks, channels)
-            for layer in same.sparse_layers:
-                layer.store.reindex(layer.policy, own=False)
-            self.drop(same)
+            try:
+                for layer in same.sparse_layers:
+                    layer.store.reindex(layer.policy, own=False)
+            finally:
+                self.drop(same)
 
     def blocks(self, row: int) -> np.ndarray:
         """Ids of a row's full blocks, int32 ``[n]``."""

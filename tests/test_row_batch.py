@@ -199,10 +199,12 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
         before, labels = it.rows.channels(row), [labels_of(layer, row) for layer in layers]
         with torch.no_grad():
             cache, own = it.rows.cache.beside(), MADE[name]()
-            with pytest.raises(ValueError, match="takes a cache that holds tokens"):
-                it.rows.calibrate(row, cache)
             for one in (cache, own):
+                with pytest.raises(ValueError, match=r"takes a cache that cache\.beside"):
+                    it.rows.calibrate(row, one)
                 it.alone(ids[:, :32], past_key_values=one)
+        with pytest.raises(ValueError, match=r"takes a cache that cache\.beside"):
+            it.rows.calibrate(row, own)
         it.rows.calibrate(row, cache)
         it.rows.drop(cache)
         after = it.rows.channels(row)
@@ -221,6 +223,40 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
     finally:
         if name.startswith("ahead"):
             QueryTap(it.alone).remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "calibrated", "whole"),
+    [("tokens", 32, 32), ("blocks-host", 32, 32), ("progressive-host", 32, 16), ("ahead", 32, 32), ("streaming", 0, 0)],
+)
+def test_how_many_tokens_channels_are_of_and_from_where_on_they_matter(name, calibrated, whole):
+    rows = MADE[name]().rows(ROWS, LENGTH)
+    assert (rows.calibration_tokens, rows.whole_tokens) == (calibrated, whole)
+    assert MADE[name]().rows(ROWS, 31).calibration_tokens == 0, "no row gets so long"
+    if whole and name != "ahead":
+        config = MADE[name]().config
+        codes = type(MADE[name]())(config, OffloadConfig(kv_dtype="int8"))
+        assert codes.rows(ROWS, LENGTH).whole_tokens == 0, "as early as can be: keys are rounded"
+
+
+def test_a_row_that_could_not_be_calibrated_holds_no_blocks_beside_its_own(monkeypatch):
+    it = made("tokens", False)
+    row = it.rows.join(it.rows.prefill(it.alone, prompt(1, 130, seed=1)["input_ids"]))
+    ids, cache = it.rows.cache.row_table.ids, it.rows.cache.beside()
+    with torch.no_grad():
+        it.alone(prompt(1, 40, seed=2)["input_ids"], past_key_values=cache)
+
+    def fails(*args, **kwargs):
+        raise MemoryError("no memory for labels")
+
+    used = ids.used
+    with monkeypatch.context() as patch:
+        patch.setattr(type(it.rows.cache.sparse_layers[0].store), "reindex", fails)
+        with pytest.raises(MemoryError, match="no memory for labels"):
+            it.rows.calibrate(row, cache)
+    it.rows.drop(cache)
+    it.rows.leave(row)
+    assert used > 0 and ids.used == 0
 
 
 def labels_of(layer, row: int) -> torch.Tensor:

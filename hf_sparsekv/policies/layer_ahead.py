@@ -41,6 +41,10 @@ class LayerAheadPolicy(PredictivePolicy):
     }
     note = None
 
+    @property
+    def whole_tokens(self) -> int:
+        return self.config.token_budget
+
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:

@@ -67,6 +67,10 @@ class ProgressivePolicy(TokenPolicy):
         # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
         self._params: list[AttentionParams] = []
 
+    @property
+    def whole_tokens(self) -> int:
+        return self.config.min_tokens
+
     @classmethod
     def share(cls, config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
         return super().share(config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)

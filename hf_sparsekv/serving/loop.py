@@ -387,6 +387,8 @@ class Loop:
     def _calibrate(self) -> None:
         """Rows of short prompts get the channels of prompt and answer, before any token of theirs is left out.
 
+        Or, where fewer tokens than that are chosen, as soon as there are enough to calibrate on.
+
         As late as that: it costs a pass over these tokens, for which all rows wait, and few answers become so long.
         """
         tokens = self.rows.calibration_tokens

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention.parts import make_plans
 from ..row_batch import Batch, RowBatch
 from .config import ServingConfig
-from .prefill import Clock, Pace, Reading, Segments
+from .prefill import Clock, Pace, Reading, Segments, chunks
 from .prefix import Channels
 
 
@@ -159,8 +159,10 @@ class Work:
         """A row gets the label channels that tokens ``ids``, its first ones, give. They are read anew for that."""
         cache = self.rows.cache.beside()
         try:
-            tokens = torch.tensor([ids], device=self.device)
-            self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens, past = torch.tensor([ids], device=self.device), 0
+            for length in chunks(len(ids), self.serving.chunk):
+                part, past = tokens[:, past : past + length], past + length
+                self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             self.rows.calibrate(row, cache)
         finally:
             self._count_link(cache)

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from caches import SMALL
 from captured import imitated
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
 from http_server import wait_until
 from models import VOCAB, build
 
-from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed, loop
 from hf_sparsekv.serving.admission import Candidate
 from hf_sparsekv.serving.prefill import chunks
@@ -61,13 +62,18 @@ SHORT = {**BUDGET, "calibration_tokens": 64, "token_budget": 64}
 
 
 @pytest.mark.parametrize(
-    "offload",
-    [None, OffloadConfig(), OffloadConfig(device_pool=120_000)],
-    ids=["resident", "offloaded", "crowded"],
+    ("config", "offload"),
+    [
+        (TwoLevelConfig(**SHORT), None),
+        (TwoLevelConfig(**SHORT), OffloadConfig()),
+        (TwoLevelConfig(**SHORT), OffloadConfig(device_pool=120_000)),
+        (ProgressiveConfig(**{**SMALL, "dense_below": 0, "calibration_tokens": 64, "min_tokens": 64}), None),
+    ],
+    ids=["resident", "offloaded", "crowded", "progressive"],
 )
-def test_short_prompts_are_calibrated_with_their_answers(offload):
+def test_short_prompts_are_calibrated_with_their_answers(config, offload):
     """As ``generate()`` does; but only those whose answers become so long that tokens are left out."""
-    net, config = build("llama", "sparsekv"), TwoLevelConfig(**SHORT)
+    net = build("llama", "sparsekv")
     sizes = [(7, 200), (20, 150), (150, 60), (3, 250), (40, 120), (63, 100), (64, 100), (30, 20)]
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
     expected = [alone(net, config, ids, tokens) for ids, tokens in asked]
