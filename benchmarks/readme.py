@@ -3,7 +3,8 @@
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
 
-A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's.
+A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's
+where nothing else is said.
 The commands that measure are beside the tables.
 """
 
@@ -552,7 +553,8 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
-    "docs/serving.md": {"ladder": ladder, "full": full},
+    "docs/serving.md": {"ladder": ladder},
+    "docs/benchmarks-serving.md": {"full": full},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
