@@ -1,0 +1,53 @@
+"""An engine with captured steps and copies over the link: every token is the best one, by the request alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import SMALL
+from engines import SERVING, greedy, ids_of, quiet
+from models import build
+
+from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv.serving.prefill import chunks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NEAR = 0.02  # of logits whose spread is about 10: batches of other sizes round differently, and what is chosen may turn
+SHORT = {**SMALL, "dense_below": 0, "calibration_tokens": 64}
+KINDS = {
+    "resident": (TwoLevelConfig(**SHORT, token_budget=64), None),
+    "offloaded": (TwoLevelConfig(**SHORT, token_budget=64), OffloadConfig()),
+    "crowded": (TwoLevelConfig(**SHORT, token_budget=64), OffloadConfig(device_pool=120_000)),
+    "progressive": (ProgressiveConfig(**SHORT, min_tokens=64), OffloadConfig()),
+}
+
+
+@torch.no_grad()
+def worst(net, config, ids: list[int], answer: tuple[int, ...]) -> float:
+    """By how much a token of the answer was worse than the best one behind the same tokens, in the worst case."""
+    cache, given, past, found = SparseCache(config, None), torch.tensor([ids], device=net.device), 0, 0.0
+    for n in chunks(len(ids), SERVING.chunk):
+        logits = net(given[:, past : past + n], past_key_values=cache).logits[0, -1]
+        past += n
+    for token in answer:
+        found = max(found, float(logits.max() - logits[token]))
+        logits = net(torch.tensor([[token]], device=net.device), past_key_values=cache).logits[0, -1]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:decode steps run eagerly")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_the_best_one(kind, device):
+    config, offload = KINDS[kind]
+    sizes = [(150, 60), (7, 200), (20, 120), (301, 40), (65, 1), (90, 100), (3, 250), (40, 30)]
+    asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
+    with Engine(build("llama", "sdpa").to(device), None, config, offload, SERVING) as engine:
+        handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
+        outputs = [handle.result(100) for handle in handles]
+        quiet(engine)
+        assert device == "cpu" or engine.stats().captures > 3
+    net = build("llama", "sparsekv").to(device)
+    gaps = [worst(net, config, ids, output.token_ids) for (ids, _), output in zip(asked, outputs)]
+    assert [len(output.token_ids) for output in outputs] == [tokens for _, tokens in asked]
+    assert max(gaps) <= NEAR, gaps
