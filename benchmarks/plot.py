@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import ROOT, files_of
-from .readme import NAMES_OF_DEFAULTS, SYSTEMS, first_commits
+from .readme import LADDER_BUDGET, NAMES_OF_DEFAULTS, SYSTEMS, first_commits
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
 LINES = {
@@ -172,7 +172,8 @@ def ladder_rows(paths: Sequence[Path], case: str):
     rows = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     there = ", ".join(sorted(set(rows.case))) or "none"
     rows = rows[(rows.benchmark == "serving") & (rows.case == case)]
-    rows = rows[~rows.variant.str.contains(":chunk=", regex=False)].copy()  # not the usual pieces of prompts
+    other = rf":chunk=|:budget=(?!{LADDER_BUDGET}(?::|$))"  # not the usual pieces of prompts, or tokens a step
+    rows = rows[~rows.variant.str.contains(other)].copy()
     rows["system"] = rows.variant.str.partition(":")[0]
     for name in ("rate", "out", "most", "seed"):
         found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)

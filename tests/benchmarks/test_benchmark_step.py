@@ -298,7 +298,8 @@ def test_the_ladder(tmp_path):
     for seed in (1, 2):
         for rate in (0.8, 0.4):
             add("segments", rate, seed, tokens_per_s=100 * rate * seed, **times)
-    add("segments", 0.8, 2, tokens_per_s=200.0, **times)  # measured again
+    add("segments:budget=1024", 0.8, 2, tokens_per_s=200.0, **times)  # measured again
+    add("segments:budget=2048", 0.8, 2, tokens_per_s=300.0, **times)  # something else
     add("segments", None, 1, goodput_rps=0.4, iteration_ms=7.0)
     add("transformers", 0.4, 1, tokens_per_s=8.0, failed=3, requests=9)
     add("vllm", 0.4, 1, failed=9, requests=9)  # no figures at all
