@@ -267,27 +267,23 @@ class RowBatch:
 
     @no_inference_mode
     @torch.no_grad()
-    def calibrate(self, row: int, cache: Batch) -> None:
-        """A row gets the label channels of another cache, and new labels of its full blocks.
+    def calibrate(self, row: int, prefilled: Prefilled | Batch) -> None:
+        """A row gets the label channels of a prompt that has been read, and new labels of its full blocks.
 
         Prompts shorter than :attr:`calibration_tokens` say little of what a long answer needs: read as many tokens of
-        prompt and answer into a cache of their own, as ``generate()`` goes on calibrating with the answer. Blocks that
-        the row shares it has for itself behind this.
+        prompt and answer with :meth:`prefill`, as ``generate()`` goes on calibrating with the answer. Blocks that the
+        row shares it has for itself behind this.
 
         Args:
-            cache: that :meth:`..SparseCache.beside` gave, with tokens in it. It stays as it is: :meth:`drop` it.
+            prefilled: as :meth:`join` takes it. It stays as it is: :meth:`drop` it.
 
         Raises:
-            ValueError: the row is not there, or ``cache`` is of other rows or holds nothing. Nothing has changed.
+            ValueError: the row is not there, or ``prefilled`` is of other rows, or over. Nothing has changed.
             MemoryError: of the device or the host. Labels and channels may be of different tokens then: the row has
                 to :meth:`leave`.
         """
         self._row(row)
-        mine = cache.row_table.ids is self.cache.row_table.ids
-        if not mine or not cache.get_seq_length() or cache.row_table.batch != 1:
-            raise ValueError("calibrate() takes a cache that cache.beside() of these rows gave, with one row of tokens")
-        for layer in cache.sparse_layers:
-            layer.end_calibration()
+        cache = self._read(prefilled, "calibrate")
         self.cache.joined_rows()
         self.cache.row_table.unshare(row)
         found = [layer.policy.labels for layer in cache.sparse_layers]
@@ -332,9 +328,7 @@ class RowBatch:
                 not so much room. Nothing has changed.
         """
         self._check()
-        cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
-        if not any(cache is made for made in self._made):
-            raise ValueError("join() takes what prefill() of these rows gave, once: other caches have other pools")
+        cache = self._read(prefilled, "join")
         row = self._free()
         room = self._share(room)
         mine, theirs = self.cache.sparse_layers, cache.sparse_layers
@@ -355,6 +349,13 @@ class RowBatch:
         self._there[row] = self._active[row] = True
         self._changed()
         return row
+
+    def _read(self, prefilled: Prefilled | Batch, wanted: str) -> Batch:
+        """The cache of a prompt that has been read and has not joined, for method ``wanted``."""
+        cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
+        if not any(cache is made for made in self._made):
+            raise ValueError(f"{wanted}() takes what prefill() of these rows gave, once: other caches have other pools")
+        return cache
 
     def leave(self, row: int) -> None:
         """A row is over: its blocks are free, and its slots.

@@ -150,3 +150,31 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, c
     assert cache.config == TwoLevelConfig()
     assert cache.stats().sparse_calls > 0
     assert there["model"].config._attn_implementation == "sdpa"
+
+
+def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
+    """What was measured again stands for all of what it was before; other tokens a step are another system."""
+
+    def rows(system: str, seed: int, commit: str, **metrics: float) -> list[dict]:
+        of = {"case": readme.CASE, "device": "a GPU", "context": "32768", "commit": commit}
+        variant = f"{system}:gpu=24gb:rate=0.5:out=256:seed={seed}"
+        usual = {"requests": 9, "failed": 0, "ttft_s:mean": 1, "ttft_s:p99": 2, "between_ms:p50": 3}
+        usual |= {"between_ms:p99": 250, "queued_s:mean": 2, "tokens_per_s": 100}
+        named = {name.replace("__", ":"): value for name, value in metrics.items()}
+        return [{**of, "variant": variant, "metric": name, "value": str(n)} for name, n in (usual | named).items()]
+
+    made = [
+        *rows("dense", 1, "old", tokens_per_s=500, ttft_s__mean=7),
+        *rows("dense", 1, "new"),
+        *rows("dense", 2, "new", tokens_per_s=300, ttft_s__mean=3, queued_s__mean=2.1),
+        *rows("vllm", 1, "new", failed=5),
+        *rows("segments:budget=1024", 1, "new"),
+        *rows("segments:budget=2048", 1, "newer", tokens_per_s=900),
+    ]
+    monkeypatch.setattr(readme, "read", lambda name: made)
+    found = [[cell.strip() for cell in line.split("|")[2:-1]] for line in readme.ladder().splitlines()[2:]]
+    assert found == [
+        ["vLLM 0.26.0", "1", "100 (5 of 9 not finished)", "", "", "", "no", "new"],
+        ["our engine, dense", "2", "200 (100 to 300)", "2.00 (1.00 to 3.00), 2.0", "3.0, 250", "2.05", "1 of 2", "new"],
+        ["+ layer segments (offloaded, as it comes)", "1", "100", "1.00, 2.0", "3.0, 250", "2.00", "yes", "new"],
+    ]

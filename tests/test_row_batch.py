@@ -198,15 +198,13 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
         assert it.rows.calibration_tokens == 32
         before, labels = it.rows.channels(row), [labels_of(layer, row) for layer in layers]
         with torch.no_grad():
-            cache, own = it.rows.cache.beside(), MADE[name]()
-            for one in (cache, own):
-                with pytest.raises(ValueError, match=r"takes a cache that cache\.beside"):
-                    it.rows.calibrate(row, one)
-                it.alone(ids[:, :32], past_key_values=one)
-        with pytest.raises(ValueError, match=r"takes a cache that cache\.beside"):
-            it.rows.calibrate(row, own)
-        it.rows.calibrate(row, cache)
-        it.rows.drop(cache)
+            read, own = it.rows.prefill(it.alone, ids[:, :32]), MADE[name]()
+            it.alone(ids[:, :32], past_key_values=own)
+        it.rows.calibrate(row, read)
+        it.rows.drop(read)
+        for one in (own, read):
+            with pytest.raises(ValueError, match=r"calibrate\(\) takes what prefill\(\) of these rows gave"):
+                it.rows.calibrate(row, one)
         after = it.rows.channels(row)
         differ = [not torch.equal(a, b) for a, b in zip(before, after)]
         anew = it.rows.begin(it.rows.blocks(row), after)
@@ -242,9 +240,7 @@ def test_how_many_tokens_channels_are_of_and_from_where_on_they_matter(name, cal
 def test_a_row_that_could_not_be_calibrated_holds_no_blocks_beside_its_own(monkeypatch):
     it = made("tokens", False)
     row = it.rows.join(it.rows.prefill(it.alone, prompt(1, 130, seed=1)["input_ids"]))
-    ids, cache = it.rows.cache.row_table.ids, it.rows.cache.beside()
-    with torch.no_grad():
-        it.alone(prompt(1, 40, seed=2)["input_ids"], past_key_values=cache)
+    ids, read = it.rows.cache.row_table.ids, it.rows.prefill(it.alone, prompt(1, 40, seed=2)["input_ids"])
 
     def fails(*args, **kwargs):
         raise MemoryError("no memory for labels")
@@ -253,8 +249,8 @@ def test_a_row_that_could_not_be_calibrated_holds_no_blocks_beside_its_own(monke
     with monkeypatch.context() as patch:
         patch.setattr(type(it.rows.cache.sparse_layers[0].store), "reindex", fails)
         with pytest.raises(MemoryError, match="no memory for labels"):
-            it.rows.calibrate(row, cache)
-    it.rows.drop(cache)
+            it.rows.calibrate(row, read)
+    it.rows.drop(read)
     it.rows.leave(row)
     assert used > 0 and ids.used == 0
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention.parts import make_plans
 from ..row_batch import Batch, RowBatch
 from .config import ServingConfig
-from .prefill import Clock, Pace, Reading, Segments, chunks
+from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels
 
 
@@ -157,16 +157,12 @@ class Work:
     @torch.no_grad()
     def calibrate(self, row: int, ids: Sequence[int]) -> None:
         """A row gets the label channels that tokens ``ids``, its first ones, give. They are read anew for that."""
-        cache = self.rows.cache.beside()
+        read = self.rows.prefill(self.model, torch.tensor([ids], device=self.device), self.serving.chunk)
         try:
-            tokens, past = torch.tensor([ids], device=self.device), 0
-            for length in chunks(len(ids), self.serving.chunk):
-                part, past = tokens[:, past : past + length], past + length
-                self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            self.rows.calibrate(row, cache)
+            self.rows.calibrate(row, read)
         finally:
-            self._count_link(cache)
-            self.rows.drop(cache)
+            self._count_link(read.cache)
+            self.rows.drop(read)
 
     def move(self, row: int, to: int) -> None:
         """A row and its next token take place ``to``, which is free."""
