@@ -265,12 +265,14 @@ def closed_loop(
     vocabulary: int,
     least: int,
     timeout: float | None = None,
+    held: bool = False,
 ) -> Together:
     """Submit all requests at once; what counts is the time when all of them decode.
 
     Args:
         requests: the first ones read their prompts first, and need longer answers, because they decode meanwhile.
         least: tokens of each row that have to come in that time.
+        held: the system may hold rows back that have begun to answer: some row has to make so many.
 
     Raises:
         NotTogether: fewer did.
@@ -278,14 +280,14 @@ def closed_loop(
     ready = [(request.ids(vocabulary), greedy(request.output_tokens)) for request in requests]
     handles = [system.submit(ids, sampling) for ids, sampling in ready]
     times = [handle.result(timeout).token_times for handle in handles]
-    return together(times, least)
+    return together(times, least, held)
 
 
-def together(times: Sequence[Sequence[float]], least: int) -> Together:
+def together(times: Sequence[Sequence[float]], least: int, held: bool = False) -> Together:
     """From the latest first token to the earliest last one; see :func:`closed_loop`."""
     begin, end = max(row[0] for row in times), min(row[-1] for row in times)
     inside = [[time for time in row if begin <= time <= end] for row in times]
-    few = min(map(len, inside)) - 1
+    few = (max if held else min)(map(len, inside)) - 1
     if few < least:
         raise NotTogether(
             f"all {len(times)} rows decoded together for {max(few, 0)} tokens only, {least} are needed: the system "

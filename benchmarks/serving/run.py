@@ -27,10 +27,10 @@ saturated: all requests of a trace come at once and the trace is long enough tha
 full as it can be: tokens_per_s, requests_per_s and the mean number of rows that answer, for --seconds, from --warm
 seconds on; times between their tokens.
 
-closed: tokens_per_s and between_ms while all rows decode, and none reads a prompt. overhead: step_ms of the captured
-step alone, over as many rows; between_ms in the engine; overhead_ms, their difference. Ours also: captures, steps,
-step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate, missed_mb and host_mb a step of offloaded
-settings (as in ``step``; of saturated from the first request on); peak_gb.
+closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
+a prompt. overhead: step_ms of the captured step alone, over as many rows; between_ms in the engine; overhead_ms, their
+difference. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
+missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
 
 from __future__ import annotations
@@ -280,19 +280,21 @@ def saturated(bench: Bench, system, requests: list[Request]) -> None:
 def run_closed(args: Namespace, report: Report) -> None:
     """A fixed number of rows, each time in a system of its own."""
     bench = Bench(args, report, closed_length(args))
+    held = args.system in RUNGS and RUNGS[args.system].working_set
     for rows in args.rows:
-        with report.measuring(rows, args.context, bench.label()), bench.running(rows) as system:
-            closed(bench, system, rows)
+        # While rows are held back an engine keeps one place free.
+        with report.measuring(rows, args.context, bench.label()), bench.running(rows + held) as system:
+            closed(bench, system, rows, held)
 
 
-def closed(bench: Bench, system, rows: int) -> Together:
-    """Figures while all rows decode."""
+def closed(bench: Bench, system, rows: int, held: bool = False) -> Together:
+    """Figures while all rows decode, or, if the system may hold some back, while all are there."""
     args, report = bench.args, bench.report
     if isinstance(system, OurSystem):
         system.restart()
     requests = fixed_rows(rows, args.context, args.tokens, args.lead)
     try:
-        found = closed_loop(system, requests, bench.vocabulary, LEAST, args.timeout)
+        found = closed_loop(system, requests, bench.vocabulary, LEAST, args.timeout, held)
     except NotTogether as error:
         raise NotRun(str(error)) from error
     report.add("tokens_per_s", found.tokens / found.seconds, "1/s")

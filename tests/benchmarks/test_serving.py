@@ -244,6 +244,11 @@ def test_rows_count_while_all_of_them_decode():
     assert found.answered == [3, 2, 2]  # by 2.75
     with pytest.raises(NotTogether, match="all 3 rows decoded together for 1 tokens only, 2 are needed"):
         together(rows, 2)
+    assert together(rows, 2, held=True).tokens == 5
+    held = [[0.0, 1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [2.0, 9.0]]  # the last one waits for the others
+    assert together(held, 2, held=True).seconds == 2.0
+    with pytest.raises(NotTogether):
+        together(held, 1)
     clock = Time()
     with pytest.raises(NotTogether):  # one after the other
         closed_loop(Known(clock, 1.0, 0.1), client.fixed_rows(2, 5, 20, 0), VOCABULARY, 4)
@@ -530,7 +535,7 @@ def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     assert not any("rate=8" in row["variant"] for row in strict)
 
 
-@pytest.mark.parametrize("system", ["transformers", "sparse --budget 16"])
+@pytest.mark.parametrize("system", ["transformers", "sparse --budget 16", "working-set --budget 16"])
 def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
     speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
