@@ -68,7 +68,11 @@ def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int,
     layers, token = settings.config.num_hidden_layers, settings.token_bytes
     stays = token * (config.dense_layers / layers + INDEX_SHARE)
     recent = settings.max_rows * (config.sinks + config.window + config.max_draft) * token
-    tokens = int(min(settings.kv_host / token, settings.kv_gpu / 2 / stays))
+    # An engine takes 98 % of host memory, of which each row may leave a block half empty; blocks of its first row, and
+    # those in which a row is calibrated, come on top (some 20).
+    more = (settings.max_rows + 32) * config.block_size
+    held = 0.98 * settings.kv_host / (token * (1 - config.dense_layers / layers)) - more
+    tokens = int(min(settings.kv_host / token, held, settings.kv_gpu / 2 / stays))
     pool = int(settings.kv_gpu - recent - tokens * stays)
     if pool <= 0 or tokens < settings.max_length:
         raise ValueError(

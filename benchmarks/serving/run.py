@@ -28,7 +28,7 @@ full as it can be: tokens_per_s, requests_per_s and the mean number of rows that
 seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
-a prompt. overhead: step_ms of the captured step alone, over as many rows; between_ms in the engine; overhead_ms, their
+a prompt. overhead: step_ms of captured steps in a row, over as many rows; between_ms in the engine; overhead_ms, their
 difference. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
 missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
@@ -51,7 +51,7 @@ from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
 from ..baselines import NotRun
-from ..decoding import free, replay_ms
+from ..decoding import free, in_a_row_ms
 from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
@@ -77,7 +77,6 @@ from .trace import Request
 
 SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
-WARM_UP_STEPS = 8
 CHUNK = Settings.chunk
 LEAST = 16  # tokens that all rows make together
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
@@ -325,7 +324,11 @@ def run_overhead(args: Namespace, report: Report) -> None:
 def step_alone_ms(
     bench: Bench, lengths: Sequence[int], config: SparseConfig, offload: OffloadConfig | None
 ) -> list[float]:
-    """The captured step of rows of these lengths, those of the engine's halfway through; keys and values are random."""
+    """Captured steps of rows of these lengths, those of the engine's halfway through; keys and values are random.
+
+    Of as many steps as a block has tokens: each row seals one, as in the engine, where that is some other row's turn in
+    almost every step.
+    """
     model = bench.model
     model.set_attn_implementation("sparsekv")
     optimize(model)
@@ -335,9 +338,7 @@ def step_alone_ms(
         for seed, length in enumerate(lengths):
             batch.join(prefilled(model, batch, length, seed))
         step = RowSteps(model, batch)
-        for _ in range(WARM_UP_STEPS):
-            step()
-        return replay_ms(model, cache)
+        return in_a_row_ms(step, config.block_size)
     finally:
         unoptimize(model)
 

@@ -17,6 +17,7 @@ from models import build
 from read_rows import read_rows
 
 from benchmarks.baselines import NotRun
+from benchmarks.decoding import in_a_row_ms
 from benchmarks.report import Report
 from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import (
@@ -311,6 +312,11 @@ def test_all_systems_get_the_same_bytes():
     assert tokens == int((1 << 22) / 2 / stays)
     assert offload.device_pool == int((1 << 22) - 3 * 24 * 512 - tokens * stays)
     assert offload.max_host_bytes == 1 << 24
+    tokens, _ = ours.memory(settings(kv_host=1 << 22, kv_gpu=1 << 24), ours.RUNGS["offload"], config)
+    assert tokens == (1 << 22) // 512, "a dense layer's tokens need none"
+    tokens, _ = ours.memory(settings(kv_host=1 << 22, kv_gpu=1 << 24, max_rows=150), ours.RUNGS["offload"], config)
+    blocks = -(-tokens // 64) + 150 + 20
+    assert 0.9 < blocks * 64 * 512 / 2 / (0.98 * (1 << 22)) <= 1
     with pytest.raises(ValueError, match="do not hold 3 rows"):
         ours.memory(settings(kv_host=100 * 512), ours.RUNGS["offload"], config)
 
@@ -573,16 +579,20 @@ def test_what_a_name_says(tiny, tmp_path):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
-    """Without a GPU: what would be replayed."""
+    """Without a GPU; and each row seals a block while steps are counted."""
     seen = []
 
-    def replay(model, cache):
+    def in_a_row(step, steps):
+        cache, sealed = step.rows.cache, [step.rows.cache.joined_rows().sealed]
         assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
         assert (cache.offload_config is not None) == offload
         seen.append(cache.row_batch.lengths)
-        return [1.0, 2.0, 3.0]
+        times = in_a_row_ms(step, steps)
+        sealed.append(cache.joined_rows().sealed)
+        assert all(after - before in (1, 2) for before, after in zip(*sealed))
+        return times
 
-    monkeypatch.setattr(run, "replay_ms", replay)
+    monkeypatch.setattr(run, "in_a_row_ms", in_a_row)
     monkeypatch.setattr(run, "optimize", lambda model: None)
     monkeypatch.setattr(run, "unoptimize", lambda model: None)
     args = run.arguments("overhead").parse_args(
@@ -592,8 +602,8 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
     made = OffloadConfig(device_pool=100_000) if offload else None
     lengths = [230, 220, 210]
-    assert run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
-    assert seen == [tuple(length + run.WARM_UP_STEPS for length in lengths)]
+    assert len(run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made)) == 64
+    assert seen == [tuple(lengths)]
 
 
 def test_overhead_says_what_it_needs(tiny):

@@ -40,11 +40,3 @@ def openai_client(url: str) -> Iterator[openai.OpenAI]:
     """OpenAI's own, which does not try again by itself."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def wait_until(true, seconds: float = 10.0) -> None:
-    """Wait for a condition, or fail."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.005)

@@ -13,8 +13,8 @@ import torch
 from caches import SMALL
 from captured import imitated
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
-from http_server import wait_until
 from models import VOCAB, build
+from waiting import wait_until
 
 from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed, loop

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from fake_engine import FakeEngine
-from http_server import serving, wait_until
+from http_server import serving
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv.serving.http import answers, create_app
 

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from caches import FULL, SMALL
-from http_server import openai_client, serving, wait_until
+from http_server import openai_client, serving
 from models import build
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, TwoLevelConfig
 from hf_sparsekv.serving.http import create_app

@@ -10,10 +10,11 @@ import httpx
 import prometheus_client
 import pytest
 from fake_engine import BOUNDS, FakeEngine
-from http_server import serving, wait_until
+from http_server import serving
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv.serving.http import app, create_app, metrics
 from hf_sparsekv.serving.request import EngineStats, Samples

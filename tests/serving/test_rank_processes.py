@@ -14,9 +14,9 @@ import forked
 import psutil
 import pytest
 import torch
-from http_server import wait_until
 from models import build
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv.serving import rank_processes as module
 

@@ -23,10 +23,10 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_server import wait_until
 from models import build
 from starlette.testclient import TestClient
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: `make test-ray` installs it")
 

@@ -19,10 +19,10 @@ import httpx
 import pytest
 import torch
 from fake_engine import FakeEngine
-from http_server import wait_until
 from models import build
 from tokenizers_made import byte_level
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from hf_sparsekv import OffloadConfig, Sampling
 from hf_sparsekv.cli import loading

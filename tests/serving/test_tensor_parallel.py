@@ -16,9 +16,9 @@ import forked
 import httpx
 import pytest
 import torch
-from http_server import wait_until
 from models import build
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv import Engine
 from hf_sparsekv.cli.app import app
