@@ -149,6 +149,7 @@ def draw_curve(rows, what: str, out: Path) -> None:
     save(figure, out)
 
 
+CLIP = 32768  # tokens of the longest prompt in the ladder's traces; the table has longer ones, too
 # The ladder's panels: metric of rows, its name.
 PANELS = (
     ("tokens_per_s", "tokens a second"),
@@ -158,7 +159,7 @@ PANELS = (
 
 
 def ladder_rows(paths: Sequence[Path], case: str):
-    """Rows of traces, of one kind: that of the last one: as long, answered as long, on the same device.
+    """Rows of traces of one kind, that of the last one with prompts up to CLIP: answered as long, on the same device.
 
     Returns:
         The newest of each system, rate, seed and metric, with columns ``system``, ``rate``, ``out``, ``most`` and
@@ -178,12 +179,12 @@ def ladder_rows(paths: Sequence[Path], case: str):
     for name in ("rate", "out", "most", "seed"):
         found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)
         rows[name] = pd.to_numeric(found)
-    rows = rows[rows.out.notna() & rows.system.isin(dict(SYSTEMS))]
+    rows = rows[rows.out.notna() & rows.system.isin(dict(SYSTEMS)) & (rows.context == CLIP)]
     if not rows.rate.notna().any():
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{names} have no rows of traces of {case}; there are {there}")
     last = rows[rows.rate.notna()].iloc[-1]
-    kind = ["out", "most", "context", "batch", "device"]
+    kind = ["out", "most", "batch", "device"]
     rows = rows[(rows[kind].fillna(0) == last[kind].fillna(0)).all(axis=1)]
     rows = rows.drop_duplicates(["system", "rate", "seed", "metric"], keep="last")
     return rows[rows.rate.notna()], rows[rows.rate.isna() & (rows.metric == "goodput_rps")]

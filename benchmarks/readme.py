@@ -143,6 +143,7 @@ SYSTEMS = (
     ("segments", "+ layer segments (offloaded, as it comes)"),
 )
 
+WORKING_SETS = "gpu=8gb:budget=2048:kv=replayed"  # of the rows that do and do not fit
 LADDER_BUDGET, ITERATION_MS = "1024", 10.0  # `--budget` and `--iteration-ms` of the ladder
 
 # Captured steps, by GPU (name, device in the rows), and variants of one column: (what it is, variants).
@@ -343,7 +344,7 @@ def needles() -> str:
 
 def ladder() -> str:
     """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
-    kinds: dict[tuple, dict[tuple[float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
+    kinds: dict[tuple, dict[tuple[int, float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
     order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
     kind: tuple = ()
     for row in read("serving.csv"):
@@ -353,25 +354,27 @@ def ladder() -> str:
             continue
         if given.get("budget", LADDER_BUDGET) != LADDER_BUDGET:
             continue
-        kind = row["device"], int(row["context"]), int(given["out"]), int(given.get("most", 0))
-        seeds = kinds.setdefault(kind, {}).setdefault((float(given["rate"]), order[system]), {})
+        kind = row["device"], int(given["out"]), int(given.get("most", 0))
+        key = int(row["context"]), float(given["rate"]), order[system]
+        seeds = kinds.setdefault(kind, {}).setdefault(key, {})
         if seeds.get(given["seed"], ("",))[0] != row["commit"]:  # measured anew
             seeds[given["seed"]] = row["commit"], {}
         seeds[given["seed"]][1][row["metric"]] = float(row["value"])
     lines = [
-        "| requests a second | system | seeds | tokens/s | first token, s: mean, p99 | between tokens, ms: p50, p99 | "
-        "waited, s: mean | within the limits | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| prompts up to | requests a second | system | seeds | tokens/s | first token, s: mean, p99 | "
+        "between tokens, ms: p50, p99 | waited, s: mean | within the limits | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key in sorted(kinds.get(kind, {})):
         commits = ", ".join(dict.fromkeys(commit for commit, _ in kinds[kind][key].values()))
         seeds = [one for _, one in kinds[kind][key].values()]
         lost = sum(one["failed"] for one in seeds), sum(one["requests"] for one in seeds)
-        cells = [f"{key[0]:g}", SYSTEMS[key[1]][1], str(len(seeds)), *_over_seeds(seeds)]
+        clip, rate, system = key
+        cells = [f"{clip // K}k", f"{rate:g}", SYSTEMS[system][1], str(len(seeds)), *_over_seeds(seeds)]
         if lost[0]:
-            cells[3] += f" ({lost[0]:.0f} of {lost[1]:.0f} not finished)"
+            cells[4] += f" ({lost[0]:.0f} of {lost[1]:.0f} not finished)"
         if 2 * lost[0] > lost[1]:  # what has been finished says little
-            cells[4:7] = "", "", ""
+            cells[5:8] = "", "", ""
         kept = sum(_within(one) for one in seeds)
         cells.append({0: "no", len(seeds): "yes"}.get(kept, f"{kept} of {len(seeds)}"))
         lines.append(f"| {' | '.join(cells)} | {commits} |")
@@ -433,6 +436,30 @@ def full() -> str:
             f"{seconds.replace('-', ' to ')} | {cells['tokens_per_s']:,.0f} | {cells['requests_per_s']:.2f} | "
             f"{cells['rows']:.1f} | {cells['between_ms:p50']:.1f}, {cells['between_ms:p99']:.0f} | {commit} |"
         )
+    return "\n".join(lines)
+
+
+def working_sets() -> str:
+    """A fixed number of rows, by whether rows are held back whose working sets do not fit: the newest of each."""
+    found: dict[tuple[int, str], dict[str, tuple[float, str]]] = {}
+    for row in read("serving.csv"):
+        system, _, rest = row["variant"].partition(":")
+        if (row["case"], row["context"], rest) == (CASE, str(8 * K), WORKING_SETS) and system in dict(SYSTEMS):
+            found.setdefault((int(row["batch"]), system), {})[row["metric"]] = float(row["value"]), row["commit"]
+    lines = [
+        "| rows | taken as they come: tokens/s | ms a step | over the link, MB a step "
+        "| held to working sets: tokens/s | ms a step | over the link, MB a step | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rows in sorted({rows for rows, _ in found}):
+        cells, commits = [], []
+        for system in ("offload", "working-set"):
+            of = found.get((rows, system), {})
+            for metric, digits in (("tokens_per_s", 0), ("between_ms", 1), ("host_mb", 0)):
+                value, commit = of.get(metric, (None, None))
+                cells.append("not run" if value is None else f"{value:,.{digits}f}")
+                commits += [] if commit is None else [commit]
+        lines.append(f"| {rows} | {' | '.join(cells)} | {', '.join(dict.fromkeys(commits))} |")
     return "\n".join(lines)
 
 
@@ -554,7 +581,7 @@ PAGES = {
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
     "docs/serving.md": {"ladder": ladder},
-    "docs/benchmarks-serving.md": {"full": full},
+    "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }

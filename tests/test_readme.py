@@ -155,8 +155,8 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, c
 def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
     """What was measured again stands for all of what it was before; other tokens a step are another system."""
 
-    def rows(system: str, seed: int, commit: str, **metrics: float) -> list[dict]:
-        of = {"case": readme.CASE, "device": "a GPU", "context": "32768", "commit": commit}
+    def rows(system: str, seed: int, commit: str, context: int = 32768, **metrics: float) -> list[dict]:
+        of = {"case": readme.CASE, "device": "a GPU", "context": str(context), "commit": commit}
         variant = f"{system}:gpu=24gb:rate=0.5:out=256:seed={seed}"
         usual = {"requests": 9, "failed": 0, "ttft_s:mean": 1, "ttft_s:p99": 2, "between_ms:p50": 3}
         usual |= {"between_ms:p99": 250, "queued_s:mean": 2, "tokens_per_s": 100}
@@ -170,11 +170,35 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
         *rows("vllm", 1, "new", failed=5),
         *rows("segments:budget=1024", 1, "new"),
         *rows("segments:budget=2048", 1, "newer", tokens_per_s=900),
+        *rows("dense", 1, "newest", context=131072),
     ]
     monkeypatch.setattr(readme, "read", lambda name: made)
-    found = [[cell.strip() for cell in line.split("|")[2:-1]] for line in readme.ladder().splitlines()[2:]]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.ladder().splitlines()[2:]]
+    assert [line[:2] for line in lines] == [["32k", "0.5"]] * 3 + [["128k", "0.5"]]
+    found = [line[2:] for line in lines[:3]]
+    assert lines[3][2:5] == ["our engine, dense", "1", "100"]
     assert found == [
         ["vLLM 0.26.0", "1", "100 (5 of 9 not finished)", "", "", "", "no", "new"],
         ["our engine, dense", "2", "200 (100 to 300)", "2.00 (1.00 to 3.00), 2.0", "3.0, 250", "2.05", "1 of 2", "new"],
         ["+ layer segments (offloaded, as it comes)", "1", "100", "1.00, 2.0", "3.0, 250", "2.00", "yes", "new"],
+    ]
+
+
+def test_rows_that_fit_and_do_not_stand_side_by_side(monkeypatch):
+    def rows(system: str, batch: int, commit: str, *values: float, rest: str = readme.WORKING_SETS) -> list[dict]:
+        of = {"case": readme.CASE, "context": "8192", "commit": commit, "batch": str(batch)}
+        of["variant"] = f"{system}:{rest}"
+        return [{**of, "metric": n, "value": str(v)} for n, v in zip(("tokens_per_s", "between_ms", "host_mb"), values)]
+
+    made = [
+        *rows("offload", 16, "old", 1, 1, 1),
+        *rows("offload", 16, "new", 600, 25.6, 850),
+        *rows("offload", 2, "new", 277, 7.2, 11),
+        *rows("working-set", 16, "newer", 1798, 7.4, 29),
+        *rows("working-set", 16, "newest", 1, 1, 1, rest="gpu=24gb:budget=2048:kv=replayed"),
+    ]
+    monkeypatch.setattr(readme, "read", lambda name: made)
+    assert readme.working_sets().splitlines()[2:] == [
+        "| 2 | 277 | 7.2 | 11 | not run | not run | not run | new |",
+        "| 16 | 600 | 25.6 | 850 | 1,798 | 7.4 | 29 | new, newer |",
     ]

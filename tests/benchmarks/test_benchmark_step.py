@@ -285,10 +285,10 @@ def test_the_ladder(tmp_path):
     pd = pytest.importorskip("pandas")
     path = tmp_path / "serving.csv"
 
-    def add(system: str, rate: float | None, seed: int, out: str = "256", **metrics: float) -> None:
+    def add(system: str, rate: float | None, seed: int, out: str = "256", clip: int = 32, **metrics: float) -> None:
         parts = [f"rate={rate:g}"] if rate is not None else []
         label = ":".join([system, "gpu=24gb", *parts, f"out={out}", f"seed={seed}", "kv=replayed"])
-        with Report("serving", "qwen3-8b", path, 32) as report, report.measuring(32, 32768, label):
+        with Report("serving", "qwen3-8b", path, 32) as report, report.measuring(32, 1024 * clip, label):
             for name, value in metrics.items():
                 report.add(name.replace("__", ":"), value)
 
@@ -303,6 +303,7 @@ def test_the_ladder(tmp_path):
     add("segments", None, 1, goodput_rps=0.4, iteration_ms=7.0)
     add("transformers", 0.4, 1, tokens_per_s=8.0, failed=3, requests=9)
     add("vllm", 0.4, 1, failed=9, requests=9)  # no figures at all
+    add("dense", 0.4, 1, out="64", clip=128, tokens_per_s=1.0, **times)  # longer prompts: not in the picture
     with Report("serving", "tiny", path, 1) as report, report.measuring(1, 8192, "soak:minutes=60"):
         report.add("requests", 1.0)
     rows, goodput = plot.ladder_rows([path], "qwen3-8b")
