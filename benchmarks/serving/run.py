@@ -6,6 +6,7 @@
     python -m benchmarks serving saturated SYSTEM --trace FILE [FILE ...] --seconds 60
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
     python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
+    python -m benchmarks serving again SYSTEM --context 128k
     python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
     python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
     python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
@@ -29,7 +30,8 @@ seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
 a prompt. overhead: step_ms of captured steps in a row, over as many rows; between_ms in the engine; overhead_ms, their
-difference. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
+difference. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others about it, one
+after the other. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
 missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
 
@@ -79,6 +81,7 @@ SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
 CHUNK = Settings.chunk
 LEAST = 16  # tokens that all rows make together
+AGAIN = 5  # questions about a document behind the first
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
 
 
@@ -321,6 +324,29 @@ def run_overhead(args: Namespace, report: Report) -> None:
         free()
 
 
+def run_again(args: Namespace, report: Report) -> None:
+    """A question about a document, and other ones."""
+    if args.system not in RUNGS:
+        raise SystemExit(f"again is of our engine ({', '.join(RUNGS)}): others run without shared prefixes here")
+    length, document = args.context + trace.QUESTION, 7_000_001
+    requests = [
+        Request(0.0, length, LEAST, document + nth, shared_tokens=args.context, document=document)
+        for nth in range(1, 2 + AGAIN)
+    ]
+    bench = Bench(args, report, longest([requests]))
+    with report.measuring(1, args.context, bench.label("again")), bench.running() as system:
+        system.restart()
+        times = []
+        for request in requests:
+            (played,) = play(system, [request], bench.vocabulary, args.timeout)
+            if played.error is not None:
+                raise RuntimeError(played.error)
+            times.append(played.ttft_s)
+        report.add("ttft_s:first", times[0], "s")
+        report.add("ttft_s:again", times[1:], "s")
+        bench.count(system)
+
+
 def step_alone_ms(
     bench: Bench, lengths: Sequence[int], config: SparseConfig, offload: OffloadConfig | None
 ) -> list[float]:
@@ -383,6 +409,7 @@ RUNS = {
     "saturated": (run_saturated, "as many rows as there is room for"),
     "closed": (run_closed, "a fixed number of rows"),
     "overhead": (run_overhead, "steps in the engine beside the captured step"),
+    "again": (run_again, "questions about a document that has been read"),
 }
 
 
@@ -414,6 +441,8 @@ def arguments(command: str) -> ArgumentParser:
         add("--rates", type=float, nargs="+", required=True, help="requests a second")
         add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
         add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
+    elif command == "again":
+        add("--context", type=parse_tokens, default=131072, metavar="TOKENS", help="of the document (default: 128k)")
     elif command in ("closed", "overhead"):
         add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
         add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")

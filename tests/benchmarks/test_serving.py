@@ -606,6 +606,26 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert seen == [tuple(lengths)]
 
 
+def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_path, monkeypatch):
+    asked, own = [], run.play
+
+    def play(system, requests, *others):
+        before = system.engine.stats()
+        found = own(system, requests, *others)
+        after = system.engine.stats()
+        asked.append(after.prompt_tokens - before.prompt_tokens - after.cached_tokens + before.cached_tokens)
+        return found
+
+    monkeypatch.setattr(run, "play", play)
+    rows = run_serving("again working-set --context 3k --budget 64 --kv-gb 0.1 --host-gb 0.1", tiny, tmp_path)
+    found = {row["metric"]: row for row in rows}
+    assert {"ttft_s:first", "prefill_s"} < set(found) and ":again" in found["ttft_s:again"]["variant"]
+    assert asked[1] == 3 * 1024 + 64 and len(asked) == 7
+    assert all(64 < tokens <= 128 for tokens in asked[2:])  # a question, and what of the document is no whole block
+    with pytest.raises(SystemExit, match="again is of our engine"):
+        run.main(f"again vllm --model {tiny} --device cpu --no-csv".split())
+
+
 def test_overhead_says_what_it_needs(tiny):
     for system, why in (("vllm", "overhead is of our engine"), ("sparse", "overhead needs a CUDA device")):
         with pytest.raises(SystemExit, match=why):
