@@ -19,9 +19,11 @@ from transformers import LogitsProcessor
 
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.kv.rows import Rows
 
 from .shapes import text_config
 
+LEFT_OUT = 5  # runs that do not count
 WARM_UP = 8  # tokens: captures, compilation, clocks of the device
 PERIOD = 64  # tokens of a text that repeats itself
 REJECTED = 8  # one of so many tokens of such an answer is none of the text's
@@ -287,7 +289,7 @@ def generate_syncs(model, cache, batch: int, tokens: int, after: Callable[[], No
 def timed(
     run: Callable[[], object], repeat: int = 30, before: Callable[[], object] | None = None, device: str = "cuda"
 ) -> list[float]:
-    """Milliseconds of each of ``repeat`` runs, the first five left out. ``before`` each of them, untimed."""
+    """Milliseconds of each of ``repeat`` runs, the first ones left out. ``before`` each of them, untimed."""
     clock = Clock(torch.device(device))
     for _ in range(repeat):
         if before is not None:
@@ -295,7 +297,7 @@ def timed(
         clock.mark()
         run()
         clock.mark()
-    return clock.between()[::2][5:]
+    return clock.between()[::2][LEFT_OUT:]
 
 
 def in_a_row_ms(step: Steps, steps: int) -> list[float]:
@@ -315,6 +317,20 @@ def replay_ms(model, cache) -> list[float]:
     steps.load(rows)
     steps.held = None  # a replay takes them further
     return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on(device)), device=device.type)
+
+
+def replays_ms(model, cache, began: Rows) -> list[float]:
+    """Milliseconds of captured forwards alone: the steps since ``began``, again, but the first ``LEFT_OUT``.
+
+    Blocks that these have sealed are there, and are sealed once more. What the cache holds is void afterwards.
+    """
+    step = list(runner_of(model).graphs[cache].values())[-1]
+    rows, device = cache.joined_rows(), model.device
+    steps = cache.row_table.steps(device)
+    steps.load(began)
+    steps.held = None  # replays take them further
+    taken = min(now - then for then, now in zip(began.lengths, rows.lengths))
+    return timed(step.graph.replay, repeat=taken, device=device.type)
 
 
 def free() -> None:

@@ -29,7 +29,7 @@ full as it can be: tokens_per_s, requests_per_s and the mean number of rows that
 seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
-a prompt. overhead: step_ms of captured steps in a row, over as many rows; between_ms in the engine; overhead_ms, their
+a prompt. overhead: step_ms of captured steps alone, over as many rows; between_ms in the engine; overhead_ms, their
 difference. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others about it, one
 after the other. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
 missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
@@ -53,7 +53,7 @@ from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
 from ..baselines import NotRun
-from ..decoding import free, in_a_row_ms
+from ..decoding import LEFT_OUT, free, replays_ms
 from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
@@ -79,6 +79,7 @@ from .trace import Request
 
 SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
+WARM_UP_STEPS = 8
 CHUNK = Settings.chunk
 LEAST = 16  # tokens that all rows make together
 AGAIN = 5  # questions about a document behind the first
@@ -352,8 +353,8 @@ def step_alone_ms(
 ) -> list[float]:
     """Captured steps of rows of these lengths, those of the engine's halfway through; keys and values are random.
 
-    Of as many steps as a block has tokens: each row seals one, as in the engine, where that is some other row's turn in
-    almost every step.
+    As many as a block has tokens: each row seals one, as in the engine, where that is some other row's turn in almost
+    every step.
     """
     model = bench.model
     model.set_attn_implementation("sparsekv")
@@ -364,7 +365,12 @@ def step_alone_ms(
         for seed, length in enumerate(lengths):
             batch.join(prefilled(model, batch, length, seed))
         step = RowSteps(model, batch)
-        return in_a_row_ms(step, config.block_size)
+        for _ in range(WARM_UP_STEPS):
+            step()
+        began = cache.joined_rows()
+        for _ in range(config.block_size + LEFT_OUT):
+            step()
+        return replays_ms(model, cache, began)
     finally:
         unoptimize(model)
 

@@ -219,6 +219,27 @@ def test_the_step_that_is_repeated_is_the_same():
     assert cache.row_table.rows.lengths == (CONTEXT + 3,) * BATCH
 
 
+@torch.no_grad()
+def test_steps_that_are_taken_again_seal_the_same_blocks():
+    model, runner = imitated(max_position_embeddings=2048)
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 190)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    step = decoding.Steps(model, cache, BATCH, 80)
+    for _ in range(2):
+        step()
+    began = cache.joined_rows()
+    for _ in range(70):
+        step()
+    rows, steps, seen = cache.joined_rows(), cache.row_table.steps(model.device), []
+    assert rows.sealed > began.sealed
+    (graph,) = (held.graph for held in runner.graphs[cache].values())
+    replay = graph.replay
+    graph.replay = lambda: (replay(), seen.append(steps.after.tolist()))
+    assert len(decoding.replays_ms(model, cache, began)) == 70 - decoding.LEFT_OUT
+    assert [row[0][0] for row in seen] == list(range(CONTEXT + 3, CONTEXT + 73))
+    assert seen[-1] == rows.on(model.device).tolist()
+
+
 def test_synchronisations_are_found_by_place(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

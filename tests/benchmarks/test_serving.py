@@ -17,7 +17,6 @@ from models import build
 from read_rows import read_rows
 
 from benchmarks.baselines import NotRun
-from benchmarks.decoding import in_a_row_ms
 from benchmarks.report import Report
 from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import (
@@ -579,20 +578,20 @@ def test_what_a_name_says(tiny, tmp_path):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
-    """Without a GPU; and each row seals a block while steps are counted."""
+    """Without a GPU; and each row seals a block in the steps that are taken again."""
     seen = []
 
-    def in_a_row(step, steps):
-        cache, sealed = step.rows.cache, [step.rows.cache.joined_rows().sealed]
+    def replays(model, cache, began):
+        rows = cache.joined_rows()
         assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
         assert (cache.offload_config is not None) == offload
-        seen.append(cache.row_batch.lengths)
-        times = in_a_row_ms(step, steps)
-        sealed.append(cache.joined_rows().sealed)
-        assert all(after - before in (1, 2) for before, after in zip(*sealed))
-        return times
+        assert [then - run.WARM_UP_STEPS for then in began.lengths] == lengths
+        assert {now - then for then, now in zip(began.lengths, rows.lengths)} == {64 + run.LEFT_OUT}
+        assert all(then < now for then, now in zip(began.sealed, rows.sealed))
+        seen.append(rows)
+        return [1.0, 2.0, 3.0]
 
-    monkeypatch.setattr(run, "in_a_row_ms", in_a_row)
+    monkeypatch.setattr(run, "replays_ms", replays)
     monkeypatch.setattr(run, "optimize", lambda model: None)
     monkeypatch.setattr(run, "unoptimize", lambda model: None)
     args = run.arguments("overhead").parse_args(
@@ -602,8 +601,8 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
     made = OffloadConfig(device_pool=100_000) if offload else None
     lengths = [230, 220, 210]
-    assert len(run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made)) == 64
-    assert seen == [tuple(lengths)]
+    assert run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
+    assert len(seen) == 1
 
 
 def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_path, monkeypatch):
