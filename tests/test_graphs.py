@@ -105,7 +105,7 @@ def test_an_error_after_a_captured_step_breaks_the_cache(monkeypatch):
         ours(token, past_key_values=cache)
         store = cache.sparse_layers[-1].store
 
-        def full(*args, **named):
+        def full(indexer):
             raise MemoryError("host memory is full")
 
         monkeypatch.setattr(store, "seal_due", full)

@@ -353,8 +353,8 @@ def step_alone_ms(
 ) -> list[float]:
     """Captured steps of rows of these lengths, those of the engine's halfway through; keys and values are random.
 
-    As many as a block has tokens: each row seals one, as in the engine, where that is some other row's turn in almost
-    every step.
+    As many as a block has tokens: each row seals one, as in the engine, where it is some row's turn in every other
+    step if there are many.
     """
     model = bench.model
     model.set_attn_implementation("sparsekv")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kv.step_seals import StepSeals
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 
@@ -54,7 +53,6 @@ class CapturedStep:
     queries: list[Tensor]
     plans: tuple[Plan, ...]
     count: Tensor | None = None
-    seals: StepSeals | None = None  # its tensors are the graph's
     _given: Tensor | bool | None = False  # what `valid` was written from
 
     def give(self, valid: Tensor | None) -> None:

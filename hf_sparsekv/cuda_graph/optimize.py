@@ -27,7 +27,6 @@ from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..fusion.fuse import Fusion, fuse, why_not
 from ..kv.rows import Drafts, Rows
-from ..kv.step_seals import StepSeals
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
@@ -617,13 +616,10 @@ class StepRunner:
         changes = cache.changes
 
         low_priority = all(layer.policy.low_priority for layer in layers)
-        late = [] if drafts is not None else [layer for layer, plan in zip(layers, plans) if layer.seals_late(plan)]
-        sealed = [layer.store.blocks_to_seal(layer.policy) for layer in late]
-        seals = StepSeals([one for one in sealed if one is not None])
 
         def run(sides: Sides | None):
             cache = cache_ref()
-            replay = Replay(valid, sides and sides[low_priority], cache.shared, seals)
+            replay = Replay(valid, sides and sides[low_priority], cache.shared)
             steps = table.steps(ids.device)
             if len(ids) < table.batch:
                 steps = steps.first(len(ids))
@@ -683,7 +679,7 @@ class StepRunner:
             for layer in layers:
                 layer.broken = None
         cache.changes = changes  # trial steps are none: all is as it was
-        return CapturedStep(graph, ids, positions, valid, output, queries, plans, count, seals)
+        return CapturedStep(graph, ids, positions, valid, output, queries, plans, count)
 
     def _streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
         """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.

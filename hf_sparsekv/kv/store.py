@@ -24,7 +24,7 @@ from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
 from ..ops.quantise import dequantise
-from ..ops.seal import Index, LayerBlocks, seal, seal_range
+from ..ops.seal import Index, seal, seal_range
 from ..ops.sparse_decode import sparse_decode
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
@@ -34,7 +34,6 @@ from .row_table import RowTable
 from .rows import Rows, Taken
 from .state import Held, State
 from .step_rows import StepRows
-from .step_seals import Due
 
 _ALL = slice(None)  # rows
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
@@ -352,28 +351,19 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ sealing
 
-    def blocks_to_seal(self, indexer: Indexer) -> LayerBlocks | None:
-        """What a step seals, and where to; None where :class:`Indexer` has to index blocks itself."""
-        index = indexer.sealing(self)
-        if index is None:
-            return None
-        index = self._with_means(replace(index, scales=self.pool.fields.get("scales")))
-        return LayerBlocks(self.recent_kv, self.pool.kv, index)
-
-    def seal_due(self, indexer: Indexer, due: Sequence[Tensor] | None = None, later: list[Due] | None = None) -> None:
+    def seal_due(self, indexer: Indexer, due: Sequence[Tensor] | None = None) -> None:
         """Seal what a decode step has made old, once it has attended; or what drafts will have, before they attend.
 
         In a captured step the device knows which rows. ``due``: in a captured pass over drafts, the row as
-        :meth:`_sealing` has it. ``later``: what is to be sealed is added to it, and the caller does that before the
-        captured step ends.
+        :meth:`_sealing` has it.
         """
         taken = self._taken
         if taken.after.sealed == taken.before.sealed and not self.capturing:
             self.held = taken.after
             return
         self.pool.fit()
-        layer = self.blocks_to_seal(indexer)
-        if layer is None:
+        index = indexer.sealing(self)
+        if index is None:
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
                 if block < then:
                     none = self.recent_kv[row : row + 1, :, :0].split((self.split, self.width - self.split), -1)
@@ -381,11 +371,9 @@ class LayerStore(State):
                     # Not aside: what follows in this pass, later drafts among it, reads these blocks.
                     self._seal_range(slice(row, row + 1), block, then, past, *none, indexer, aside=False)
         else:
+            index = self._with_means(replace(index, scales=self.pool.fields.get("scales")))
             for now, after in pairwise(self._sealing(taken) if due is None else due):
-                if later is not None:
-                    later.append(Due(layer, now, after, self.sinks, self.block_table))
-                    continue
-                seal(layer.recent_kv, now, after, self.sinks, self.block_table, layer.kv, layer.index)
+                seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
             if self.pool.host is not None and not self.capturing:
                 self.count_to_host(sum(taken.after.sealed) - sum(taken.before.sealed))
         self._sealed, self.held = True, taken.after

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..kv.rows import Rows, Taken
-from ..kv.step_seals import Due, StepSeals
 from ..policies.shared import Shared
 
 
@@ -36,22 +35,13 @@ class Replay:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
         side: the stream for work that the step's own attention does not wait for; None where there are no streams.
         shared: of the cache: what it has begun elsewhere from ``side`` comes back with :meth:`join`.
-        seals: seals :attr:`due` in the end.
 
     Attributes:
         drafts: of a pass over drafts; None: it is a step.
-        due: blocks that nothing but the next step reads.
     """
 
-    def __init__(
-        self,
-        valid: Tensor | None,
-        side: torch.cuda.Stream | None,
-        shared: Shared,
-        seals: StepSeals | None = None,
-    ) -> None:
-        self.valid, self.side, self.shared, self.seals = valid, side, shared, seals
-        self.due: list[Due] = []
+    def __init__(self, valid: Tensor | None, side: torch.cuda.Stream | None, shared: Shared) -> None:
+        self.valid, self.side, self.shared = valid, side, shared
         self.drafts: DraftRows | None = None
         self._forked = False
         self._waiting: list[Callable[[], None]] = []
@@ -119,11 +109,9 @@ class Replay:
         self.on_side_stream(work)
 
     def join(self) -> None:
-        """Launch what is waiting, and what is due, and wait for all work on the side stream."""
+        """Launch what is waiting, and wait for all work on the side stream."""
         if self._waiting or self._behind:
             self._run()
-        if self.seals is not None:
-            self.seals.launch(self.due)
         self.come_back()
 
     def come_back(self) -> None:

@@ -396,10 +396,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             return self._selected(q, replace(plan, ahead=False), params)
         out = self._selected(q, plan, params)
 
-        later = None if replay is None or replay.seals is None or not self.seals_late(plan) else replay.due
-
         def ahead() -> None:
-            store.seal_due(policy, later=later)
+            store.seal_due(policy)
             policy.look_ahead(q, store, plan)
 
         if replay is None:
@@ -414,10 +412,6 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self._next is None:
             replay.run_late()
         return out
-
-    def seals_late(self, plan: Plan) -> bool:
-        """Nothing that a captured step does reads the blocks that it seals: it chooses nothing for the next one."""
-        return self.policy.brings_only or not (plan.ahead or self.policy.follows)
 
     @torch.no_grad()
     def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:

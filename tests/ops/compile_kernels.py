@@ -66,7 +66,7 @@ from hf_sparsekv.ops.query_ring.triton import push
 from hf_sparsekv.ops.residency import PageState
 from hf_sparsekv.ops.residency.triton import residency
 from hf_sparsekv.ops.route.triton import route
-from hf_sparsekv.ops.seal.triton import seal, seal_layers, seal_range
+from hf_sparsekv.ops.seal.triton import seal, seal_range
 from hf_sparsekv.ops.small_linear.triton import small_linear
 from hf_sparsekv.ops.sparse_decode import cluster as decode
 from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
@@ -137,8 +137,6 @@ def recent_tokens() -> None:
         of_prompt = SealRange(8200, 127, 160, heads=8, dk=128, dv=128, channels=32, block_size=64, sinks=16, span=span)
         seal_range(**BY_NAME["seal.seal_range"].call(place(), of_prompt))
     seal(**BY_NAME["seal"].call(place(), replace(usual, coded=True)))
-    for case in (replace(usual, bounds=False), replace(usual, bounds=False, coded=True), usual, Seal(**latents)):
-        seal_layers(**BY_NAME["seal.seal_layers"].call(place(), case, 2))
     quantise(place().randn(3, 8, 64, 256), 128)
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))

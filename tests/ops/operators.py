@@ -15,7 +15,7 @@ import torch
 from hf_sparsekv.ops.pack.reference import pack as pack_reference
 from hf_sparsekv.ops.quantise.reference import quantise as quantise_reference
 from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
-from hf_sparsekv.ops.seal import Index, LayerBlocks, places_of
+from hf_sparsekv.ops.seal import Index
 from hf_sparsekv.ops.token_score.config import config as label_config
 
 PAST = 2**31 + 4096  # elements
@@ -91,11 +91,9 @@ class Operator:
 
 
 def tensors(given) -> list[torch.Tensor]:
-    """One, those of an index, of layers, or none."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    held = vars(given).values() if isinstance(given, (Index, LayerBlocks)) else given if type(given) is list else ()
-    return [t for each in held for t in tensors(each)]
+    """One, those of an index, or none."""
+    held = vars(given).values() if isinstance(given, Index) else [given]
+    return [t for t in held if isinstance(t, torch.Tensor)]
 
 
 def on_cpu(given):
@@ -104,11 +102,9 @@ def on_cpu(given):
         return given.cpu().clone()
     if isinstance(given, dict):
         return {name: on_cpu(value) for name, value in given.items()}
-    if isinstance(given, list):
-        return [on_cpu(value) for value in given]
     if isinstance(given, QuantisedWeight):
         return QuantisedWeight(*map(on_cpu, given))
-    return type(given)(**on_cpu(vars(given))) if isinstance(given, (Index, LayerBlocks)) else given
+    return Index(**on_cpu(vars(given))) if isinstance(given, Index) else given
 
 
 def view(t: torch.Tensor, kind: str) -> torch.Tensor:
@@ -374,21 +370,6 @@ def seal(place, case: Seal) -> tuple:
     return recent_kv, rows, after, case.sinks, block_table, kv, Index(**index)
 
 
-def seal_layers(place, case: Seal, layers: int) -> tuple:
-    """The same rows in all layers, whose tensors lie anywhere and hold other numbers."""
-    recent_kv, rows, after, sinks, block_table, kv, index = seal(place, case)
-    made = [LayerBlocks(recent_kv, kv, index)]
-    for _ in range(1, layers):
-        scale = 2.0 - place.rand(*recent_kv.shape)
-        channels = {} if index.channels is None else {"channels": index.channels.flip(-1).contiguous()}
-        held = {name: t.clone() for name, t in vars(index).items() if isinstance(t, torch.Tensor)}
-        another = replace(index, **(held | channels))
-        made.insert(
-            place.randint(0, 2, 1).item(), LayerBlocks((recent_kv * scale).to(recent_kv.dtype), kv.clone(), another)
-        )
-    return made, rows, after, sinks, block_table, places_of(made)
-
-
 @dataclass
 class SealRange:
     """Shapes of one call: blocks ``first .. end - 1`` of rows of ``past`` tokens, and the new ones that follow."""
@@ -628,18 +609,6 @@ SEALS = {
     "codes, some rows": Seal(coded=True, batch=3, heads=3, dk=80, dv=48, channels=20, sealed=(1, 0, 4), due=(0, 0, 1)),
     "codes alone": Seal(coded=True, channels=0, bounds=False, sinks=0, dk=33, dv=7, block_size=32),
 }
-LAYERS = (
-    ("usual", 1),
-    ("some rows", 3),
-    ("parts", 2),
-    ("no bounds", 4),
-    ("unquantised labels", 2),
-    ("latents", 2),
-    ("no row", 3),
-    ("kept elsewhere", 3),
-    ("codes, some rows", 3),
-    ("rows of no power of two", 2),
-)
 AVERAGES = {
     "cuboid": Seal(channels=0, metadata="cuboid_mean"),
     "cuboid of parts": Seal(batch=3, heads=3, dk=80, block_size=64, parts=4, sealed=(0, 2, 5), metadata="cuboid_mean"),
@@ -904,19 +873,6 @@ OPERATORS = [
         seal,
         {name: (case,) for name, case in AVERAGES.items()},
         writes=("recent_kv", "kv", "index"),
-    ),
-    Operator(
-        "seal.seal_layers",
-        seal_layers,
-        {f"{name}, {n} layers": (SEALS[name], n) for name, n in LAYERS},
-        writes=("layers",),
-        ratio=equal,
-    ),
-    Operator(
-        "seal.seal_layers.means",
-        seal_layers,
-        {name: (AVERAGES[name], 2) for name in ("cuboid of parts", "running mean")},
-        writes=("layers",),
     ),
     Operator(
         "seal.seal_range",

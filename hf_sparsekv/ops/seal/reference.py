@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,33 +37,6 @@ class Index:
     means: Tensor | None = None
     span: int = 1
     scales: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LayerBlocks:
-    """What is sealed of one layer, and where to: as :func:`seal` takes it."""
-
-    recent_kv: Tensor
-    kv: Tensor
-    index: Index
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """In the order of ``FIELDS``."""
-        index = self.index
-        return [self.recent_kv, index.channels, self.kv, *(getattr(index, name) for name in FIELDS[3:])]
-
-    @property
-    def kind(self) -> tuple:
-        """The same in layers that :func:`seal_layers` takes at once: all but the addresses, and how many rows."""
-        index, held = self.index, []
-        for name, t in zip(FIELDS, self.tensors):
-            rows = name in ("recent_kv", "channels")
-            held.append(None if t is None else (t.shape[rows:], t.stride(), t.dtype, t.device))
-        return *held, index.key_dim, index.metadata, index.span
-
-
-FIELDS = ("recent_kv", "channels", "kv", "bounds", "codes", "qparams", "scales", "means")
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
@@ -247,54 +219,6 @@ def seal(
         held = block.masked_fill(~usable[:, None, :, None], 0.0).sum(2, dtype=torch.float32)
         total = (count + usable.sum(1)).clamp_min(1)
         index.means[to] = ((before * count[:, None, None] + held) / total[:, None, None]).to(index.means.dtype)
-
-
-def places_of(layers: Sequence[LayerBlocks]) -> Tensor | None:
-    """How far each layer's tensors lie behind the first one's, for the kernel of :func:`seal_layers`.
-
-    Waits for the device. What it says holds as long as no tensor moves.
-
-    Args:
-        layers: of one ``kind``.
-
-    Returns:
-        int64 ``[layers, fields]`` in elements, on the device of ``recent_kv``; None where a kernel cannot reach a layer
-        from the first one, because the distance is no multiple of 16 elements.
-    """
-    found = []
-    for layer in layers:
-        mine = []
-        for t, first in zip(layer.tensors, layers[0].tensors):
-            apart = 0 if t is None or not t.numel() else t.data_ptr() - first.data_ptr()
-            if apart % (16 * (1 if t is None else t.element_size())):
-                return None
-            mine.append(0 if t is None else apart // t.element_size())
-        found.append(mine)
-    return torch.tensor(found, dtype=torch.int64, device=layers[0].recent_kv.device)
-
-
-def check_places(layers: Sequence[LayerBlocks], places: Tensor) -> None:
-    """Raise ``ValueError`` for layers that the kernel cannot take at once."""
-    if len({layer.kind for layer in layers}) != 1:
-        raise ValueError("layers of several kinds cannot be sealed at once")
-    if places.shape != (len(layers), len(FIELDS)) or places.dtype != torch.int64 or not places.is_contiguous():
-        raise ValueError(
-            f"places must be int64 [{len(layers)}, {len(FIELDS)}], got {places.dtype} {tuple(places.shape)}: make them "
-            "with places_of()"
-        )
-
-
-def seal_layers(
-    layers: Sequence[LayerBlocks], rows: Tensor, after: Tensor, sinks: int, block_table: Tensor, places: Tensor | None
-) -> None:
-    """:func:`seal` of several layers that have the same rows and the same block table, at once.
-
-    Args:
-        layers: of one ``kind``.
-        places: :func:`places_of` these layers; without it each has a launch of its own.
-    """
-    for layer in layers:
-        seal(layer.recent_kv, rows, after, sinks, block_table, layer.kv, layer.index)
 
 
 def check_range(

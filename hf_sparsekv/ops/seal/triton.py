@@ -13,15 +13,13 @@ from .._dispatch import require_dense_rows, require_rows
 from .._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from .._overlap import begin, launch
 from .._paged import load_row
-from .reference import FIELDS as _FIELDS
 from .reference import MOST_HALF as _MOST_HALF
-from .reference import LayerBlocks, check, check_places, check_range
+from .reference import check, check_range
 
 TILE = 16  # tokens at once
-STEP_TILE = 64  # in a decode step, whose few blocks cost what the slowest program takes
+STEP_TILE = 64  # in a step, where few blocks are due: 10.07 for 10.30 ms (32 rows of 4k, an H100, benchmarks/NOTES.md)
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
 MOST_HALF = tl.constexpr(_MOST_HALF)
-FIELDS = tl.constexpr(len(_FIELDS))
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -95,17 +93,6 @@ def _read(p_old, new, p_k, p_v, b_new, b_from, o_c, m_c, SPLIT: tl.constexpr, PA
 
 
 @triton.jit
-def _place(field, places, nth: tl.constexpr, block_id, i_head):
-    """Where block ``block_id`` and head ``i_head`` of a field begin, None without it; ``nth`` of ``places`` further."""
-    p_field = None
-    if field is not None:
-        p_field = field.ptr + block_id * field.block + i_head * field.head
-        if places is not None:
-            p_field += tl.multiple_of(tl.load(places + nth), 16)
-    return p_field
-
-
-@triton.jit
 def _seal_block(
     recent,
     p_row,
@@ -115,16 +102,16 @@ def _seal_block(
     past,
     sealed,
     kv,
-    p_kv,
+    to,
+    physical_id,
+    i_batch,
+    i_head,
     bounds,
-    p_bounds,
-    p_channel,
+    channels,
     codes,
-    p_codes,
     qparams,
-    p_qparams,
+    means,
     scales,
-    p_scales,
     ring,
     sinks,
     limit,
@@ -136,11 +123,10 @@ def _seal_block(
     SPLIT: tl.constexpr,
     R: tl.constexpr,
     BT: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
-    """The block that begins at token ``sealed``, to where pointers say: keys and values, and the fields but means.
+    """The block that begins at token ``sealed``: keys and values to block ``to``, the fields but means to their block.
 
-    Returns the sums of the keys and of the values that means count, if ``SUMS``.
+    Returns the sums of the keys and of the values that means count.
     """
     BK: tl.constexpr = padded(DK, 1)
     BV: tl.constexpr = padded(DV, 1)
@@ -150,6 +136,7 @@ def _seal_block(
     o_k, o_v, o_r = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BR)
     m_k, m_v, m_r = o_k < DK, o_v < DV, o_r < R
     if codes is not None:
+        p_channel = row_ptr(channels, i_batch, i_head)
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
@@ -167,12 +154,12 @@ def _seal_block(
             b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
             b_v = _read(p_from, new, p_k, p_v, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
             if kv is not None:
-                p_to = p_kv + o_t[:, None] * kv.token
+                p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 b_kept_k, b_kept_v = b_k, b_v
                 if scales is not None:
                     b_scale_k, b_scale_v = scale_of(b_k, m_k[None, :]), scale_of(b_v, m_v[None, :])
                     b_kept_k, b_kept_v = encode(b_k, b_scale_k[:, None]), encode(b_v, b_scale_v[:, None])
-                    p_scale = p_scales + o_t * scales.token
+                    p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head + o_t * scales.token
                     tl.store(p_scale, b_scale_k)
                     tl.store(p_scale + 1, b_scale_v)
                 tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
@@ -181,7 +168,7 @@ def _seal_block(
             p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
             tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
             tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
-            if SUMS:
+            if means is not None:
                 b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
                 b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
             if bounds is not None:
@@ -191,7 +178,7 @@ def _seal_block(
                 b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
             if codes is not None:
                 b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
-                p_code = p_codes + o_t[:, None] * codes.token
+                p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
                 if qparams is not None:
                     b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
@@ -208,13 +195,14 @@ def _seal_block(
                     b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
                     tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
-                    p_param = p_qparams + o_t * qparams.token
+                    p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
                     tl.store(p_param + 1, b_zero)
                 else:
                     tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
         if bounds is not None:
-            p_bound = p_bounds + tl.full([], i_part, tl.int64) * bounds.part + o_k
+            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
+            p_bound += i_head * bounds.head + o_k
             end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
             count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
             b_first, b_second = b_max, b_min
@@ -239,24 +227,25 @@ def _seal_block(
 
 
 @triton.jit
-def _sums_before(means, p_means, p_table, before, DK: tl.constexpr, DV: tl.constexpr):
+def _sums_before(means, p_table, i_head, before, DK: tl.constexpr, DV: tl.constexpr):
     """Sums of the ``before`` tokens that are in the mean of the block before the one that ``p_table`` names."""
     BK: tl.constexpr = padded(DK, 1)
     BV: tl.constexpr = padded(DV, 1)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     last = tl.load(p_table - 1, mask=before > 0, other=0)
-    p_last = p_means + last.to(tl.int64) * means.block
+    p_last = means.ptr + i_head * means.head + last.to(tl.int64) * means.block
     b_k = tl.load(p_last + o_k, mask=(o_k < DK) & (before > 0), other=0.0).to(tl.float32)
     b_v = tl.load(p_last + DK + o_v, mask=(o_v < DV) & (before > 0), other=0.0).to(tl.float32)
     return b_k * before, b_v * before
 
 
 @triton.jit
-def _store_mean(means, p_mean, b_k, b_v, count, DK: tl.constexpr, DV: tl.constexpr):
+def _store_mean(means, physical_id, i_head, b_k, b_v, count, DK: tl.constexpr, DV: tl.constexpr):
     """The mean of ``count`` tokens, of their sums."""
     BK: tl.constexpr = padded(DK, 1)
     BV: tl.constexpr = padded(DV, 1)
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    p_mean = means.ptr + i_head * means.head + physical_id * means.block
     tl.store(p_mean + o_k, (b_k / count).to(means.ptr.dtype.element_ty), mask=o_k < DK)
     tl.store(p_mean + DK + o_v, (b_v / count).to(means.ptr.dtype.element_ty), mask=o_v < DV)
 
@@ -274,7 +263,6 @@ def seal_kernel(
     qparams,
     means,
     scales,
-    places,
     ring,
     sinks,
     limit,
@@ -288,7 +276,7 @@ def seal_kernel(
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and KV head of one layer; most steps seal nothing in most rows."""
+    """One row and KV head; most steps seal nothing in most rows."""
     begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
@@ -300,33 +288,18 @@ def seal_kernel(
     physical_id = tl.load(p_table).to(tl.int64)
     if physical_id < 0:
         return
-    if places is not None:
-        places += tl.program_id(1) * FIELDS
-    p_row, p_channel = row_ptr(recent, i_batch, i_head), None
-    if places is not None:
-        p_row += tl.multiple_of(tl.load(places), 16)
-    if channels is not None:
-        p_channel = row_ptr(channels, i_batch, i_head)
-        if places is not None:
-            p_channel += tl.multiple_of(tl.load(places + 1), 16)
-    p_kv = _place(kv, places, 2, physical_id, i_head)
-    p_bounds = _place(bounds, places, 3, physical_id, i_head)
-    p_codes = _place(codes, places, 4, physical_id, i_head)
-    p_qparams = _place(qparams, places, 5, physical_id, i_head)
-    p_scales = _place(scales, places, 6, physical_id, i_head)
+    p_row = row_ptr(recent, i_batch, i_head)
     b_k, b_v = _seal_block(
-        recent, p_row, None, None, None, 0, sealed, kv, p_kv, bounds, p_bounds, p_channel, codes, p_codes,
-        qparams, p_qparams, scales, p_scales, ring, sinks, limit,
-        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT, means is not None,
+        recent, p_row, None, None, None, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
+        bounds, channels, codes, qparams, means, scales, ring, sinks, limit,
+        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
     )  # fmt: skip
     if means is not None:
-        p_means = _place(means, places, 7, 0, i_head)
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
         before = tl.maximum(sealed - start, 0)  # tokens that the mean before is of
-        b_before_k, b_before_v = _sums_before(means, p_means, p_table, before, DK, DV)
+        b_before_k, b_before_v = _sums_before(means, p_table, i_head, before, DK, DV)
         count = tl.maximum(sealed + BLOCK_SIZE - start, 1).to(tl.float32)
-        p_mean = p_means + physical_id * means.block
-        _store_mean(means, p_mean, b_before_k + b_k, b_before_v + b_v, count, DK, DV)
+        _store_mean(means, physical_id, i_head, b_before_k + b_k, b_before_v + b_v, count, DK, DV)
 
 
 @triton.jit(do_not_specialize=["past", "first", "end"])
@@ -365,48 +338,29 @@ def seal_range_kernel(
     p_row = row_ptr(recent, i_batch, i_head)
     p_k = new.k + i_batch * new.k_batch + i_head * new.k_head
     p_v = new.v + i_batch * new.v_batch + i_head * new.v_head
-    p_channel = None
-    if channels is not None:
-        p_channel = row_ptr(channels, i_batch, i_head)
     begun, ended = tl.maximum(i_span * span, first), tl.minimum((i_span + 1) * span, end)
     p_table = table.ptr + i_batch * table.row
     if means is not None:
         start = tl.maximum(i_span * span * BLOCK_SIZE, sinks)
         before = tl.maximum(begun * BLOCK_SIZE - start, 0)
-        p_means = _place(means, None, 0, 0, i_head)
-        b_all_k, b_all_v = _sums_before(means, p_means, p_table + begun, before, DK, DV)
+        b_all_k, b_all_v = _sums_before(means, p_table + begun, i_head, before, DK, DV)
     for nth in range(begun, ended):
         physical_id = tl.load(p_table + nth).to(tl.int64)
         to = (nth - first).to(tl.int64) * tl.num_programs(1) + i_batch if STAGED else physical_id
-        p_bounds = _place(bounds, None, 0, physical_id, i_head)
-        p_codes = _place(codes, None, 0, physical_id, i_head)
-        p_qparams = _place(qparams, None, 0, physical_id, i_head)
         b_k, b_v = _seal_block(
-            recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, _place(kv, None, 0, to, i_head),
-            bounds, p_bounds, p_channel, codes, p_codes, qparams, p_qparams, None, None, ring, sinks, limit,
-            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT, means is not None,
+            recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
+            bounds, channels, codes, qparams, means, None, ring, sinks, limit,
+            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
         )  # fmt: skip
         if means is not None:
             b_all_k += b_k
             b_all_v += b_v
             count = tl.maximum((nth + 1) * BLOCK_SIZE - start, 1).to(tl.float32)
-            _store_mean(means, p_means + physical_id * means.block, b_all_k, b_all_v, count, DK, DV)
+            _store_mean(means, physical_id, i_head, b_all_k, b_all_v, count, DK, DV)
 
 
 def seal(recent_kv, rows, after, sinks, block_table, kv, index):
     """As ``reference.seal``."""
-    _seal(LayerBlocks(recent_kv, kv, index), rows, after, sinks, block_table, None)
-
-
-def seal_layers(layers, rows, after, sinks, block_table, places):
-    """As ``reference.seal_layers``."""
-    check_places(layers, places)
-    _seal(layers[0], rows, after, sinks, block_table, places)
-
-
-def _seal(layer, rows, after, sinks, block_table, places):
-    """A layer, or as many as ``places`` has rows, the first of which this is."""
-    recent_kv, kv, index = layer.recent_kv, layer.kv, layer.index
     check(recent_kv, rows, after, sinks, kv, index)
     batch, heads = recent_kv.shape[:2]
     size, dk = kv.shape[2], index.key_dim
@@ -416,10 +370,10 @@ def _seal(layer, rows, after, sinks, block_table, places):
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means, scales=index.scales)
     parts = 1 if index.bounds is None else index.bounds.shape[1]
-    tile = min(TILE // 2 if dk > WIDE else STEP_TILE, size // parts)
+    tile = min(STEP_TILE if dk <= 128 else TILE // 2 if dk > WIDE else TILE, size // parts)
     launch(
         seal_kernel,
-        (batch * heads, 1 if places is None else len(places)),
+        (batch * heads,),
         recent_kv,
         operand(Tokens, recent_kv),
         rows,
@@ -432,7 +386,6 @@ def _seal(layer, rows, after, sinks, block_table, places):
         operand(PagedKV, index.qparams),
         None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
         operand(PagedKV, index.scales),
-        places,
         recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,
