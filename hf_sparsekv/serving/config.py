@@ -23,7 +23,8 @@ class ServingConfig:
         max_wait_s: seconds that a request may be expected to wait; None: any.
         prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer
             of a chunk is run; without ``layer_segments`` no less than 512 tokens). While others wait behind it, up to
-            four times as many. ``inf``: a whole chunk.
+            four times as many; a prompt that takes no longer than that is read while a longer one waits. ``inf``: a
+            whole chunk, and prompts one after the other.
         chunk: tokens of a prompt that a forward pass reads at most, 3 or more: a single one would be a decode step.
         layer_segments: a chunk's forward pass is cut between layers, so that chunks may be long (SparseServe, section
             3.4). False: chunks are as short as ``prefill_ms`` asks, which reads an offloaded past more often.

@@ -7,14 +7,17 @@ How many tokens a request may have is known beforehand, and its row leaves with 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,6 +138,7 @@ class Loop:
         self._draining = self._stopping = False
         self.waiting: deque[Request] = deque()
         self.reading: Request | None = None
+        self._overtook = False  # the last turn was a short prompt's
         self.running: list[Request] = []  # rows of the batch, in the order of their arrival
         self._interval, self._last = 0.0, 0.0  # seconds from one prompt's beginning to the next one's, while some wait
         self.used = 0  # blocks that are spoken for, beside those of the index
@@ -289,26 +293,41 @@ class Loop:
     def _can_begin(self) -> bool:
         return self.reading is None and self._has_room(self.waiting[0])
 
-    def _has_room(self, request: Request) -> bool:
-        there = len(self.rows.rows)
+    def _has_room(self, request: Request, passes: Sequence[Request] = ()) -> bool:
+        """There is a place and memory for it; and then for those that it ``passes``, too."""
+        there = len(self.rows.rows) + len(passes)
         # While rows are held back no prompt takes the last place: they have to get out of the way of those that decode.
-        places = self.rows.max_rows - (there > len(self.rows.active))
-        return there < places and self._fits(request)
+        places = self.rows.max_rows - (len(self.rows.rows) > len(self.rows.active))
+        return there < places and self._fits(request, sum(one.blocks for one in passes if one is not self.reading))
 
-    def _fits(self, request: Request) -> bool:
-        """There is memory for it, if the index lets go what nobody uses."""
+    def _fits(self, request: Request, others: int = 0) -> bool:
+        """There is memory for it, and for ``others`` blocks, if the index lets go what nobody uses."""
+        used = self.used + others
         if self.index is None:
-            return self.used + request.blocks <= self.blocks
+            return used + request.blocks <= self.blocks
         if request.known[0] != self.index.changes:
             request.known = self.index.changes, *self.index.known(request.keys)
         _, found, unused = request.known
-        return self.used + request.blocks - found + self.index.pinned + unused <= self.blocks
+        return used + request.blocks - found + self.index.pinned + unused <= self.blocks
 
     def _begin_reading(self) -> None:
         if not self.waiting or not self._can_begin:
             return
         self.reading = request = self.waiting[0]  # before it leaves the queue: other threads find it here or there
         self.waiting.popleft()
+        self._book(request)
+        try:
+            self.work.begin(request.ids, request.match.ids, request.channels)
+            request.reading = self.work.reading
+        except Exception as error:  # no memory for it: this one is lost
+            if not self.work.alone:
+                raise
+            self.reading = None
+            self._drop(request)
+            self._end(request, error)
+
+    def _book(self, request: Request) -> None:
+        """Work on it begins: its memory is spoken for, and what it shares with others is its own, too."""
         if self.index is not None:
             request.match = self.index.match(request.keys)
             request.blocks -= len(request.match.blocks)
@@ -320,18 +339,43 @@ class Loop:
         since = now - max(self._last, request.arrived)
         self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, now
         self.queue_s.add(request.begun - request.arrived)
+        if request.match.blocks:
+            request.channels = request.match.blocks[0].channels
+            request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
+
+    def _next_short(self) -> Request | None:
+        """The first prompt that may overtake the one that is being read, and those that wait before it.
+
+        It is read at once, and takes no longer than a turn of reading may while others wait. Every other turn is that
+        of the longer one, and all that it passes find their places and memory all the same.
+        """
+        longest = CROWD * self.serving.prefill_ms
+        if not self.waiting or self._overtook or not math.isfinite(longest):
+            return None
+        most = min(self.work.pace.tokens_in(longest, 0), self.serving.chunk, self.reading.reading.left - 1)
+        size, passes = self.rows.cache.config.block_size, [self.reading]
+        for request in self.waiting:
+            if not self._has_room(request, passes):
+                return None
+            # A single token that is not known yet would be a decode step, for which a graph is captured.
+            if len(request.ids) <= most and len(request.ids) > 1 + size * request.known[1]:
+                return request
+            passes.append(request)
+        return None
+
+    def _overtake(self, request: Request) -> None:
+        """Read a short prompt while a longer one waits between two layers."""
+        self._overtook = True
+        self._book(request)
         try:
-            if request.match.blocks:
-                request.channels = request.match.blocks[0].channels
-                request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
-            self.work.begin(request.ids, request.match.ids, request.channels)
-            request.reading = self.work.reading
-        except Exception as error:  # no memory for it: this one is lost
+            row, logits = self.work.overtake(request.ids, request.match.ids, request.channels)
+            self._joined(request, row, logits)
+        except Exception as error:
             if not self.work.alone:
                 raise
-            self.reading = None
-            self._drop(request)
+            self._drop(request, keep=False)
             self._end(request, error)
+        self.waiting.remove(request)  # now that other threads find it elsewhere
 
     def _keep(self, request: Request) -> None:
         """The index keeps a row's full blocks, which stay at least as long as the row."""
@@ -352,6 +396,10 @@ class Loop:
         request = self.reading
         if request is None:
             return
+        if (short := self._next_short()) is not None:
+            self._overtake(short)
+            return
+        self._overtook = False
         try:
             ms = self.serving.prefill_ms * (min(CROWD, 1 + len(self.waiting)) if beside else 20)
             if self.work.read(request.reading.share(ms)):
@@ -366,10 +414,14 @@ class Loop:
             self._end(request, error)
 
     def _join(self, request: Request) -> None:
-        reading = request.reading
-        request.row = row = self.work.join()  # it gets room as soon as it is to decode
+        reading, row = request.reading, self.work.join()
         request.reading = self.reading = None
-        self.running.append(request)  # read in the order of arrival
+        self._joined(request, row, reading.logits)
+
+    def _joined(self, request: Request, row: int, logits: Tensor) -> None:
+        """It has a row, which gets room as soon as it is to decode, and its first token."""
+        request.row = row
+        bisect.insort(self.running, request, key=lambda one: one.order)  # in the order of arrival
         if not self.serving.working_set:
             self._even_room(row)
         self._dirty = True
@@ -378,7 +430,7 @@ class Loop:
         request.provisional = not request.cached and len(request.ids) < self.rows.calibration_tokens
         self._keep(request)
         self.sampler.set(row, request.sampling, request.ids)
-        self.sampler(reading.logits, [row])
+        self.sampler(logits, [row])
         self.tokens[row : row + 1].copy_(self.sampler.last[0])
         self.work.tokens_are_there()
         self._record(self.sampler.last, [(0, request)])

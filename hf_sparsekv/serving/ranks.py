@@ -179,6 +179,11 @@ class SharedWork(Work):
             self._send("read", n)
             return super().read(n)
 
+    def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None) -> tuple[int, Tensor]:
+        with _together():
+            self._send("overtake", np.asarray(ids, dtype=np.int32), blocks, channels and channels.number)
+            return super().overtake(ids, blocks, channels and channels.here)
+
     def give_up(self) -> None:
         super().give_up()
         self._note("give_up")
@@ -256,7 +261,7 @@ class FollowedWork(Work):
 
     NAMES = frozenset(
         (
-            *("begin", "read", "give_up", "join", "leave", "hold", "resume", "give", "move"),
+            *("begin", "read", "overtake", "give_up", "join", "leave", "hold", "resume", "give", "move"),
             *("channels", "calibrate", "forget", "share", "drop", "step", "take_tokens"),
         )
     )
@@ -299,6 +304,9 @@ class FollowedWork(Work):
     def read(self, n: int) -> bool:
         self.pace.settle()  # it keeps marks until they are over
         return super().read(n)
+
+    def overtake(self, ids: np.ndarray, blocks: np.ndarray, number: int | None) -> None:
+        super().overtake(ids.tolist(), blocks, None if number is None else self._held[number])
 
     def give(self, row: int, tokens: int) -> None:
         """Here there may be fewer slots than on rank 0. Room says what is read over the link, not what is chosen."""

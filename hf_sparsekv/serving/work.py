@@ -98,6 +98,31 @@ class Work:
         """Read on by ``n`` layers, or tokens (:meth:`.Reading.share`); True: the prompt is read."""
         return self.reading.read(n)
 
+    @torch.no_grad()
+    def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> tuple[int, Tensor]:
+        """Read a prompt at once, whether another one is being read or not, and let it :meth:`join`.
+
+        Args:
+            ids, blocks, channels: as :meth:`begin` takes them.
+
+        Returns:
+            Its row, and the logits ``[1, vocabulary]`` of its end.
+        """
+        cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
+        try:
+            past, began = cache.get_seq_length(), self.clock.mark()
+            new = torch.tensor([ids[past:]], device=self.device)
+            out = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark())
+            self.rows.adopt(cache)
+            row = self.rows.join(cache, room=0)
+        except BaseException:
+            self._count_link(cache)
+            self.rows.drop(cache)
+            raise
+        self._count_link(cache)
+        return row, out.logits[:, -1]
+
     def give_up(self) -> None:
         """The prompt that is being read is not wanted any more."""
         reading, self.reading = self.reading, None

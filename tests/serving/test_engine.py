@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -114,6 +116,106 @@ def test_an_error_while_a_row_is_calibrated_is_of_that_request_only(monkeypatch)
             first.result(60)
         assert list(second.result(60).token_ids) == alone(build("llama", "sparsekv"), config, ids_of(20, 20), 120)
         assert engine.ready
+        quiet(engine)
+
+
+# ---------------------------------------------------------------------- short prompts beside a long one
+
+
+@contextmanager
+def a_long_prompt(engine, n: int = 301, tokens: int = 6):
+    """It is being read, and waits until the block ends; gives its handle, and what is read from then on."""
+    work, go, turns = engine._loop.work, threading.Event(), []
+    read, overtake = work.read, work.overtake
+
+    def wait_and_read(n: int) -> bool:
+        assert go.wait(30)
+        turns.append("long")
+        return read(n)
+
+    def overtake_once(ids, *rest):
+        turns.append(len(ids))
+        return overtake(ids, *rest)
+
+    work.read, work.overtake = wait_and_read, overtake_once
+    work.pace.tokens_in = lambda ms, past: 64  # on whatever machine
+    handle = engine.submit(ids_of(n, n), greedy(tokens))
+    wait_until(lambda: engine._loop.reading is not None)
+    try:
+        yield handle, turns
+    finally:
+        go.set()
+        handle.result(60)
+        quiet(engine)
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [(WHOLE, True), (WHOLE, False), (BUDGET, True)],
+    ids=["full-layers", "full-chunks", "budget"],
+)
+def test_short_prompts_overtake_a_long_one(settings, offload, layers):
+    net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
+    sizes = [(301, 6), (40, 12), (64, 9), (280, 5), (7, 20), (30, 3)]
+    expected = [alone(net, config, ids_of(n, n), tokens) for n, tokens in sizes]
+    serving = replace(SERVING, max_rows=8, layer_segments=layers)
+    with Engine(net, None, config, offload, serving) as engine:
+        with a_long_prompt(engine) as (long, turns):
+            others = [engine.submit(ids_of(n, n), greedy(tokens)) for n, tokens in sizes[1:]]
+        outputs = [handle.result(60) for handle in (long, *others)]
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert turns[:7] == ["long", 40, "long", 64, "long", 7, "long"], "every other turn is the longer one's"
+    first = [output.token_times[0] for output in outputs]
+    assert max(first[1:3] + first[4:5]) < first[0] < first[3]
+
+
+@pytest.mark.parametrize(
+    ("most", "others"),
+    [
+        ({"max_rows": 3}, [290, 280, 9]),  # places for all but the last
+        ({"max_tokens": 600}, [290, 9]),  # no memory beside the two
+        ({"prefill_ms": math.inf}, [9]),  # a prompt has all of the GPU
+        ({}, [301]),  # not shorter
+        ({}, [65]),  # too long for a turn
+    ],
+)
+def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(most, others):
+    serving = replace(SERVING, **{"max_rows": 8, "prefix_cache": False, **most})
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        with a_long_prompt(engine, tokens=30) as (_, turns):
+            handles = [engine.submit(ids_of(n, 1), greedy(30)) for n in others]
+            wait_until(lambda: engine._loop.queued >= len(others))
+        for handle in handles:
+            handle.result(60)
+        quiet(engine)
+    assert turns[:4] == ["long"] * 4
+
+
+def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
+    """Nor does one that is cancelled meanwhile; and rows decode in the order of arrival."""
+    serving = replace(SERVING, max_rows=8)
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+        plain = engine.model.forward
+
+        def forward(*args, **kwargs):
+            if kwargs["input_ids"].shape[1] == 33:
+                raise RuntimeError("unlucky")
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(engine.model, "forward", forward)
+        orders, step = [], engine._loop._step
+        engine._loop._step = lambda: orders.append([one.order for one in engine._loop.running]) or step()
+        with a_long_prompt(engine, tokens=30) as (long, turns):
+            unlucky, gone, fine = (engine.submit(ids_of(n, 2), greedy(40)) for n in (33, 34, 35))
+            gone.cancel()
+        with pytest.raises(RuntimeError, match="unlucky"):
+            unlucky.result(10)
+        assert gone.result(10).finish_reason == "cancelled"
+        assert list(fine.result(10).token_ids) == expected(35, 2, 40)
+        assert list(long.result(10).token_ids) == expected(301, 301, 30)
+        assert 33 in turns and 35 in turns and all(order == sorted(order) for order in orders)
+        assert any(len(order) == 2 for order in orders)
         quiet(engine)
 
 

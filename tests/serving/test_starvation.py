@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ def test_a_request_that_needs_much_memory_begins_in_its_turn():
 
 
 def test_the_order_of_beginning_is_that_of_arrival():
-    serving = replace(SERVING, max_tokens=360, prefix_cache=False)
+    """Where a prompt has all of the GPU; otherwise short ones may be read before a long one has been."""
+    serving = replace(SERVING, max_tokens=360, prefix_cache=False, prefill_ms=math.inf)
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
         loop, begun = engine._loop, []
         plain = loop.work.begin
