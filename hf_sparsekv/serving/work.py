@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attention.parts import make_plans
 from ..row_batch import Batch, RowBatch
+from ..tensors import sent
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
 from .prefix import Channels
@@ -83,7 +84,7 @@ class Work:
             self.reading = Reading(
                 self.model,
                 cache,
-                torch.tensor([ids], device=self.device),
+                sent([ids], torch.long, self.device),
                 self.segments,
                 self.pace,
                 self.clock,
@@ -100,7 +101,7 @@ class Work:
 
     @torch.no_grad()
     def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> tuple[int, Tensor]:
-        """Read a prompt at once, whether another one is being read or not, and let it :meth:`join`.
+        """Read a prompt at once, also where another one waits in the middle of its own, and let it :meth:`join`.
 
         Args:
             ids, blocks, channels: as :meth:`begin` takes them.
@@ -111,7 +112,7 @@ class Work:
         cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
         try:
             past, began = cache.get_seq_length(), self.clock.mark()
-            new = torch.tensor([ids[past:]], device=self.device)
+            new = sent([ids[past:]], torch.long, self.device)
             out = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
             self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark())
             self.rows.adopt(cache)
