@@ -297,7 +297,8 @@ class Loop:
         """There is a place and memory for it; and then for those that it ``passes``, too."""
         there = len(self.rows.rows) + len(passes)
         # While rows are held back no prompt takes the last place: they have to get out of the way of those that decode.
-        places = self.rows.max_rows - (len(self.rows.rows) > len(self.rows.active))
+        held = len(self.rows.rows) > len(self.rows.active)
+        places = self.rows.max_rows - (held or (bool(passes) and self._by_need))  # some may be by then
         return there < places and self._fits(request, sum(one.blocks for one in passes if one is not self.reading))
 
     def _fits(self, request: Request, others: int = 0) -> bool:
@@ -316,6 +317,8 @@ class Loop:
         self.reading = request = self.waiting[0]  # before it leaves the queue: other threads find it here or there
         self.waiting.popleft()
         self._book(request)
+        since = request.begun - max(self._last, request.arrived)
+        self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, request.begun
         try:
             self.work.begin(request.ids, request.match.ids, request.channels)
             request.reading = self.work.reading
@@ -335,9 +338,7 @@ class Loop:
             if over > 0:
                 self.index.evict(over)
         self.used += request.blocks
-        request.begun = now = time.perf_counter()
-        since = now - max(self._last, request.arrived)
-        self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, now
+        request.begun = time.perf_counter()
         self.queue_s.add(request.begun - request.arrived)
         if request.match.blocks:
             request.channels = request.match.blocks[0].channels
@@ -346,22 +347,25 @@ class Loop:
     def _next_short(self) -> Request | None:
         """The first prompt that may overtake the one that is being read, and those that wait before it.
 
-        It is read at once, and takes no longer than a turn of reading may while others wait. Every other turn is that
+        It is read at once, and takes no longer than the turn of reading that it has instead. Every other turn is that
         of the longer one, and all that it passes find their places and memory all the same.
         """
-        longest = CROWD * self.serving.prefill_ms
-        if not self.waiting or self._overtook or not math.isfinite(longest):
+        if not self.waiting or self._overtook or not math.isfinite(self.serving.prefill_ms):
             return None
-        most = min(self.work.pace.tokens_in(longest, 0), self.serving.chunk, self.reading.reading.left - 1)
+        most = min(self.work.pace.tokens_in(self._turn_ms, 0), self.serving.chunk, self.reading.reading.left - 1)
         size, passes = self.rows.cache.config.block_size, [self.reading]
         for request in self.waiting:
-            if not self._has_room(request, passes):
-                return None
+            fits = len(request.ids) <= most and self._has_room(request, passes)
             # A single token that is not known yet would be a decode step, for which a graph is captured.
-            if len(request.ids) <= most and len(request.ids) > 1 + size * request.known[1]:
+            if fits and len(request.ids) > 1 + size * request.known[1]:
                 return request
             passes.append(request)
         return None
+
+    @property
+    def _turn_ms(self) -> float:
+        """Of a prompt between two decode steps."""
+        return self.serving.prefill_ms * min(CROWD, 1 + len(self.waiting))
 
     def _overtake(self, request: Request) -> None:
         """Read a short prompt while a longer one waits between two layers."""
@@ -381,6 +385,12 @@ class Loop:
         """The index keeps a row's full blocks, which stay at least as long as the row."""
         if self.index is None or request.provisional:  # who goes on from them would choose by its channels
             return
+        if (reading := self.reading) is not None and reading is not request:
+            # What the prompt that is being read brings, too, is kept with that one's channels: behind others all that
+            # is further on in it would be lost.
+            first = len(reading.match.blocks)
+            if len(reading.keys) > first and request.keys[: first + 1] == reading.keys[: first + 1]:
+                return
         if request.channels is None:
             request.channels = self.work.channels(request.row)
         ids, known = self.rows.blocks(request.row), request.ids + request.tokens
@@ -401,7 +411,7 @@ class Loop:
             return
         self._overtook = False
         try:
-            ms = self.serving.prefill_ms * (min(CROWD, 1 + len(self.waiting)) if beside else 20)
+            ms = self._turn_ms if beside else 20 * self.serving.prefill_ms
             if self.work.read(request.reading.share(ms)):
                 self._join(request)
         except Exception as error:  # this one is lost, the others know nothing of it

@@ -79,20 +79,24 @@ class Pace:
             found = layers * self.work(tokens, past) / ms
             self.per_ms = found if self.per_ms is None else 0.5 * (self.per_ms + found)
 
-    def note(self, clock: Clock, tokens: int, past: int, layers: int, began, ended) -> None:
-        """So many layers of such a chunk run between two marks, from which is learnt when they are over."""
-        self._marks.append((clock, tokens, past, layers, began, ended))
+    def note(self, clock: Clock, tokens: int, past: int, layers: int, began, ended, learns: bool = True) -> None:
+        """So many layers of such a chunk run between two marks, from which is learnt when they are over.
+
+        ``learns``: False for few tokens, which take as long as more would.
+        """
+        self._marks.append((clock, tokens, past, layers, began, ended, learns))
 
     def settle(self) -> None:
         """Learn from what is over."""
         while self._marks:
-            clock, tokens, past, layers, began, ended = self._marks[0]
+            clock, tokens, past, layers, began, ended, learns = self._marks[0]
             ms = clock.between(began, ended)
             if ms is None:
                 return
             del self._marks[0]
             self.spent_ms += ms
-            self.learn(tokens, past, layers, ms)
+            if learns:
+                self.learn(tokens, past, layers, ms)
 
     def layers_in(self, ms: float, tokens: int, past: int) -> int:
         """How many layers of such a chunk fit; 1 at least."""

@@ -146,8 +146,8 @@ class Shared:
 class SharedWork(Work):
     """What rank 0 does, and lets the others do.
 
-    Operations for which ranks do not wait are noted when they have been done here; :meth:`read`, :meth:`step` and
-    :meth:`close` send the notes first. An operation that fails here is not noted.
+    Operations for which ranks do not wait are noted when they have been done here; those in which the model is called
+    send the notes first, and so does :meth:`close`. An operation that fails here is not noted.
     """
 
     alone = False  # the others are in the middle of the same pass

@@ -114,7 +114,7 @@ class Work:
             past, began = cache.get_seq_length(), self.clock.mark()
             new = sent([ids[past:]], torch.long, self.device)
             out = self.model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark())
+            self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark(), learns=False)
             self.rows.adopt(cache)
             row = self.rows.join(cache, room=0)
         except BaseException:

@@ -123,8 +123,11 @@ def test_an_error_while_a_row_is_calibrated_is_of_that_request_only(monkeypatch)
 
 
 @contextmanager
-def a_long_prompt(engine, n: int = 301, tokens: int = 6):
-    """It is being read, and waits until the block ends; gives its handle, and what is read from then on."""
+def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: int = 64):
+    """It is being read, and waits until the block ends; gives its handle, and what is read from then on.
+
+    ``most``: tokens that take no longer than a turn, on whatever machine.
+    """
     work, go, turns = engine._loop.work, threading.Event(), []
     read, overtake = work.read, work.overtake
 
@@ -138,8 +141,8 @@ def a_long_prompt(engine, n: int = 301, tokens: int = 6):
         return overtake(ids, *rest)
 
     work.read, work.overtake = wait_and_read, overtake_once
-    work.pace.tokens_in = lambda ms, past: 64  # on whatever machine
-    handle = engine.submit(ids_of(n, n), greedy(tokens))
+    work.pace.tokens_in = lambda ms, past: most
+    handle = engine.submit(ids or ids_of(301, 301), greedy(tokens))
     wait_until(lambda: engine._loop.reading is not None)
     try:
         yield handle, turns
@@ -171,25 +174,71 @@ def test_short_prompts_overtake_a_long_one(settings, offload, layers):
 
 
 @pytest.mark.parametrize(
-    ("most", "others"),
+    ("others", "settings", "most"),
     [
-        ({"max_rows": 3}, [290, 280, 9]),  # places for all but the last
-        ({"max_tokens": 600}, [290, 9]),  # no memory beside the two
-        ({"prefill_ms": math.inf}, [9]),  # a prompt has all of the GPU
-        ({}, [301]),  # not shorter
-        ({}, [65]),  # too long for a turn
+        ([290, 280, 9], {"max_rows": 3}, 64),  # places for all but the last
+        ([290, 9], {"max_tokens": 600}, 64),  # no memory beside the two
+        ([9], {"prefill_ms": math.inf}, 64),  # a prompt has all of the GPU
+        ([302], {}, 1000),  # not shorter
+        ([100], {}, 1000),  # longer than a chunk
+        ([65], {"chunk": 128}, 64),  # too long for a turn
     ],
 )
-def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(most, others):
-    serving = replace(SERVING, **{"max_rows": 8, "prefix_cache": False, **most})
+def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(others, settings, most):
+    serving = replace(SERVING, **{"max_rows": 8, "prefix_cache": False, **settings})
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
-        with a_long_prompt(engine, tokens=30) as (_, turns):
+        with a_long_prompt(engine, tokens=30, most=most) as (_, turns):
             handles = [engine.submit(ids_of(n, 1), greedy(30)) for n in others]
             wait_until(lambda: engine._loop.queued >= len(others))
         for handle in handles:
             handle.result(60)
         quiet(engine)
     assert turns[:4] == ["long"] * 4
+
+
+def test_a_place_more_stays_free_where_rows_may_be_held_back():
+    """Who is passed would find one less, if a row were held by then."""
+    serving = replace(SERVING, max_rows=4)
+    for offload, passed in ((None, True), (OffloadConfig(device_pool=120_000), False)):
+        with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**BUDGET), offload, serving) as engine:
+            loop = engine._loop
+            assert loop._by_need == (offload is not None)
+            with a_long_prompt(engine) as (_, turns):
+                handles = [engine.submit(ids_of(n, n), greedy(4)) for n in (290, 280, 9)]
+                wait_until(lambda loop=loop: loop.queued >= 3)
+            for handle in handles:
+                handle.result(60)
+        assert (turns[1] == 9) == passed
+
+
+def test_short_prompts_that_begin_alike_keep_nothing_of_a_long_one():
+    """What it brings is kept with its own channels, or all that is further on in it would be lost."""
+    config, common = TwoLevelConfig(**{**BUDGET, "calibration_tokens": 16}), ids_of(60, 9)
+    long, short = common + ids_of(240, 8), [*common[:50], 5, 6]
+    with Engine(build("llama", "sdpa"), None, config, None, replace(SERVING, max_rows=8)) as engine:
+        with a_long_prompt(engine, long) as (_, turns):
+            first = engine.submit(short, greedy(20))
+        assert turns[1] == len(short) and first.result(30).cached_tokens == 0
+        assert engine.submit([*long, 3], greedy(4)).result(30).cached_tokens > 250
+        assert engine.submit([*short, 3], greedy(4)).result(30).cached_tokens == 32  # of the long one's
+        with a_long_prompt(engine, ids_of(300, 7)) as (_, turns):  # one that begins with blocks of another
+            again = engine.submit([*short, 4], greedy(20))
+        assert turns[1] == len(short) + 1 and again.result(30).cached_tokens == 32
+        assert list(again.result(1).token_ids) == list(engine.submit([*short, 4], greedy(20)).result(30).token_ids)
+
+
+def test_short_prompts_teach_nothing_about_long_ones():
+    """They take as long as more tokens would, and waiting for memory is not shorter for them."""
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
+        loop, learnt = engine._loop, []
+        learn, since = loop.work.pace.learn, []
+        loop.work.pace.learn = lambda tokens, *rest: learnt.append(tokens) or learn(tokens, *rest)
+        with a_long_prompt(engine) as (_, turns):
+            handles = [engine.submit(ids_of(n, n), greedy(3)) for n in (7, 8, 9)]
+            since.append(loop._last)
+        assert [handle.result(30).finish_reason for handle in handles] == ["length"] * 3
+        assert {7, 8, 9} < set(turns) and learnt and min(learnt) > 40
+        assert loop._last == since[0] and engine.stats().prefill_s > 0
 
 
 def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
