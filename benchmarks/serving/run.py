@@ -7,6 +7,7 @@
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
     python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
     python -m benchmarks serving again SYSTEM --context 128k
+    python -m benchmarks serving beside SYSTEM --context 128k --short 1k --rows 8
     python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
     python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
     python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
@@ -31,8 +32,10 @@ seconds on; times between their tokens.
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
 a prompt. overhead: step_ms of captured steps alone, over as many rows; between_ms in the engine; overhead_ms, their
 difference. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others about it, one
-after the other. Ours also: captures, steps, step_ms, rows_a_step and prefill_s (all prompts) of the engine; hit_rate,
-missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
+after the other. beside: ttft_s:long of a prompt of --context tokens, ttft_s:short of --count others that come a second
+apart while it is read, and between_ms of --rows that decode meanwhile. Ours also: captures, steps, step_ms, rows_a_step
+and prefill_s (all prompts) of the engine; hit_rate, missed_mb and host_mb a step of offloaded settings (as in ``step``;
+of saturated from the first request on); peak_gb.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -83,6 +87,7 @@ WARM_UP_STEPS = 8
 CHUNK = Settings.chunk
 LEAST = 16  # tokens that all rows make together
 AGAIN = 5  # questions about a document behind the first
+ROW_PROMPT = 4096  # tokens of what decodes beside a long prompt
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
 
 
@@ -348,6 +353,33 @@ def run_again(args: Namespace, report: Report) -> None:
         bench.count(system)
 
 
+def run_beside(args: Namespace, report: Report) -> None:
+    """Short prompts that come while a long one is read, and rows decode."""
+    (rows,), begins = args.rows, args.head_start
+    decode = [Request(0.0, ROW_PROMPT, args.tokens, 7_100_001 + row) for row in range(rows)]
+    long = Request(begins, args.context, LEAST, 7_200_001)
+    short = [Request(begins + 1.0 + nth, args.short, LEAST, 7_300_001 + nth) for nth in range(args.count)]
+    bench = Bench(args, report, longest([[*decode, long, *short]]))
+    label = bench.label("beside", f"short={args.short}")
+    with report.measuring(rows, args.context, label), bench.running(rows + args.count + 2) as system:
+        if isinstance(system, OurSystem):
+            system.restart()
+        played = play(system, [*decode, long, *short], bench.vocabulary, args.timeout)
+        errors = [one.error for one in played if one.error is not None]
+        if errors:
+            raise RuntimeError(errors[0])
+        before, (slow, *quick) = played[:rows], played[rows:]
+        until = slow.token_times[0]
+        gaps = [b - a for one in before for a, b in pairwise(one.token_times) if begins < b <= until]
+        if any(one.token_times[-1] < until for one in before):
+            report.note("not all rows decoded all the while: give more --tokens")
+        report.add("ttft_s:long", slow.ttft_s, "s")
+        report.add("ttft_s:short", [one.ttft_s for one in quick], "s")
+        report.add("between_ms:p50", 1e3 * quantile(gaps, 0.5))
+        report.add("between_ms:p99", 1e3 * quantile(gaps, 0.99))
+        bench.count(system)
+
+
 def step_alone_ms(
     bench: Bench, lengths: Sequence[int], config: SparseConfig, offload: OffloadConfig | None
 ) -> list[float]:
@@ -416,6 +448,7 @@ RUNS = {
     "closed": (run_closed, "a fixed number of rows"),
     "overhead": (run_overhead, "steps in the engine beside the captured step"),
     "again": (run_again, "questions about a document that has been read"),
+    "beside": (run_beside, "short prompts that come while a long one is read"),
 }
 
 
@@ -447,9 +480,15 @@ def arguments(command: str) -> ArgumentParser:
         add("--rates", type=float, nargs="+", required=True, help="requests a second")
         add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
         add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
-    elif command == "again":
-        add("--context", type=parse_tokens, default=131072, metavar="TOKENS", help="of the document (default: 128k)")
-    elif command in ("closed", "overhead"):
+    elif command in ("again", "beside"):
+        add("--context", type=parse_tokens, default=131072, metavar="TOKENS", help="of the long prompt (default: 128k)")
+    if command == "beside":
+        add("--short", type=parse_tokens, default=1024, metavar="TOKENS", help="of the short prompts (default: 1k)")
+        add("--count", type=int, default=10, help="short prompts, a second apart (default: 10)")
+        add("--rows", type=int, nargs=1, default=[8], help="that decode meanwhile (default: 8)")
+        add("--tokens", type=int, default=4096, help="of their answers (default: 4,096)")
+        add("--head-start", type=float, default=5.0, help="seconds in which their prompts are read (default: 5)")
+    if command in ("closed", "overhead"):
         add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
         add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")
         add("--tokens", type=int, default=256, help="of the shortest answer")

@@ -625,6 +625,16 @@ def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_pa
         run.main(f"again vllm --model {tiny} --device cpu --no-csv".split())
 
 
+def test_short_prompts_beside_a_long_one(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ROW_PROMPT", 100)
+    command = "beside working-set --context 900 --short 40 --count 2 --rows 2 --tokens 60 --head-start 0.2"
+    rows = run_serving(f"{command} --budget 64 --kv-gb 0.1 --host-gb 0.1", tiny, tmp_path)
+    found = {row["metric"]: row for row in rows}
+    assert "beside:short=40" in rows[0]["variant"] and (rows[0]["batch"], rows[0]["context"]) == ("2", "900")
+    assert {"ttft_s:long", "ttft_s:short", "between_ms:p50", "between_ms:p99", "prefill_s"} < set(found)
+    assert float(found["ttft_s:long"]["value"]) > 0 < float(found["ttft_s:short"]["value"])
+
+
 def test_overhead_says_what_it_needs(tiny):
     for system, why in (("vllm", "overhead is of our engine"), ("sparse", "overhead needs a CUDA device")):
         with pytest.raises(SystemExit, match=why):
