@@ -309,26 +309,19 @@ def in_a_row_ms(step: Steps, steps: int) -> list[float]:
     return clock.between()[WARM_UP - 1 :]
 
 
-def replay_ms(model, cache) -> list[float]:
-    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards."""
-    step = list(runner_of(model).graphs[cache].values())[-1]
-    rows, device = cache.joined_rows(), model.device
-    steps = cache.row_table.steps(device)
-    steps.load(rows)
-    steps.held = None  # a replay takes them further
-    return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on(device)), device=device.type)
+def replay_ms(model, cache, began: Rows | None = None) -> list[float]:
+    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards.
 
-
-def replays_ms(model, cache, began: Rows) -> list[float]:
-    """Milliseconds of captured forwards alone: the steps since ``began``, again, but the first ``LEFT_OUT``.
-
-    Blocks that these have sealed are there, and are sealed once more. What the cache holds is void afterwards.
+    ``began``: rows that the cache has had; then the steps that it has taken since, again, but the first ``LEFT_OUT``.
+    Blocks that these have sealed are sealed once more.
     """
     step = list(runner_of(model).graphs[cache].values())[-1]
     rows, device = cache.joined_rows(), model.device
     steps = cache.row_table.steps(device)
-    steps.load(began)
-    steps.held = None  # replays take them further
+    steps.load(rows if began is None else began)
+    steps.held = None  # a replay takes them further
+    if began is None:
+        return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on(device)), device=device.type)
     taken = min(now - then for then, now in zip(began.lengths, rows.lengths))
     return timed(step.graph.replay, repeat=taken, device=device.type)
 

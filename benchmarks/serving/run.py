@@ -57,7 +57,7 @@ from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
 from ..baselines import NotRun
-from ..decoding import LEFT_OUT, free, replays_ms
+from ..decoding import LEFT_OUT, free, replay_ms
 from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
@@ -402,7 +402,7 @@ def step_alone_ms(
         began = cache.joined_rows()
         for _ in range(config.block_size + LEFT_OUT):
             step()
-        return replays_ms(model, cache, began)
+        return replay_ms(model, cache, began)
     finally:
         unoptimize(model)
 

@@ -200,18 +200,23 @@ def test_a_step_that_is_not_captured_is_an_error():
             decoding.capture_seconds(model, step)
 
 
+def two_steps(room: int):
+    """A cache that has taken two captured steps, what takes the next one, and the graph."""
+    model, runner = imitated(max_position_embeddings=2048)
+    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + room)
+    filling.fill_cache(model, cache, BATCH, CONTEXT)
+    step = decoding.Steps(model, cache, BATCH, room)
+    for _ in range(2):
+        step()
+    (graph,) = (held.graph for held in runner.graphs[cache].values())
+    return model, cache, step, graph
+
+
 @torch.no_grad()
 def test_the_step_that_is_repeated_is_the_same():
     """Each replay begins with the rows that the cache holds, and the next step of the cache as well."""
-    model, runner = imitated(max_position_embeddings=2048)
-    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 90)
-    filling.fill_cache(model, cache, BATCH, CONTEXT)
-    step = decoding.Steps(model, cache, BATCH, 8)
-    for _ in range(2):
-        step()
-    steps, began = cache.row_table.steps(model.device), []
-    (graph,) = (held.graph for held in runner.graphs[cache].values())
-    replay = graph.replay
+    model, cache, step, graph = two_steps(90)
+    steps, began, replay = cache.row_table.steps(model.device), [], graph.replay
     graph.replay = lambda: (replay(), began.append(steps.past.tolist()))
     assert len(decoding.replay_ms(model, cache)) == 25
     step()
@@ -221,21 +226,14 @@ def test_the_step_that_is_repeated_is_the_same():
 
 @torch.no_grad()
 def test_steps_that_are_taken_again_seal_the_same_blocks():
-    model, runner = imitated(max_position_embeddings=2048)
-    cache = make_cache(model, VARIANTS["two_level"], CONTEXT + 190)
-    filling.fill_cache(model, cache, BATCH, CONTEXT)
-    step = decoding.Steps(model, cache, BATCH, 80)
-    for _ in range(2):
-        step()
+    model, cache, step, graph = two_steps(190)
     began = cache.joined_rows()
     for _ in range(70):
         step()
-    rows, steps, seen = cache.joined_rows(), cache.row_table.steps(model.device), []
+    rows, steps, seen, replay = cache.joined_rows(), cache.row_table.steps(model.device), [], graph.replay
     assert rows.sealed > began.sealed
-    (graph,) = (held.graph for held in runner.graphs[cache].values())
-    replay = graph.replay
     graph.replay = lambda: (replay(), seen.append(steps.after.tolist()))
-    assert len(decoding.replays_ms(model, cache, began)) == 70 - decoding.LEFT_OUT
+    assert len(decoding.replay_ms(model, cache, began)) == 70 - decoding.LEFT_OUT
     assert [row[0][0] for row in seen] == list(range(CONTEXT + 3, CONTEXT + 73))
     assert seen[-1] == rows.on(model.device).tolist()
 

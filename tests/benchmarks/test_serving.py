@@ -581,7 +581,7 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     """Without a GPU; and each row seals a block in the steps that are taken again."""
     seen = []
 
-    def replays(model, cache, began):
+    def replay(model, cache, began):
         rows = cache.joined_rows()
         assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
         assert (cache.offload_config is not None) == offload
@@ -591,7 +591,7 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
         seen.append(rows)
         return [1.0, 2.0, 3.0]
 
-    monkeypatch.setattr(run, "replays_ms", replays)
+    monkeypatch.setattr(run, "replay_ms", replay)
     monkeypatch.setattr(run, "optimize", lambda model: None)
     monkeypatch.setattr(run, "unoptimize", lambda model: None)
     args = run.arguments("overhead").parse_args(

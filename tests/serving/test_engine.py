@@ -41,12 +41,15 @@ def alone(net, config, ids: list[int], tokens: int) -> list[int]:
         logits = net(torch.tensor([found[-1:]]), past_key_values=cache).logits
 
 
-@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
-@pytest.mark.parametrize(
+READ = pytest.mark.parametrize(
     ("settings", "layers"),
     [(WHOLE, True), (WHOLE, False), (BUDGET, True)],
     ids=["full-layers", "full-chunks", "budget"],
 )
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
+@READ
 def test_requests_answer_as_alone(settings, layers, offload):
     net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
     sizes = [(150, 40), (20, 9), (301, 60), (65, 1), (90, 30), (7, 50)]
@@ -153,11 +156,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
-@pytest.mark.parametrize(
-    ("settings", "layers"),
-    [(WHOLE, True), (WHOLE, False), (BUDGET, True)],
-    ids=["full-layers", "full-chunks", "budget"],
-)
+@READ
 def test_short_prompts_overtake_a_long_one(settings, offload, layers):
     net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
     sizes = [(301, 6), (40, 12), (64, 9), (280, 5), (7, 20), (30, 3)]
@@ -266,6 +265,17 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
         assert 33 in turns and 35 in turns and all(order == sorted(order) for order in orders)
         assert any(len(order) == 2 for order in orders)
         quiet(engine)
+
+
+def test_a_short_prompt_that_has_a_row_and_fails_leaves_it(monkeypatch):
+    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
+        with a_long_prompt(engine) as (long, turns):
+            monkeypatch.setattr(engine._loop.sampler, "set", once(engine._loop.sampler.set, RuntimeError("unlucky")))
+            unlucky, fine = (engine.submit(ids_of(n, n), greedy(4)) for n in (33, 34))
+        with pytest.raises(RuntimeError, match="unlucky"):
+            unlucky.result(10)
+        assert {fine.result(10).finish_reason, long.result(10).finish_reason} == {"length"}
+        assert turns[:4] == ["long", 33, "long", 34]
 
 
 # ---------------------------------------------------------------------- one engine for what follows

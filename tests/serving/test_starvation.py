@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
 from models import build
 
@@ -61,14 +62,17 @@ def test_a_request_that_needs_much_memory_begins_in_its_turn():
         quiet(engine)
 
 
-def test_the_order_of_beginning_is_that_of_arrival():
-    """Where a prompt has all of the GPU; otherwise short ones may be read before a long one has been."""
-    serving = replace(SERVING, max_tokens=360, prefix_cache=False, prefill_ms=math.inf)
+@pytest.mark.parametrize(
+    ("prefill_ms", "sizes"),
+    [(math.inf, [100, 90, 300, 5, 6, 280, 7, 8, 9]), (0.5, [100, 90, 300, 70, 80, 280, 65, 90, 95])],
+    ids=["a prompt has all of the GPU", "none is short"],
+)
+def test_the_order_of_beginning_is_that_of_arrival(prefill_ms, sizes):
+    serving = replace(SERVING, max_tokens=360, prefix_cache=False, prefill_ms=prefill_ms)
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
         loop, begun = engine._loop, []
         plain = loop.work.begin
         loop.work.begin = lambda ids, *rest: begun.append(len(ids)) or plain(ids, *rest)
-        sizes = [100, 90, 300, 5, 6, 280, 7, 8, 9]
         handles = [engine.submit(ids_of(n, n), greedy(20)) for n in sizes]
         for handle in handles:
             handle.result(60)
