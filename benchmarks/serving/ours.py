@@ -180,6 +180,7 @@ class OurSystem:
         steps = now.steps - before.steps
         report.add("captures", now.captures - before.captures, "count")
         report.add("prefill_s", now.prefill_s - before.prefill_s, "s")
+        report.add("cached_tokens", now.cached_tokens - before.cached_tokens, "count")
         if steps:
             report.add("steps", steps, "count")
             report.add("step_ms", 1e3 * (now.step_s - before.step_s) / steps)

@@ -24,7 +24,8 @@ from __future__ import annotations
 import json
 import math
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,12 @@ class Request:
             return np.random.default_rng(seed).integers(low, vocabulary, tokens).tolist() if tokens else []
 
         return drawn(self.document, self.shared_tokens) + drawn(self.seed, self.prompt_tokens - self.shared_tokens)
+
+
+def salted(requests: Sequence[Request], salt: int) -> list[Request]:
+    """The same requests with other tokens; those that share a document still do. 0: unchanged."""
+    by = salt * 1_000_000_007
+    return [replace(one, seed=one.seed + by, document=one.document + by) for one in requests]
 
 
 @dataclass(frozen=True)

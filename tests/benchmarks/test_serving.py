@@ -540,6 +540,18 @@ def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     assert not any("rate=8" in row["variant"] for row in strict)
 
 
+def test_traces_of_one_seed_have_tokens_of_their_own(tiny, tmp_path):
+    """An engine keeps what it has read, and a sweep's rates are the same requests sooner."""
+    paths = []
+    for rate in (4.0, 8.0):
+        paths.append(str(tmp_path / f"{rate}.jsonl"))
+        config = TraceConfig(rate, 1.0, 400, 1, 330, 0.1, 6, 0.1)
+        write_trace(Path(paths[-1]), config, make_trace(config))
+    rows = run_serving(f"open sparse --budget 300 --trace {' '.join(paths)}", tiny, tmp_path)
+    cached = [float(row["value"]) for row in rows if row["metric"] == "cached_tokens"]
+    assert cached == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("system", ["transformers", "sparse --budget 16", "working-set --budget 16"])
 def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
