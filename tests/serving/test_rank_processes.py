@@ -60,6 +60,7 @@ ranks.close()
 assert [process.returncode for process in ranks._children] == [0] and ranks.lost is None
 tokenizer, whole = load(path, "float32", "cuda" if gpus else "cpu")
 if gpus:
+    whole.set_attn_implementation("sparsekv")
     optimize(whole, fused=False)  # no share of a model is fused, which rounds otherwise
 one, heads = answers(Engine(whole, tokenizer, budget, OffloadConfig(), serving))
 assert both == one, (both, one)
