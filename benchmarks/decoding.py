@@ -326,6 +326,34 @@ def replay_ms(model, cache, began: Rows | None = None) -> list[float]:
     return timed(step.graph.replay, repeat=taken, device=device.type)
 
 
+class _Marked:
+    """A graph whose replays lie between two marks of a clock while ``rows`` of a batch decode."""
+
+    def __init__(self, graph, clock: Clock, batch, rows: int) -> None:
+        self.graph, self.clock, self.batch, self.rows = graph, clock, batch, rows
+
+    def replay(self) -> None:
+        if len(self.batch.active) != self.rows:
+            self.graph.replay()
+            return
+        self.clock.mark()
+        self.graph.replay()
+        self.clock.mark()
+
+
+@contextmanager
+def marked_replays(model, cache, rows: int) -> Iterator[Clock]:
+    """Captured steps in which ``rows`` of the cache's rows decode mark their beginnings and ends meanwhile."""
+    clock, steps = Clock(model.device), list(runner_of(model).graphs[cache].values())
+    for step in steps:
+        step.graph = _Marked(step.graph, clock, cache.row_batch, rows)
+    try:
+        yield clock
+    finally:
+        for step in steps:
+            step.graph = step.graph.graph
+
+
 def free() -> None:
     """Give back what the last variant has left."""
     gc.collect()

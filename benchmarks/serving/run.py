@@ -31,11 +31,12 @@ seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
 a prompt. overhead: step_ms of captured steps alone, over as many rows; between_ms in the engine; overhead_ms, the
-difference of their means. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of
-others about it, one after the other. beside: ttft_s:long of a prompt of --context tokens, ttft_s:short of --count
-others that come a second apart while it is read, and between_ms of --rows that decode meanwhile. Ours also: captures,
-steps, step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts, found) of the engine; hit_rate,
-missed_mb and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
+difference of their means; and by the device's clock in the engine, means: step_ms:inside_mean of the captured steps,
+outside_ms between them. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others
+about it, one after the other. beside: ttft_s:long of a prompt of --context tokens, ttft_s:short of --count others that
+come a second apart while it is read, and between_ms of --rows that decode meanwhile. Ours also: captures, steps,
+step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts, found) of the engine; hit_rate, missed_mb
+and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
 from ..baselines import NotRun
-from ..decoding import LEFT_OUT, free, replay_ms
+from ..decoding import LEFT_OUT, free, marked_replays, replay_ms
 from ..report import Report
 from ..rows import RowSteps, prefilled
 from ..shapes import case_name, known_config, parse_tokens, random_model
@@ -327,8 +328,11 @@ def run_overhead(args: Namespace, report: Report) -> None:
     for rows in args.rows:
         with report.measuring(rows, args.context, bench.label(), bench.model):
             with bench.running(rows) as system:
-                inside = closed(bench, system, rows)
-                made = system.config, system.engine._cache.offload_config
+                cache = system.engine._cache
+                made = system.config, cache.offload_config
+                with marked_replays(bench.model, cache, rows) as clock:
+                    inside = closed(bench, system, rows)
+                    marked = clock.between()[2 * LEFT_OUT :]
             lengths = [args.context + answered for answered in inside.answered]
             alone = step_alone_ms(bench, lengths, *made)
             report.add("step_ms:alone", alone)
@@ -336,6 +340,8 @@ def run_overhead(args: Namespace, report: Report) -> None:
             report.add("between_ms:mean", 1e3 * mean(inside.between_s))
             report.add("step_ms:alone_mean", mean(alone))
             report.add("overhead_ms", 1e3 * mean(inside.between_s) - mean(alone))
+            report.add("step_ms:inside_mean", mean(marked[::2]))
+            report.add("outside_ms", mean(marked[1::2]))
         free()
 
 

@@ -16,6 +16,7 @@ import torch
 from models import build
 from read_rows import read_rows
 
+from benchmarks import decoding
 from benchmarks.baselines import NotRun
 from benchmarks.report import Report
 from benchmarks.serving import client, ours, run, trace
@@ -38,6 +39,7 @@ from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trac
 from benchmarks.serving.vllm_engine import VllmSystem
 from hf_sparsekv import OffloadConfig, SparseCache
 from hf_sparsekv.serving.request import Busy, Output
+from hf_sparsekv.serving.work import Work
 
 VOCABULARY = 97
 
@@ -615,6 +617,45 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     lengths = [230, 220, 210]
     assert run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
     assert len(seen) == 1
+
+
+def test_the_captured_steps_of_full_batches_are_marked(tiny, tmp_path, monkeypatch):
+    """Without a GPU: a step's graph is made up, and takes 2 ms."""
+    replays = []
+
+    class Graph:
+        def replay(self):
+            replays.append(len(cache[0].row_batch.active))
+            time.sleep(2e-3)
+
+    step, cache, own = SimpleNamespace(graph=Graph()), [], Work.step
+
+    def replayed(work):
+        step.graph.replay()
+        return own(work)
+
+    class Runner:
+        @property
+        def graphs(self):
+            return {cache[0]: {"kind": step}}
+
+    monkeypatch.setattr(Work, "step", replayed)
+    monkeypatch.setattr(decoding, "runner_of", lambda model: Runner())
+    args = run.arguments("overhead").parse_args(
+        f"sparse --rows 2 --context 100 --tokens 30 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
+    )
+    report = Report("serving", "tiny", None, None)
+    bench = run.Bench(args, report, run.closed_length(args))
+    with report.measuring(2, 100, bench.label()):
+        system = bench.make(2)
+        cache.append(system.engine._cache)
+        with system.engine, decoding.marked_replays(bench.model, cache[0], 2) as clock:
+            run.closed(bench, system, 2)
+        marked = clock.between()
+    full = replays.count(2)
+    assert full > 20 and len(marked) == 2 * full - 1 and replays.count(1) > 0
+    assert all(2.0 <= ms < 20 for ms in marked[::2]) and min(marked[1::2]) > 0
+    assert isinstance(step.graph, Graph)
 
 
 def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_path, monkeypatch):
