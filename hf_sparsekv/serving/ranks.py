@@ -182,7 +182,9 @@ class SharedWork(Work):
     def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None) -> tuple[int, Tensor]:
         with _together():
             self._send("overtake", np.asarray(ids, dtype=np.int32), blocks, channels and channels.number)
-            return super().overtake(ids, blocks, channels and channels.here)
+            row, logits = super().overtake(ids, blocks, channels and channels.here)
+        self._note("overtook", gave=row)
+        return row, logits
 
     def give_up(self) -> None:
         super().give_up()
@@ -261,7 +263,7 @@ class FollowedWork(Work):
 
     NAMES = frozenset(
         (
-            *("begin", "read", "overtake", "give_up", "join", "leave", "hold", "resume", "give", "move"),
+            *("begin", "read", "overtake", "overtook", "give_up", "join", "leave", "hold", "resume", "give", "move"),
             *("channels", "calibrate", "forget", "share", "drop", "step", "take_tokens"),
         )
     )
@@ -270,6 +272,7 @@ class FollowedWork(Work):
         super().__init__(model, rows, serving)
         self.wire = wire
         self._held: dict[int, Channels] = {}
+        self._row = -1
 
     def follow(self) -> None:
         """Do what rank 0 sends, until it closes.
@@ -306,7 +309,11 @@ class FollowedWork(Work):
         return super().read(n)
 
     def overtake(self, ids: np.ndarray, blocks: np.ndarray, number: int | None) -> None:
-        super().overtake(ids.tolist(), blocks, None if number is None else self._held[number])
+        self._row, _ = super().overtake(ids.tolist(), blocks, None if number is None else self._held[number])
+
+    def overtook(self) -> int:
+        """The row of the last prompt that has overtaken another one."""
+        return self._row
 
     def give(self, row: int, tokens: int) -> None:
         """Here there may be fewer slots than on rank 0. Room says what is read over the link, not what is chosen."""

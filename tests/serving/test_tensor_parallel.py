@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import httpx
@@ -22,6 +23,7 @@ from waiting import wait_until
 
 from hf_sparsekv import Engine
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.serving.ranks import FollowedWork, RanksApart
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,6 +220,19 @@ def test_two_gpus_answer_as_one(model, tmp_path, port):
     with Ranks([str(tmp_path / "answers.py"), str(model), "gpus"], port, gpus=True) as ranks:
         codes = ranks.ends(0, 300), ranks.ends(1, 20)
         assert codes == (0, 0), ranks.said
+
+
+@pytest.mark.parametrize("name", ["join", "overtook"])
+def test_a_row_that_another_rank_has_not_given_ends_the_replica(name, monkeypatch):
+    took = iter([([(name, (), 2)], 5, "forget", (0,)), ([(name, (), 3)], 5, "close", ())])
+    follower = FollowedWork.__new__(FollowedWork)
+    follower.wire = SimpleNamespace(take=lambda: next(took))
+    follower.rows = SimpleNamespace(cache=SimpleNamespace(row_table=SimpleNamespace(ids=SimpleNamespace(used=5))))
+    follower._held, follower._row = {0: None}, 2
+    monkeypatch.setattr(FollowedWork, "join", lambda self: 2)
+    with pytest.raises(RanksApart, match=f"{name} gave 2 here and 3 on rank 0"):
+        follower.follow()
+    assert follower._held == {}, "until then they agree"
 
 
 @pytest.mark.parametrize("lost", [1, 0])
