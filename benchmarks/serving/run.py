@@ -80,7 +80,7 @@ from .client import (
 )
 from .ours import BUDGET, RUNGS, SERVED, OurSystem, serve_flags
 from .settings import Settings
-from .trace import Request, salted
+from .trace import Request
 
 SYSTEMS = (*RUNGS, "vllm", "transformers")
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
@@ -112,7 +112,6 @@ class Bench:
             kv=args.kv,
         )
         self._model: torch.nn.Module | None = None
-        self._traces = 0
 
     @property
     def model(self) -> torch.nn.Module:
@@ -178,16 +177,11 @@ class Bench:
         if torch.cuda.is_available():
             self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
 
-    def unread(self, requests: Sequence[Request]) -> list[Request]:
-        """A trace with tokens that no trace before it had: an engine keeps what it has read."""
-        self._traces += 1
-        return salted(requests, self._traces - 1)
-
     def play(self, system, requests: list[Request], label: str) -> Figures:
         """One trace; all its figures as rows, and each request's times as lines of ``--requests``."""
         if isinstance(system, OurSystem):
             system.restart()
-        played = play(system, self.unread(requests), self.vocabulary, self.args.timeout)
+        played = play(system, requests, self.vocabulary, self.args.timeout)
         if self.args.requests is not None:
             with self.args.requests.open("a") as file:
                 file.writelines(json.dumps({"variant": label, **one.record()}) + "\n" for one in played)
@@ -269,7 +263,7 @@ def run_saturated(args: Namespace, report: Report) -> None:
             label = bench.label("saturated", *lengths, f"seed={config.seed}", counted)
             with report.measuring(args.max_rows, config.clip, label):
                 report.note(trace.describe(requests))
-                saturated(bench, system, bench.unread(requests))
+                saturated(bench, system, requests)
 
 
 def saturated(bench: Bench, system, requests: list[Request]) -> None:
@@ -304,18 +298,35 @@ def run_closed(args: Namespace, report: Report) -> None:
 
 def closed(bench: Bench, system, rows: int, held: bool = False) -> Together:
     """Figures while all rows decode, or, if the system may hold some back, while all are there."""
-    args, report = bench.args, bench.report
+    report = bench.report
     if isinstance(system, OurSystem):
         system.restart()
-    requests = fixed_rows(rows, args.context, args.tokens, args.lead)
-    try:
-        found = closed_loop(system, requests, bench.vocabulary, LEAST, args.timeout, held)
-    except NotTogether as error:
-        raise NotRun(str(error)) from error
+    found = decode_together(bench, system, rows, held)
     report.add("tokens_per_s", found.tokens / found.seconds, "1/s")
     report.add("between_ms", [1e3 * gap for gap in found.between_s])
     bench.count(system)
     return found
+
+
+def decode_together(bench: Bench, system, rows: int, held: bool = False) -> Together:
+    """So many rows with prompts of ``--context`` tokens answer; raises NotRun if they do not at the same time."""
+    args = bench.args
+    requests = fixed_rows(rows, args.context, args.tokens, args.lead)
+    try:
+        return closed_loop(system, requests, bench.vocabulary, LEAST, args.timeout, held)
+    except NotTogether as error:
+        raise NotRun(str(error)) from error
+
+
+def inside_ms(bench: Bench, system: OurSystem, rows: int) -> tuple[float, float]:
+    """Means by the device's clock: of a captured step while all rows decode, and from its end to the next one's begin.
+
+    In a run of its own: marks take the host some time.
+    """
+    with marked_replays(bench.model, system.engine._cache, rows) as clock:
+        decode_together(bench, system, rows)
+        marked = clock.between()[2 * LEFT_OUT :]
+    return mean(marked[::2]), mean(marked[1::2])
 
 
 def run_overhead(args: Namespace, report: Report) -> None:
@@ -328,11 +339,9 @@ def run_overhead(args: Namespace, report: Report) -> None:
     for rows in args.rows:
         with report.measuring(rows, args.context, bench.label(), bench.model):
             with bench.running(rows) as system:
-                cache = system.engine._cache
-                made = system.config, cache.offload_config
-                with marked_replays(bench.model, cache, rows) as clock:
-                    inside = closed(bench, system, rows)
-                    marked = clock.between()[2 * LEFT_OUT :]
+                inside = closed(bench, system, rows)
+                step_ms, outside_ms = inside_ms(bench, system, rows)
+                made = system.config, system.engine._cache.offload_config
             lengths = [args.context + answered for answered in inside.answered]
             alone = step_alone_ms(bench, lengths, *made)
             report.add("step_ms:alone", alone)
@@ -340,8 +349,8 @@ def run_overhead(args: Namespace, report: Report) -> None:
             report.add("between_ms:mean", 1e3 * mean(inside.between_s))
             report.add("step_ms:alone_mean", mean(alone))
             report.add("overhead_ms", 1e3 * mean(inside.between_s) - mean(alone))
-            report.add("step_ms:inside_mean", mean(marked[::2]))
-            report.add("outside_ms", mean(marked[1::2]))
+            report.add("step_ms:inside_mean", step_ms)
+            report.add("outside_ms", outside_ms)
         free()
 
 

@@ -24,8 +24,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +67,6 @@ class Request:
         return drawn(self.document, self.shared_tokens) + drawn(self.seed, self.prompt_tokens - self.shared_tokens)
 
 
-def salted(requests: Sequence[Request], salt: int) -> list[Request]:
-    """The same requests with other tokens; those that share a document still do. 0: unchanged."""
-    by = salt * 1_000_000_007
-    return [replace(one, seed=one.seed + by, document=one.document + by) for one in requests]
-
-
 @dataclass(frozen=True)
 class TraceConfig:
     """How a trace is made.
@@ -82,7 +75,7 @@ class TraceConfig:
         rate: requests a second.
         seconds: within which they arrive.
         clip: tokens that a prompt has at most.
-        seed: another one, another trace; the same with another rate: the same requests, sooner or later.
+        seed: another one, another trace; the same with another rate: requests of the same lengths, sooner or later.
         prompt_median, prompt_sigma, output_median, output_sigma, output_most: of the lognormal lengths; sigma is the
             deviation of their logarithms.
         documents, shared: that share of the requests asks about one of so many documents.
@@ -129,6 +122,9 @@ def make_trace(config: TraceConfig) -> list[Request]:
         drawn = median * math.exp(sigma * random.standard_normal())
         return round(min(max(drawn, min(least, most)), most))
 
+    # Of this trace alone: systems keep what they have read, in a trace of other rates or lengths before it, too.
+    own = np.random.SeedSequence([config.seed, round(1e6 * config.rate), config.clip]).generate_state(1, np.uint64)
+    tokens = int(own[0]) >> 2
     most = config.clip - QUESTION
     documents = [
         length(lengths, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, most)
@@ -141,11 +137,11 @@ def make_trace(config: TraceConfig) -> list[Request]:
             return found
         prompt = length(prompts, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, config.clip)
         output = length(outputs, config.output_median, config.output_sigma, SHORTEST_OUTPUT, config.output_most)
-        seed, about = config.seed * 1_000_003 + len(found), {}
+        seed, about = tokens + len(found), {}
         if documents and choices.random() < config.shared:
             which = int(choices.integers(len(documents)))
             prompt = documents[which] + QUESTION
-            about = {"shared_tokens": documents[which], "document": config.seed * 1_000_003 + 500_000 + which}
+            about = {"shared_tokens": documents[which], "document": tokens + 500_000 + which}
         found.append(Request(at, prompt, output, seed, **about))
 
 

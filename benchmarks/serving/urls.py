@@ -41,7 +41,7 @@ from ..report import Report
 from ..shapes import case_name, known_config, parse_tokens
 from . import trace
 from .client import NotTogether, Played, add_figures, figures, fixed_rows, quantile, together
-from .trace import Request, salted
+from .trace import Request
 
 ROUTE_TOKENS = 1024  # that a prompt is routed by
 LEAST = 16  # tokens that all rows make together
@@ -72,6 +72,12 @@ def spread_tokens(events: Sequence[tuple[float, str]], tokens: int) -> tuple[flo
         return tuple(at for (at, _), count in zip(events, words) for _ in range(count))
     until = [round(tokens * (which + 1) / len(events)) for which in range(len(events))]
     return tuple(at for (at, _), end, begin in zip(events, until, [0, *until]) for _ in range(end - begin))
+
+
+def salted(requests: Sequence[Request], salt: int) -> list[Request]:
+    """The same requests with other tokens; those that share a document still do. 0: unchanged."""
+    by = salt * 1_000_000_007
+    return [replace(one, seed=one.seed + by, document=one.document + by) for one in requests]
 
 
 class UrlSystem:

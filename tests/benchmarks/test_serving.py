@@ -64,15 +64,17 @@ def test_a_trace_has_the_lengths_and_gaps_that_it_says():
     assert len({r.seed for r in made}) == len(made)
 
 
-def test_another_rate_gives_the_same_requests_sooner():
+def test_another_rate_gives_requests_of_the_same_lengths_sooner():
     slow, fast = (make_trace(TraceConfig(rate=rate, seconds=100, seed=5)) for rate in (1.0, 4.0))
     assert len(fast) > len(slow) > 50
     for a, b in zip(slow, fast):
-        assert (a.prompt_tokens, a.output_tokens, a.seed) == (b.prompt_tokens, b.output_tokens, b.seed)
+        assert (a.prompt_tokens, a.output_tokens) == (b.prompt_tokens, b.output_tokens)
         assert a.arrival == pytest.approx(4 * b.arrival)
     assert make_trace(TraceConfig(rate=1.0, seconds=100, seed=6))[0] != slow[0]
     longer = make_trace(TraceConfig(rate=1.0, seconds=100, seed=5, clip=131072))
     assert all(a.prompt_tokens == min(b.prompt_tokens, 32768) for a, b in zip(slow, longer))
+    seeds = [one.seed for trace in (slow, fast, longer) for one in trace]
+    assert len(set(seeds)) == len(seeds) and min(seeds) > 1e9  # and none is that of a prompt outside of traces
 
 
 def test_prompts_are_the_same_again_and_share_no_beginning():
@@ -619,43 +621,34 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert len(seen) == 1
 
 
-def test_the_captured_steps_of_full_batches_are_marked(tiny, tmp_path, monkeypatch):
-    """Without a GPU: a step's graph is made up, and takes 2 ms."""
+def test_captured_steps_of_full_batches_are_timed(tiny, monkeypatch):
+    """Without a GPU: a step's graph is made up, and takes 5 ms, and 50 while not all rows decode."""
     replays = []
 
     class Graph:
         def replay(self):
-            replays.append(len(cache[0].row_batch.active))
-            time.sleep(2e-3)
+            replays.append(len(cache.row_batch.active))
+            time.sleep(5e-3 if replays[-1] == 2 else 5e-2)
 
-    step, cache, own = SimpleNamespace(graph=Graph()), [], Work.step
+    step, own = SimpleNamespace(graph=Graph()), Work.step
 
     def replayed(work):
         step.graph.replay()
         return own(work)
 
-    class Runner:
-        @property
-        def graphs(self):
-            return {cache[0]: {"kind": step}}
-
     monkeypatch.setattr(Work, "step", replayed)
-    monkeypatch.setattr(decoding, "runner_of", lambda model: Runner())
     args = run.arguments("overhead").parse_args(
-        f"sparse --rows 2 --context 100 --tokens 30 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
+        f"sparse --rows 2 --context 100 --tokens 40 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
     )
-    report = Report("serving", "tiny", None, None)
-    bench = run.Bench(args, report, run.closed_length(args))
-    with report.measuring(2, 100, bench.label()):
-        system = bench.make(2)
-        cache.append(system.engine._cache)
-        with system.engine, decoding.marked_replays(bench.model, cache[0], 2) as clock:
-            run.closed(bench, system, 2)
-        marked = clock.between()
-    full = replays.count(2)
-    assert full > 20 and len(marked) == 2 * full - 1 and replays.count(1) > 0
-    assert all(2.0 <= ms < 20 for ms in marked[::2]) and min(marked[1::2]) > 0
-    assert isinstance(step.graph, Graph)
+    bench = run.Bench(args, Report("serving", "tiny", None, None), run.closed_length(args))
+    system = bench.make(2)
+    cache = system.engine._cache
+    monkeypatch.setattr(decoding, "runner_of", lambda model: SimpleNamespace(graphs={cache: {"kind": step}}))
+    with system.engine:
+        inside, outside = run.inside_ms(bench, system, 2)
+    assert replays.count(2) > 20 and replays.count(1) > 2
+    assert 5.0 <= inside < 30 and 0 < outside < 30
+    assert isinstance(step.graph, Graph), "as it was"
 
 
 def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from read_rows import read_rows
 
 from benchmarks.serving import ours, run, urls
 from benchmarks.serving.settings import Settings
-from benchmarks.serving.trace import QUESTION, Request, TraceConfig, make_trace, read_trace, salted, write_trace
+from benchmarks.serving.trace import QUESTION, Request, TraceConfig, make_trace, read_trace, write_trace
 from hf_sparsekv import Engine, ServingConfig
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
@@ -111,8 +111,8 @@ def test_prompts_with_the_same_beginning_go_to_the_same_server():
 
 def test_salt_changes_tokens_and_nothing_else():
     requests = make_trace(TraceConfig(rate=2.0, seconds=60, seed=1, prompt_median=300, documents=2, shared=0.9))
-    other = salted(requests, 3)
-    assert salted(requests, 0) == requests
+    other = urls.salted(requests, 3)
+    assert urls.salted(requests, 0) == requests
     shape = [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in requests]
     assert shape == [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in other]
     assert all(a.ids(50000)[:8] != b.ids(50000)[:8] for a, b in zip(requests, other))

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
 import forked
 import httpx
+import numpy as np
 import pytest
 import torch
 from models import build
@@ -23,7 +25,8 @@ from waiting import wait_until
 
 from hf_sparsekv import Engine
 from hf_sparsekv.cli.app import app
-from hf_sparsekv.serving.ranks import FollowedWork, RanksApart
+from hf_sparsekv.serving.ranks import FollowedWork, RanksApart, SharedWork
+from hf_sparsekv.serving.work import Work
 
 ROOT = Path(__file__).parents[2]
 
@@ -233,6 +236,17 @@ def test_a_row_that_another_rank_has_not_given_ends_the_replica(name, monkeypatc
     with pytest.raises(RanksApart, match=f"{name} gave 2 here and 3 on rank 0"):
         follower.follow()
     assert follower._held == {}, "until then they agree"
+
+
+def test_the_row_of_a_prompt_that_overtakes_is_noted(monkeypatch):
+    sent, logits = [], torch.zeros(1, 3)
+    leader = SharedWork.__new__(SharedWork)
+    leader._notes, leader._forgotten = [], deque()
+    leader.wire = SimpleNamespace(send=sent.append)
+    leader.rows = SimpleNamespace(cache=SimpleNamespace(row_table=SimpleNamespace(ids=SimpleNamespace(used=5))))
+    monkeypatch.setattr(Work, "overtake", lambda self, ids, blocks, channels: (3, logits))
+    assert leader.overtake([1, 2], np.zeros(0, dtype=np.int32), None) == (3, logits)
+    assert [name for _, _, name, _ in sent] == ["overtake"] and leader._notes == [("overtook", (), 3)]
 
 
 @pytest.mark.parametrize("lost", [1, 0])
