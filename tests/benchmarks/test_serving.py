@@ -622,13 +622,13 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
 
 
 def test_captured_steps_of_full_batches_are_timed(tiny, monkeypatch):
-    """Without a GPU: a step's graph is made up, and takes 5 ms, and 50 while not all rows decode."""
+    """Without a GPU: a step's graph is made up, and takes 5 ms, and 300 while not all rows decode."""
     replays = []
 
     class Graph:
         def replay(self):
             replays.append(len(cache.row_batch.active))
-            time.sleep(5e-3 if replays[-1] == 2 else 5e-2)
+            time.sleep(5e-3 if replays[-1] == 2 else 0.3)
 
     step, own = SimpleNamespace(graph=Graph()), Work.step
 
@@ -647,7 +647,7 @@ def test_captured_steps_of_full_batches_are_timed(tiny, monkeypatch):
     with system.engine:
         inside, outside = run.inside_ms(bench, system, 2)
     assert replays.count(2) > 20 and replays.count(1) > 2
-    assert 5.0 <= inside < 30 and 0 < outside < 30
+    assert 5.0 <= inside < 150 and outside > 0
     assert isinstance(step.graph, Graph), "as it was"
 
 
