@@ -74,7 +74,7 @@ RUNS = """
 ranks = RankProcesses(2, served, gpus)
 print("child", ranks._children[0].pid, flush=True)
 told = []
-ranks.when_lost(lambda error: told.append(print("lost:", error, flush=True)))
+ranks.when_lost(lambda error: told.append(print(f"lost: {error}", flush=True)))
 engine = ranks.engine()
 handle = engine.submit(ids(20, 1), Sampling(max_tokens=270, temperature=0))
 for piece, _ in zip(handle, range(3)):
@@ -84,7 +84,7 @@ try:
     while True:
         engine.submit(ids(20, 1), Sampling(max_tokens=270, temperature=0)).result(60)
 except RuntimeError as error:
-    print("asked:", error, flush=True)
+    print(f"asked: {error}", flush=True)  # in one piece, for two threads say something now
 while not told:  # known before it is told
     time.sleep(0.01)
 ranks.close(0)
