@@ -123,8 +123,8 @@ def make_trace(config: TraceConfig) -> list[Request]:
         return round(min(max(drawn, min(least, most)), most))
 
     # Of this trace alone: systems keep what they have read, in a trace of other rates or lengths before it, too.
-    own = np.random.SeedSequence([config.seed, round(1e6 * config.rate), config.clip]).generate_state(1, np.uint64)
-    tokens = int(own[0]) >> 2
+    own = np.random.SeedSequence([config.seed, round(1e6 * config.rate), config.clip])
+    first = int(own.generate_state(1, np.uint64)[0])
     most = config.clip - QUESTION
     documents = [
         length(lengths, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, most)
@@ -137,11 +137,11 @@ def make_trace(config: TraceConfig) -> list[Request]:
             return found
         prompt = length(prompts, config.prompt_median, config.prompt_sigma, SHORTEST_PROMPT, config.clip)
         output = length(outputs, config.output_median, config.output_sigma, SHORTEST_OUTPUT, config.output_most)
-        seed, about = tokens + len(found), {}
+        seed, about = first + len(found), {}
         if documents and choices.random() < config.shared:
             which = int(choices.integers(len(documents)))
             prompt = documents[which] + QUESTION
-            about = {"shared_tokens": documents[which], "document": tokens + 500_000 + which}
+            about = {"shared_tokens": documents[which], "document": first + 500_000 + which}
         found.append(Request(at, prompt, output, seed, **about))
 
 

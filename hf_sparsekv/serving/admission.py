@@ -13,8 +13,8 @@ from dataclasses import dataclass
 OVERTAKEN = 8  # times that a request may be passed by later ones
 READMIT = 0.9  # of the room, for what does not run yet
 # Room that a row should have, in working sets: what it chose before its last 12 steps comes back, too. 32 rows of
-# 2,048 tokens, 24 GB, prompts of 12k: 1,231 tokens/s with 1.2 and 1,157 with 1.6, two H200s at the same time; 996,
-# 1,003 and 928 with 1.2, 1.6 and 1, an H100. Rows of 8k in 8 GB: 1.6 lets 6 run where 8 fit (benchmarks/NOTES.md).
+# 2,048 tokens, 24 GB, prompts of 12k: 1,231 tokens/s with 1.2 and 1,157 with 1.6, one after the other on an H200;
+# 996, 1,003 and 928 with 1.2, 1.6 and 1, an H100. Rows of 8k in 8 GB: 1.6 lets 6 run where 8 fit (benchmarks/NOTES.md).
 SPARE = 1.2
 
 
