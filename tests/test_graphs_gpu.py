@@ -251,3 +251,30 @@ def test_no_allocation_and_no_synchronisation_in_a_step():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_the_host_does_not_wait_where_rows_seal_blocks(rows, offload):
+    """One row in a step, and of four rows three at once."""
+    fast, lengths = optimize(build("llama", "sparsekv").cuda()), [180, 171, 180, 180][:rows]
+    batch = two_level(offload, lag=False, **TIGHT).rows(rows, 400)
+    tokens = torch.zeros(rows, dtype=torch.long, device="cuda")
+    for steps in (120, 4):  # the first ones make the storage grow, and capture
+        for n in lengths:
+            batch.join(batch.prefill(fast, on_gpu(1, n)["input_ids"]))
+        for _ in range(steps):
+            batch.step(fast, tokens)
+        if steps > 4:
+            for row in batch.rows:
+                batch.leave(row)
+    replays, sealed = runner_of(fast).replays, batch.cache.joined_rows().sealed
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            batch.step(fast, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert runner_of(fast).replays == replays + 40
+    assert all(now >= then + 2 for then, now in zip(sealed, batch.cache.joined_rows().sealed))

@@ -178,8 +178,9 @@ class RowTable:
 
         def there(held: Tensor) -> None:
             if len(at) <= 2:
+                # Not held[row, block] = one, which copies the number from ordinary memory and so waits for the GPU.
                 for (row, block), one in zip(at.tolist(), ids.tolist()):
-                    held[row, block] = one
+                    held[row, block].fill_(one)
             else:
                 row, block = sent(at.T.copy(), torch.long, held.device)
                 held[row, block] = sent(ids, torch.int32, held.device)
