@@ -108,7 +108,7 @@ def opened(
 def set_aside() -> Iterator[None]:
     """Full collections of Python's garbage leave out what is there now; all rows would wait until they have seen it.
 
-    Of a process that has imported torch and transformers that is .2 to .4 s each time (benchmarks/NOTES.md). What
+    Of a process that has imported torch and transformers that was .2 to .3 s each time (benchmarks/NOTES.md). What
     becomes garbage of it meanwhile, by references in a circle, is collected afterwards.
     """
     gc.collect()
