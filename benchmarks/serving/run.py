@@ -55,6 +55,7 @@ import torch
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseConfig, optimize, unoptimize
 from hf_sparsekv.results import device_name, versions
+from hf_sparsekv.serving.garbage import set_aside
 
 from ..arguments import new_parser, rows_file
 from ..baselines import NotRun
@@ -166,7 +167,8 @@ class Bench:
             for one in play(system, [first], self.vocabulary):
                 if one.error is not None:
                     raise RuntimeError(f"the first request failed: {one.error}")
-            yield system
+            with set_aside():  # as `hf-sparsekv serve` does, and vLLM
+                yield system
         finally:
             system.close()
 

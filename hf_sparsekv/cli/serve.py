@@ -178,6 +178,7 @@ def serve(
 
 def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, tensor_parallel) -> None:
     from ..serving.engine import Engine
+    from ..serving.garbage import set_aside
     from ..serving.http import create_app
     from ..serving.request import Sampling
 
@@ -189,7 +190,7 @@ def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, t
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         app = create_app(engine, model_id, api_key, max_body, max_answer)
         server = _server(app, engine)
-        with _heard(server):  # before anybody is told that it listens
+        with set_aside(), _heard(server):  # signals: before anybody is told that it listens
             if tensor_parallel:
                 threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
             listener.listen(2048)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.block_copy import block_copy
 from ..ops.residency import COUNTERS, FREE, WINDOW, PageState, residency
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, sent
 from .copy_streams import wait
 
 BOOKKEEPING = 12  # bytes a page beside its content: owner and stamp
@@ -130,7 +130,7 @@ class DevicePool:
         """The layer's ``physical_ids`` (int ``[n]``, no -1) hold other blocks from now on. Nothing synchronises."""
         self.wait_for_copies()
         table, state = self.page_table(layer), self.state
-        physical_ids = physical_ids.to(self.device).long()
+        physical_ids = sent(physical_ids, torch.long, self.device)
         page = table[physical_ids].flatten().long()
         gone = torch.zeros(len(state.stamp) + 1, dtype=torch.bool, device=self.device)
         # Indexed assignment of a number would wait for the device. One more entry for blocks without a page.

@@ -18,6 +18,7 @@ from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.token_score import token_score
 from ..predictor.channels import ChannelStats, LabelChannels
+from ..tensors import sent
 from .memory import LayerShape, Request
 
 
@@ -69,7 +70,7 @@ class LabelIndex(State):
                     f"the channel file has {len(self.fixed.ranking)} layers, none for layer {self.layer_idx}: "
                     "calibrate this model with `hf-sparsekv calibrate`"
                 )
-            ranking = self.fixed.ranking[self.layer_idx].to(store.device)
+            ranking = self.fixed.ranking[self.layer_idx]
             if ranking.shape != (heads, dim):
                 raise ValueError(
                     f"the channel file has {tuple(ranking.shape)} (KV heads, channels) in layer {self.layer_idx}, "
@@ -78,7 +79,8 @@ class LabelIndex(State):
                 )
             if bool((ranking < 0).any()):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
-            self.channels, self.stats = ranking[:, :r].expand(store.batch, -1, -1).contiguous(), None
+            channels = sent(ranking[:, :r], ranking.dtype, store.device)
+            self.channels, self.stats = channels.expand(store.batch, -1, -1).contiguous(), None
 
     # ------------------------------------------------------------------ calibration
 

@@ -6,9 +6,7 @@ Every rank of a tensor parallel model begins alike, with as many blocks as the r
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,25 +96,9 @@ def opened(
         rows.leave(row)
     else:
         capture_all(model, rows, row)
-    stack.enter_context(set_aside())
     held = (blocks - 1) * cache.config.block_size
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Full collections of Python's garbage leave out what is there now; all rows would wait until they have seen it.
-
-    Of a process that has imported torch and transformers that was .2 to .3 s each time (benchmarks/NOTES.md). What
-    becomes garbage of it meanwhile, by references in a circle, is collected afterwards.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def reserve(

@@ -39,6 +39,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
 from .config import ServingConfig
+from .garbage import set_aside
 from .opening import opened
 from .prefix import Channels
 from .work import Work
@@ -364,6 +365,7 @@ def follow(
         raise ValueError("follow() is for ranks 1, 2, ... of a tensor parallel model: make an Engine here")
     with contextlib.ExitStack() as stack:
         made = opened(model, config, offload, serving, stack)
+        stack.enter_context(set_aside())
         wire = Wire(ranks)
         work = FollowedWork(model, made.rows, made.serving, wire)
         stack.callback(work.segments.close)

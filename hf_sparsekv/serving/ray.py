@@ -14,6 +14,7 @@ starts the other ranks as its child processes (:mod:`.rank_processes`), which no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -32,6 +33,7 @@ from hf_sparsekv_ray.scaling import ByRows, Fitting
 from ..config import OffloadConfig, TwoLevelConfig
 from .config import ServingConfig
 from .engine import Engine
+from .garbage import set_aside
 from .http import create_app
 from .http.app import MAX_ANSWER, MAX_BODY
 from .http.metrics import COUNTS, NOW, PREFIX
@@ -173,6 +175,8 @@ class Replica:
         self._exported = Exported()
         length = max(1, min(WARM_UP, self._engine.max_length - 2))
         self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+        self._aside = contextlib.ExitStack()
+        self._aside.enter_context(set_aside())
         if self._ranks is not None:
             self._ranks.when_lost(self._end)
 
@@ -209,6 +213,8 @@ class Replica:
             engine.close()
         if ranks := getattr(self, "_ranks", None):
             ranks.close()
+        if aside := getattr(self, "_aside", None):
+            aside.close()
 
 
 class Exported:

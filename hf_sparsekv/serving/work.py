@@ -183,7 +183,7 @@ class Work:
     @torch.no_grad()
     def calibrate(self, row: int, ids: Sequence[int]) -> None:
         """A row gets the label channels that tokens ``ids``, its first ones, give. They are read anew for that."""
-        read = self.rows.prefill(self.model, torch.tensor([ids], device=self.device), self.serving.chunk)
+        read = self.rows.prefill(self.model, sent([ids], torch.long, self.device), self.serving.chunk)
         try:
             self.rows.calibrate(row, read)
         finally:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import threading
 import time
-import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -849,34 +847,3 @@ def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
     assert [list(output.token_ids) for output in outputs] == expected
     assert ((0, 1), 2, 5) in seen, "the fourth and fifth, in the places of the first two"
     assert all(width == loop.width(len(active), 6) for active, width, _ in seen if active)
-
-
-class Ring:
-    """Refers to itself: only a collection frees it."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_collections_leave_out_what_was_there_until_the_engine_is_closed():
-    before = Ring()
-    with Engine(build("llama", "sparsekv"), None, TwoLevelConfig(**WHOLE), None, SERVING):
-        during = Ring()
-        gone = weakref.ref(before), weakref.ref(during)
-        del before, during
-        gc.collect()
-        assert gone[0]() is not None
-        assert gone[1]() is None
-    gc.collect()
-    assert gone[0]() is None
-
-
-def test_an_engine_that_does_not_begin_leaves_collections_as_they_were(monkeypatch):
-    before = Ring()
-    monkeypatch.setattr("hf_sparsekv.serving.engine.Work", once(None, MemoryError("no room")))
-    with pytest.raises(MemoryError, match="no room"):
-        Engine(build("llama", "sparsekv"), None, TwoLevelConfig(**WHOLE), None, SERVING)
-    gone = weakref.ref(before)
-    del before
-    gc.collect()
-    assert gone() is None

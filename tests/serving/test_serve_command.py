@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -196,6 +197,23 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     run("small", "--port", "0", "--no-offload", "--model-id", "mine")
     assert (given["id"], given["key"], given["settings"][1]) == ("mine", None, None)
     assert module._name("small") == "small" and module._name("org/model") == "org/model"
+
+
+def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypatch):
+    found = []
+
+    class Server:
+        signals = 0
+
+        def handle_exit(self, sig, frame) -> None: ...
+
+        def run(self, sockets) -> None:
+            found.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(module, "_server", lambda *_: Server())
+    done = run(str(tiny), "--port", "0", "--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload")
+    assert done.exit_code == 0, done.output
+    assert found[0] > 100_000 and gc.get_freeze_count() == 0
 
 
 # ---------------------------------------------------------------------- signals
