@@ -14,6 +14,7 @@ from caches import full_block_kv
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lazy_copy_streams import imitate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.block_ids import BlockIds, bucket
@@ -393,3 +394,25 @@ def test_a_short_prompt_on_a_cpu_takes_little():
     assert store.pool.capacity == 1
     fill(store, 20 * SIZE)
     assert store.full_blocks <= store.pool.capacity < 1.25 * store.full_blocks + 1
+
+
+class Numbers(TorchDispatchMode):
+    """Counts tensors that torch makes of a Python number, to copy it."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made += function is torch.ops.aten.lift_fresh.default and args[0].ndim == 0
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_ids_come_into_the_table_without_a_number_that_is_copied(rows):
+    """On a GPU the host would wait for that, in each step in which a row's block becomes full."""
+    table = RowTable(CONFIG)
+    table.start(4, 100)
+    held = table.on(torch.device("cpu"))
+    with Numbers() as numbers:
+        table.reserve(range(rows), [0] * rows, [1] * rows)
+    assert torch.equal(held, torch.from_numpy(table.host)) and (held[:rows, 0] >= 0).all()
+    assert numbers.made == 0
