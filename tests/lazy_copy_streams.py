@@ -100,6 +100,12 @@ def chunks_of(ids, *sizes):
     return (*head[:-1], *head[-1].split(1, dim=1))
 
 
+def finish() -> None:
+    """Do what is left on all lazy copy streams, those that were made last first, whoever has forgotten it."""
+    for copy_stream in reversed(LazyCopyStream.made):
+        copy_stream.catch_up(copy_stream.given)
+
+
 def slow(copy_stream: CopyStream, cycles: int) -> None:
     """Delay everything on this copy stream. (Holds no reference to it: it must be deleted with its cache.)"""
     this = weakref.ref(copy_stream)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..offload.copy_streams import Pending
 from ..offload.host_limit import HostBudget
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
@@ -37,9 +38,6 @@ class User(Protocol):
 
     def forget(self, ids: Tensor) -> None:
         """Drop what is kept about these blocks, int64 ``[n]`` in the CPU's memory: they mean nothing any more."""
-
-    def wait_for_copies(self) -> None:
-        """Make the current stream wait for this user's work on other streams."""
 
 
 class BlockPool:
@@ -80,6 +78,7 @@ class BlockPool:
         self.fields: dict[str, Tensor] = {}
         self._addresses: tuple[int, ...] | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        self._pending = Pending()
         self._block_bytes = heads * block_size * token_dim * kept.itemsize
         self._arena: HostArena | None = None
         self.capacity = self._whole_pages(capacity)
@@ -132,8 +131,21 @@ class BlockPool:
         """Register ``user``, who reads this pool until it is deleted."""
         self._users.add(user)
 
+    def in_use_until(self, event: torch.cuda.Event) -> None:
+        """A copy stream reads or writes blocks or fields until ``event``, also if its user is deleted before."""
+        self._pending.add(event)
+
+    def wait_for_copies(self) -> None:
+        """Make the current stream wait until no copy stream uses blocks or fields."""
+        self._pending.wait(self.device)
+
     def forget(self, ids: Tensor) -> None:
-        """These blocks mean nothing any more."""
+        """These blocks mean nothing any more, and other rows may get them.
+
+        A prompt that was dropped may still be on its way to them. Its writes must not follow those of the next owner,
+        which another copy stream makes: that stream waits for the current one.
+        """
+        self.wait_for_copies()
         for user in list(self._users):
             user.forget(ids)
 
@@ -154,8 +166,7 @@ class BlockPool:
     def copy_blocks(self, old: Tensor, new: Tensor) -> None:
         """Copy blocks ``old`` to ``new``, int64 ``[n]`` each, in the CPU's memory."""
         self.fit()
-        for user in list(self._users):
-            user.wait_for_copies()
+        self.wait_for_copies()
         if self.direct:
             torch.cuda.synchronize(self.device)  # a kernel may still be writing a block in place
         for held in (self.kv, *self.fields.values()):
@@ -165,8 +176,7 @@ class BlockPool:
     @no_inference_mode
     def _grow(self, capacity: int) -> None:
         capacity = self._whole_pages(capacity)
-        for user in list(self._users):
-            user.wait_for_copies()  # another stream may still read the fields
+        self.wait_for_copies()  # another stream may still read the fields
         fields = {}
         for name, field in self.fields.items():
             fields[name] = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
+from ..offload.copy_streams import Pending
 from ..ops._layout import whole
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
@@ -55,6 +56,7 @@ class RowTable:
         self._moves = 0
         self._old: list[Tensor] = []
         self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
+        self._pending: dict[torch.device, Pending] = {}
         self._front: tuple[Tensor | None, bool] = (None, True)
         weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
 
@@ -196,12 +198,18 @@ class RowTable:
             here()
             for device, held in self._on.items():
                 with self._orders.get(device, nullcontext)():
+                    if (pending := self._pending.get(device)) is not None:
+                        pending.wait(device)
                     there(held)
         except BaseException:  # copies are made anew
             self._moves += 1
             self._old += self._on.values()
             self._on.clear()
             raise
+
+    def in_use_until(self, event: torch.cuda.Event, device: torch.device) -> None:
+        """A copy stream of ``device`` reads the table there until ``event``: it changes after that."""
+        self._pending.setdefault(device, Pending()).add(event)
 
     def order(self, device: torch.device, within: Callable[[], AbstractContextManager]) -> None:
         """On this device the table is written in the context ``within()``, in the order of who reads it there."""

@@ -445,15 +445,16 @@ class LayerStore(State):
         scales = self.pool.fields.get("scales")
         physical_ids = None
         if first is None or scales is not None:
-            physical_ids = self.block_table[rows, start:end].T.flatten()
+            # A copy, never a view of the table, which changes in place before a copy stream reads it.
+            physical_ids = self.block_table[rows, start:end].T.clone(memory_format=torch.contiguous_format).flatten()
         if copy_stream is None:
             self.pool.write(physical_ids, blocks.flatten(0, 1), first)
         else:
-            if physical_ids is not None and physical_ids.is_cuda:
-                physical_ids.record_stream(copy_stream.stream)  # read there
-            if scales is not None:
-                scales.record_stream(copy_stream.stream)  # and written: not freed before that
+            for used in (physical_ids, scales):  # read and written there: not freed before that
+                if used is not None and used.is_cuda:
+                    used.record_stream(copy_stream.stream)
             self._saved = copy_stream.run(lambda: self.pool.write(physical_ids, blocks.flatten(0, 1), first))
+            self.pool.in_use_until(self._saved)
 
     # ------------------------------------------------------------------ a step
 
@@ -480,6 +481,11 @@ class LayerStore(State):
             else:
                 wait(self._saved, self.device)
 
+    def in_use_until(self, event: torch.cuda.Event) -> None:
+        """A copy stream reads the block table and blocks until ``event``."""
+        self.pool.in_use_until(event)
+        self.table_of_rows.in_use_until(event, self.device)
+
     @contextmanager
     def after_saving(self, query: Tensor) -> Iterator[Tensor]:
         """Run the body after pending copies to the host, on their stream; yields ``query``."""
@@ -494,6 +500,7 @@ class LayerStore(State):
                 yield query
             finally:
                 self._saved = copy_stream.mark()
+                self.in_use_until(self._saved)
                 if query.is_cuda:
                     query.record_stream(copy_stream.stream)
                 if self.pages is not None and self.pages.pool is not None:

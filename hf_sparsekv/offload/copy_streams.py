@@ -10,6 +10,7 @@ Source: SparseServe, FlashD2H (saving through a staging buffer) and layer-segmen
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ class Stored(Protocol):
 
     def read_blocks(self, out: Tensor) -> None:
         """Copy the full blocks into the front of ``out``, on the current stream."""
+        ...
+
+    def in_use_until(self, event: torch.cuda.Event) -> None:
+        """A copy stream reads the blocks, and where they are, until ``event``."""
         ...
 
 
@@ -115,6 +120,7 @@ class CopyStreams:
         # layers ago.
         out = copy_stream.take(store.gathered_shape(columns), store.dtype)
         event = copy_stream.run(lambda: store.read_blocks(out))
+        store.in_use_until(event)
         self._ahead = store, out, event
 
     def arrived(self, store: Stored) -> Tensor | None:
@@ -148,3 +154,29 @@ def _join(stream: torch.cuda.Stream, device: torch.device) -> None:
 def wait(event: torch.cuda.Event, device: torch.device) -> None:
     """Make the current stream wait for ``event``."""
     torch.cuda.current_stream(device).wait_event(event)
+
+
+class Pending:
+    """Events after which copy streams no longer use some memory: what changes or reuses it waits for them first.
+
+    Several caches can share such memory, and each has copy streams of its own.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
+
+    def add(self, event: torch.cuda.Event) -> None:
+        """A copy stream uses the memory until ``event``."""
+        with self._lock:
+            self._events = [one for one in self._events if not one.query()]
+            self._events.append(event)
+
+    def wait(self, device: torch.device) -> None:
+        """Make the current stream wait for all of them. The host does not wait. Not allowed inside a capture."""
+        if not self._events:
+            return
+        with self._lock:
+            self._events = [one for one in self._events if not one.query()]
+            for event in self._events:  # kept: another stream may have to wait, too
+                wait(event, device)

@@ -163,6 +163,9 @@ class DevicePools:
 
     def clear(self) -> None:
         """Free the memory; the layers that use it must have dropped it."""
+        for pool in self.pools.values():
+            if pool is not None:
+                pool.wait_for_copies()  # of layers that have not come to drop theirs
         self.pools.clear()
         self._leads.clear()
         self._room = None

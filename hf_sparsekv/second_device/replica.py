@@ -247,7 +247,7 @@ class PrimaryStore(LayerStore):
             k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
             self.replica = ReplicaStore(k, v, self.config, None, self.table_of_rows)
             self.replica.peer, self.replica.home = peer, self.device
-            self.table_of_rows.order(peer.device, peer.on_stream)
+            self.table_of_rows.order(peer.device, peer.after_all_steps)
         self.replica.held = self.held
         return self.replica
 
