@@ -23,7 +23,7 @@ DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
+.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -66,6 +66,9 @@ test-accuracy: small-model  ## quality of every cache on the probe models and th
 
 test-small: small-model
 	$(BIN)/python -m pytest -m "small_model and not gpu and not accuracy"
+
+test-gpu:  ## all tests that need a GPU, on the GPUs that are visible; adds a row to benchmarks/results/gpu_tests.csv
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/test_gpu.py $(GPU_TEST_OPTIONS)
 
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'

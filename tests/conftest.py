@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
         interpreter.install()
 
 import transformers
+from groups import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
 
 from hf_sparsekv.small_model import is_fetched, small_model_path
 
@@ -79,42 +80,6 @@ def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
         alone = () if "gpu" in marks else group[0].get_closest_marker("pairwise").kwargs.get("once", ())
         dropped |= set(group) - set(_cover(group, alone))
     return dropped
-
-
-FORKING = (
-    "test_rank_processes.py",
-    "test_tensor_parallel.py",
-    "test_serve_command.py",
-    "test_deploy.py",
-    "test_main.py",
-    "test_soak.py",
-    "test_kernels.py",
-    "test_parallel.py",
-)
-
-
-def _group(nodeid: str) -> str:
-    """Tests of a group share what is dear to make, so they run in one worker, and before all that are in none."""
-    file = nodeid.partition("::")[0].rpartition("/")[2]
-    if file == "test_accuracy.py":
-        return next((model for model in ("gqa", "mla") if f"[{model}" in nodeid), "real")
-    if file in ("test_demo_browser.py", "test_small_model.py"):
-        return file
-    if file in FORKING:
-        return "forked"
-    return "demo" if file.startswith("test_demo") else nodeid
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """By name, as the marker ``xdist_group`` of pytest-xdist 3.8 does nothing in pytest 9.2."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid)
-
-    return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

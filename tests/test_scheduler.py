@@ -1,0 +1,72 @@
+"""A test that kills its worker: the run ends, says which one it was, and runs the others once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import test_gpu
+
+TESTS = Path(__file__).parent
+DIES = """
+import os
+import pytest
+
+@pytest.mark.parametrize("i", range(24))
+def test_one(i, worker_id):
+    print(f"ran {i} end")
+    if i == 9:
+        os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "run"), [(0, None), (2, 23)])
+def test_a_worker_that_dies(tmp_path, restarts, run):
+    """``run``: tests that pass; None: those that were under way."""
+    (tmp_path / "conftest.py").write_text("from groups import pytest_xdist_make_scheduler\n")
+    (tmp_path / "test_dies.py").write_text(DIES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    env["PYTHONPATH"] = str(TESTS)
+    how = ["-n", "2", "--max-worker-restart", str(restarts), "-p", "no:cacheprovider", "-rA", "test_dies.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    out = done.stdout
+    assert done.returncode == 1, out + done.stderr
+    assert len(re.findall(r"^FAILED test_dies.py::test_one\[9\]", out, re.M)) == 1, out
+    passed = re.findall(r"^PASSED test_dies.py::test_one\[(\d+)\]", out, re.M)
+    assert len(passed) == len(set(passed)), out
+    assert "9" not in passed
+    assert run is None or len(passed) == run, out
+
+
+def test_counts_of_a_report(tmp_path):
+    """A test that fails and whose teardown fails, too, is one that failed."""
+    report = tmp_path / "report.xml"
+    cases = ["<testcase classname='a' name='x'/>", "<testcase classname='a' name='s'><skipped/></testcase>"]
+    cases += [f"<testcase classname='a' name='y'><{kind}/></testcase>" for kind in ("failure", "error")]
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert test_gpu.counts(report) == (1, 1, 1, ["a::y"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "cores", "workers"),
+    [(80, 128, 16, 15), (141, 128, 64, 25), (80, 512, 64, 22), (16, 32, 64, 4), (2, 4, 1, 1)],
+)
+def test_workers(gpu, host, cores, workers):
+    assert test_gpu.default_workers(gpu << 30, host << 30, cores) == workers
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu(tmp_path, capsys):
+    """No row, and an exit status."""
+    assert test_gpu.main(["--csv", str(tmp_path / "rows.csv")]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
