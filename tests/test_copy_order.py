@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +21,7 @@ from lazy_copy_streams import finish, imitate, slow
 from models import build, model, prompt
 from torch import Tensor
 
-from hf_sparsekv import OffloadConfig
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.offload.copy_streams import CopyStream
@@ -35,6 +38,16 @@ KINDS = {
     "tokens-codes": lambda: two_level(OffloadConfig(kv_dtype="int8"), **TOKENS, **FULL),
 }
 JOIN = [kind for kind in KINDS if kind.startswith("tokens")]
+
+
+def ids_of(n: int, seed: int) -> list[int]:
+    """A prompt of ``n`` tokens."""
+    return prompt(1, n, seed=seed)["input_ids"][0].tolist()
+
+
+def greedy(tokens: int) -> Sampling:
+    """The likeliest tokens, so many."""
+    return Sampling(max_tokens=tokens, temperature=0)
 
 
 class Place:
@@ -263,3 +276,83 @@ def test_blocks_of_another_prompt(place, way, kind):
         mine = torch.stack(found, 1)
         for number, want in alone.items():
             torch.testing.assert_close(mine[number], want, atol=5e-3, rtol=5e-3)
+
+
+# ---------------------------------------------------------------------- engines, and the end
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds, a minute at most."""
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert condition()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "closed"])
+def test_requests_that_end_early(place, ends):
+    """Prompts that are cancelled half read, again and again, beside one that decodes; or an engine that is closed."""
+    serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
+    config = two_level(**TOKENS, **FULL).config
+    steady, others = ids_of(90, 1), [ids_of(200, 10 + i) for i in range(4)]
+    last = ids_of(150, 2)
+    found = []
+    for turn in range(TIMES):
+        with Engine(place.net, None, config, OffloadConfig(), serving) as engine:
+            first = engine.submit(steady, greedy(150))
+            wait_for(lambda: engine.stats().generated_tokens > 0)
+            for i, ids in enumerate(others):
+                half = engine.submit([turn + 1, *ids[1:]], greedy(5))
+                wait_for(lambda half=half: engine.stats().prefilling > 0 or half.done)
+                time.sleep(0.003 * i)
+                half.cancel()
+            if ends == "closed":
+                engine.submit(last, greedy(10))
+                continue
+            found.append([handle.result(100).token_ids for handle in (first, engine.submit(last, greedy(10)))])
+    place.settle()
+    if ends == "closed":
+        return
+    alone = []
+    for ids, tokens in ((steady, 150), (last, 10)):
+        given = torch.tensor([ids], device=place.device)
+        cache = KINDS["tokens"]()
+        out = place.net.generate(given, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        place.settle()
+        alone.append(tuple(out[0, len(ids) :].tolist()))
+    assert all([tuple(one) for one in each] == alone for each in found)
+
+
+END = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from caches import two_level
+from lazy_copy_streams import slow
+from models import build, prompt
+from hf_sparsekv.offload.copy_streams import CopyStream
+
+make = CopyStream.__init__
+
+def init(self, *args):
+    make(self, *args)
+    slow(self, 400_000_000)
+
+CopyStream.__init__ = init
+net, caches = build("llama", "sparsekv").cuda(), [two_level(token_budget=32) for _ in range(2)]
+with torch.no_grad():
+    for cache in caches:
+        net(prompt(2, 300)["input_ids"].cuda(), past_key_values=cache)
+pending = [layer.store._saved for cache in caches for layer in cache.sparse_layers]
+assert not all(event.query() for event in pending), "nothing is in flight"
+{ends}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", ["", "del cache, caches[0]", "sys.exit(0)", "cycle = [caches]; cycle.append(cycle)"])
+def test_the_process_ends_with_copies_in_flight(ends):
+    """Code 0, and nothing said."""
+    script = END.format(tests=os.path.dirname(__file__), ends=ends)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "CUDA error" in done.stderr) == (0, False), done.stderr
