@@ -23,6 +23,7 @@ from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
 from .attention.tap import QueryTap
 from .cache import SparseCache
+from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig, with_changes
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
@@ -151,9 +152,9 @@ class CacheSource:
         given = self.signature.bind(*args, **kwargs).arguments
         inputs: dict = given["model_kwargs"]
         uses = self.uses[-1:]  # none: another thread has left in this moment
-        if inputs.get("past_key_values") is not None or not uses:
+        if given_cache(inputs) is not None or not uses:
             return self.original(*args, **kwargs)
-        inputs["past_key_values"] = new_cache(self.model, uses[0].settings, given["generation_config"])
+        inputs[GENERATE] = new_cache(self.model, uses[0].settings, given["generation_config"])
         return None
 
     def enter(self, use: Use) -> None:
@@ -328,9 +329,9 @@ def generate(
         raise ValueError(f"{mode.value} is no longer part of transformers (see {name}): use another way to generate")
     settings = _settings(sparse_config, offload, optimize, {})
     with sparse(model, settings.config, offload=settings.offload, optimize=optimize):
-        past = given.get("past_key_values")
+        past = given_cache(given)
         if not getattr(past, "_is_user_defined", False):
-            given["past_key_values"] = new_cache(model, settings, generation_config)
+            given[GENERATE] = new_cache(model, settings, generation_config)
         loop = getattr(type(model), name)
         if "inputs_tensor" in inspect.signature(loop).parameters:
             given["inputs_tensor"] = inputs_tensor

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from .cache_name import over
 from .config import SparseConfig
 from .kv.row_table import RowTable
 from .kv.row_views import RowViews
@@ -193,7 +194,7 @@ class RowBatch:
             raise ValueError(f"a prompt of {n} tokens does not fit rows of 1 to {self.max_length}")
         cache = self.cache.beside()
         for part in input_ids.tensor_split([*range(chunk or n, n - 1, chunk or n)], dim=1):
-            logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(input_ids=part, **over(model, cache), use_cache=True, logits_to_keep=1).logits
         if len(cache.sparse_layers) < len(cache.layers):
             raise ValueError(
                 "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
@@ -620,7 +621,7 @@ class RowBatch:
         if len(ids) != self.max_rows:
             raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")
         positions = sent(lengths, torch.long, device)[:, None]
-        out = model(input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        out = model(input_ids=ids, position_ids=positions, **over(model, self.cache), use_cache=True)
         return out.logits[: self.width, -1]
 
 

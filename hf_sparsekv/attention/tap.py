@@ -24,11 +24,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..cache_name import GENERATE, declared_name, given_cache, without_cache
 from .handle import KVHandle, Step
 from .mla import Absorbed, is_mla
 
@@ -174,6 +176,11 @@ class Point:
         """The attention module; looked up each time, because adapters replace it."""
         return self.layer._modules[self.attention]
 
+    @cached_property
+    def cache_name(self) -> str:
+        """The keyword by which the layer takes its cache; one that hands its keywords on takes its attention's."""
+        return declared_name(self.layer) or declared_name(self.module) or GENERATE
+
     def source(self, foresight: str) -> str | None:
         """Where the stream is taken for what a cache asks for: ``"in_delta"``, ``"in"``, ``"mid"``, or nowhere."""
         wanted = _place(foresight)
@@ -204,7 +211,7 @@ class Point:
         view = _view(self.layer, **{self.attention: _view(module) if whole else _query_only(module)})
         if whole and is_mla(module):
             view._modules[self.attention].__dict__["expand_kv"] = lambda latent, rotary: (latent, rotary)
-        given = {**given, "past_key_values": _Probe(module), "attention_mask": None}
+        given = {**without_cache(given), self.cache_name: _Probe(module), "attention_mask": None}
         try:
             view.forward(stream.detach(), **given)  # another tensor object: fused layers leave notes with theirs
         except _Asked as asked:
@@ -317,7 +324,7 @@ class Hooks:
 
         def entered(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
             before, here.before, here.call = here.before, None, None
-            cache = given.get("past_key_values")
+            cache = given_cache(given)
             if getattr(cache, "foresight", None) is None or module is not own:
                 return
             stream = args[0] if args else given.get("hidden_states")
@@ -465,7 +472,7 @@ def _sees_stream(point: Point, stream: Tensor, given: dict[str, Any]) -> bool:
     try:
         view = _view(point.before, **mixers)
         with torch.no_grad():
-            view.forward(stream.detach(), **{**given, "past_key_values": None, "attention_mask": None})
+            view.forward(stream.detach(), **{**given, point.cache_name: None, "attention_mask": None})
     except _Asked as asked:
         mid = asked.found
     else:
@@ -493,7 +500,7 @@ def _parameters(module: nn.Module) -> set[str]:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    return "past_key_values" in _parameters(module)
+    return declared_name(module) is not None
 
 
 def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

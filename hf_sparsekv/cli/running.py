@@ -11,6 +11,7 @@ from rich.status import Status
 from transformers import DynamicCache, TextStreamer
 
 from ..attention.tap import QueryTap
+from ..cache_name import generate_over
 from ..cuda_graph.optimize import optimize, unoptimize
 from ..telemetry.timing import Timing, TokenTimer
 from .output import CommandError, messages
@@ -127,5 +128,5 @@ def _run(name: str, tokenizer, model, inputs: dict[str, torch.Tensor], cache, kw
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with messages.status(f"reading {length:,} tokens") as status:
         timer = TokenTimer(_Printer(tokenizer, status))
-        out = model.generate(**inputs, past_key_values=cache, streamer=timer, pad_token_id=pad, **kwargs)
+        out = model.generate(**inputs, **generate_over(cache), streamer=timer, pad_token_id=pad, **kwargs)
     return Run(name, length, out[0, length:].tolist(), timer.summary())

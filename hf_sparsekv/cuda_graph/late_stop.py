@@ -2,7 +2,7 @@
 
 After each token transformers' loop asks the GPU whether it was the last, so the GPU rests while Python prepares the
 next step: a third of a millisecond and more of each token. transformers has a form of the loop that asks about the step
-before, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.23). :func:`defer` has one model use it over our
+before, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.24). :func:`defer` has one model use it over our
 caches: that model's class becomes a subclass of its own, as ``torch.nn.utils.parametrize`` makes one, whose
 ``_sample()`` runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
 
@@ -22,6 +22,7 @@ from transformers import GenerationMixin
 from transformers.generation import utils
 
 from ..cache import SparseCache
+from ..cache_name import given_cache
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 
@@ -113,7 +114,7 @@ class LateStopping:
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **kwargs: Any
     ):
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         noticed = not all(map(_of_transformers, (*logits_processor, *stopping_criteria)))
         noticed |= getattr(kwargs.get("streamer"), "waits", False)
         loop: Any = GenerationMixin._sample

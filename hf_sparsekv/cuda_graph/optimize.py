@@ -25,6 +25,7 @@ from transformers import GenerationMixin
 from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
+from ..cache_name import NAMES, cache_name, output_name, over, without_cache
 from ..fusion.fuse import Fusion, fuse, why_not
 from ..kv.rows import Drafts, Rows
 from ..layers.replay import DraftRows, Replay
@@ -36,7 +37,7 @@ from .captured_step import CapturedStep, Saved, gathered_experts
 from .late_stop import defer, wait
 from .mask_watch import MaskWatch
 
-_STATIC = ("input_ids", "position_ids", "attention_mask", "past_key_values")
+_STATIC = ("input_ids", "position_ids", "attention_mask", *NAMES)
 _OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # what else a pass that is captured may be told
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
@@ -104,6 +105,8 @@ class StepRunner:
         self.tap = QueryTap(model)
         of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
         self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
+        self._cache_name = cache_name(model)
+        (self._other_name,) = {*NAMES} - {self._cache_name}
         self._cannot: str | None = None
         self._drafts_cannot = False
         generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
@@ -149,7 +152,9 @@ class StepRunner:
     # ------------------------------------------------------------------ a call
 
     def __call__(self, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
+        if self._other_name in kwargs and self._cache_name not in kwargs:
+            kwargs[self._cache_name] = kwargs.pop(self._other_name)
+        cache = kwargs.get(self._cache_name)
         if not args and isinstance(cache, SparseCache) and (known := self.steady.get(cache)):
             with self.lock:
                 out = self._again(kwargs, cache, known)
@@ -157,7 +162,7 @@ class StepRunner:
                 return out
         given = self.signature.bind(*args, **kwargs).arguments
         given.update(given.pop(self._rest, {}))
-        cache = given.get("past_key_values")
+        cache = given.get(self._cache_name)
         new = self._new_tokens(given, cache) if isinstance(cache, SparseCache) else 0
         if not new:
             if isinstance(cache, SparseCache):
@@ -511,7 +516,7 @@ class StepRunner:
             for layer in layers:
                 layer.broken = f"{type(error).__name__} after a captured step"
             raise
-        out = {**step.output, "past_key_values": cache}
+        out = {**step.output, output_name(type(step.output)): cache}
         if drafts is not None:
             out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
         return type(step.output)(**out)
@@ -636,9 +641,9 @@ class StepRunner:
                     begun = steps.begin_drafts(count, ids.shape[1], table.block_size, table.recent)
                     replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
                 with gathered_experts(self.model):
-                    out = self.original(input_ids=ids, position_ids=positions, past_key_values=cache, **rest)
+                    out = self.original(input_ids=ids, position_ids=positions, **over(self.model, cache), **rest)
                 replay.join()
-                return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
+                return type(out)(**without_cache(out))
             except BaseException:
                 replay.come_back()
                 raise

@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from ..attention.tap import QueryTap
+from ..cache_name import generate_over
 from .cache_specs import parse_cache
 from .prefix import attention, forced_steps, full_attention, prefill
 
@@ -50,7 +51,7 @@ class SparseKVLM(HFLM):
     def _model_generate(self, context, max_length: int, stop: list[str], **generation_kwargs) -> torch.Tensor:
         cache = self.spec.make(self.model.config)
         if cache is not None:
-            generation_kwargs["past_key_values"] = cache
+            generation_kwargs |= generate_over(cache)
         with attention(self.model, full_attention(self.model) if cache is None else "sparsekv"):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 

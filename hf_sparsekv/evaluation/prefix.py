@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from ..attention.mla import Absorbed, is_mla
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
+from ..cache_name import over
 
 _RECORDER = "sparsekv_recorder"
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Prefix:
         with attention(model, name):
             logits = model(
                 self.ids,
-                past_key_values=cache,
+                **over(model, cache),
                 use_cache=True,
                 logits_to_keep=1,
                 **self.inputs(0, self.ids.shape[1]),
@@ -157,7 +158,7 @@ def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = 
         for part in ids.split(chunk, dim=1):
             end = start + part.shape[1]
             more = prefix.inputs(start, end)
-            logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits[:, -1]
+            logits = model(part, **over(model, cache), use_cache=True, logits_to_keep=1, **more).logits[:, -1]
             start = end
     prefix.queries = [torch.cat(seen.pop(index), dim=2) for index in sorted(seen)]
     prefix.logits = logits
@@ -217,7 +218,7 @@ def greedy_rows(
                 break
             end = length + step + 1
             more = prefix.inputs(end - 1, end)
-            logits = model(tokens[:, None], past_key_values=cache, use_cache=True, **more).logits[:, -1]
+            logits = model(tokens[:, None], **over(model, cache), use_cache=True, **more).logits[:, -1]
     return rows
 
 
@@ -232,5 +233,5 @@ def forced_steps(model, cache: Cache, ids: Tensor, prefix: Prefix | None = None)
     for i in range(ids.shape[1]):
         more = {} if prefix is None else prefix.inputs(prefix.ids.shape[1] + i, prefix.ids.shape[1] + i + 1)
         with attention(model, name):
-            logits = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits[:, -1]
+            logits = model(ids[:, i : i + 1], **over(model, cache), use_cache=True, **more).logits[:, -1]
         yield logits.float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..cache_name import given_cache, without_cache
 from ..ops.add_norm import add_norm
 from ..ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
 from ..ops.experts import experts
@@ -237,15 +238,13 @@ class FusedAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values=None,
-        **kwargs,
+        **kwargs,  # the cache among them, by the name that the original declares
     ):
         if position_embeddings is None or not is_usable(hidden_states, *position_embeddings):
             return super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
         arch = self._fused.arch
@@ -260,8 +259,9 @@ class FusedAttention:
         q, k = qk_rope(q, k, *position_embeddings, *(weights or (None, None)), *(eps or (0.0, 0.0)), arch.unit_offset)
         v = v.transpose(1, 2)
 
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        cache, kwargs = given_cache(kwargs), without_cache(kwargs)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         extra = {}
         if arch.sliding:
             extra["sliding_window"] = getattr(self if arch.sliding == "module" else self.config, "sliding_window", None)
@@ -295,8 +295,7 @@ class FusedLatentAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values=None,
-        **kwargs,
+        **kwargs,  # the cache among them, by the name that the original declares
     ):
         norm = self.kv_a_layernorm
         if (
@@ -308,7 +307,6 @@ class FusedLatentAttention:
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
         shape = hidden_states.shape[:-1]
@@ -321,8 +319,9 @@ class FusedLatentAttention:
             norm._fused.eps,
             bool(self.config.rope_interleave),
         )
-        if past_key_values is not None:
-            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        cache, kwargs = given_cache(kwargs), without_cache(kwargs)
+        if cache is not None:
+            latent, rotary = cache.update(latent, rotary, self.layer_idx)
         key, value = self.expand_kv(latent, rotary)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
@@ -348,7 +347,7 @@ class FusedLayer:
         if args or self.training or not is_usable(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         # The attention may be transformers' own, which has no defaults for these.
-        for name in ("position_embeddings", "attention_mask", "past_key_values"):
+        for name in ("position_embeddings", "attention_mask"):
             kwargs.setdefault(name, None)
         sandwich = self._fused.arch.unit_offset
         after_attention = self.post_attention_layernorm if sandwich else None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.parts import GRID
+from ..cache_name import over
 
 # Tokens of a chunk at least, if only its length bounds its time: of fewer the weights are read and the kernels launched
 # all the same, which would teach that tokens are slow, and so make the next chunk no longer.
@@ -311,7 +312,7 @@ class Reading:
     @torch.no_grad()
     def _forward(self, tokens: int) -> None:
         part = self.ids[:, self.past : self.past + tokens]
-        out = self.model(input_ids=part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=part, **over(self.model, self.cache), use_cache=True, logits_to_keep=1)
         self.logits = out.logits[:, -1]
         self.past += tokens
 

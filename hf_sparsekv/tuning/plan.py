@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.mla import is_mla
+from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
 from ..policies.memory import LayerShape, Request
@@ -149,7 +150,7 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         cache = DynamicCache(config=text)
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **over(model, cache), use_cache=True)
         latent = any(is_mla(module) for module in model.modules())
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
