@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hf_sparsekv import sparse
 from hf_sparsekv.attention.drafts import verified_tokens
+from hf_sparsekv.cache_name import given_cache, over, without_cache
 from hf_sparsekv.ops.mass_select import mass_select
 from hf_sparsekv.ops.sparse_decode import sparse_decode
 from hf_sparsekv.ops.token_score import token_score
@@ -278,12 +279,12 @@ def test_drafts_are_verified_as_by_single_steps(name, how, monkeypatch):
     assert ours.stats().draft_queries > 0 == ours.stats().exact_calls
     whole = net.forward
 
-    def apart(input_ids, past_key_values, attention_mask=None, position_ids=None, **rest):
-        past, n = past_key_values.get_seq_length(), input_ids.shape[1]
-        if not past or past_key_values is not theirs:
-            return whole(input_ids, attention_mask, position_ids, past_key_values, **rest)
+    def apart(input_ids, attention_mask=None, position_ids=None, **rest):
+        cache, rest, n = given_cache(rest), without_cache(rest), input_ids.shape[1]
+        if not cache.get_seq_length() or cache is not theirs:
+            return whole(input_ids, attention_mask, position_ids, cache, **rest)
         rest.pop("logits_to_keep", None)
-        outs = [whole(input_ids[:, i : i + 1], past_key_values=theirs, **rest) for i in range(n)]
+        outs = [whole(input_ids[:, i : i + 1], **over(net, theirs), **rest) for i in range(n)]
         outs[-1].logits = torch.cat([out.logits for out in outs], dim=1)
         return outs[-1]
 

@@ -179,7 +179,7 @@ class Tokens:
     """Enough of a tokenizer for a streamer."""
 
     def decode(self, ids, **_):
-        return " ".join(map(str, ids)) + "\n"
+        return " ".join(map(str, [ids] if isinstance(ids, int) else ids)) + "\n"
 
 
 def test_a_streamer_in_another_thread(net, made):
@@ -425,11 +425,11 @@ def test_wrong_settings(net, error, message, args, how):
 def test_what_cannot_be_sparse():
     t5 = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     mamba = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)
-    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    mpt = transformers.MptConfig(vocab_size=97, d_model=32, n_layers=1, n_heads=4)
     for net, error, message in (
         (transformers.T5ForConditionalGeneration(t5), ValueError, "decoder-only models"),
         (transformers.MambaForCausalLM(mamba), ValueError, "has a cache of its own kind"),
-        (transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes, rotary_dim=4)), ValueError, "itself"),
+        (transformers.MptForCausalLM(mpt), ValueError, "itself"),
         (nn.Linear(2, 2), TypeError, "needs a model of transformers that can generate"),
         ("Qwen/Qwen3-8B", TypeError, "got str"),
     ):

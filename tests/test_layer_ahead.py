@@ -26,6 +26,7 @@ from hf_sparsekv import (
     unoptimize,
 )
 from hf_sparsekv.attention import tap as tap_module
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.layers.replay import Replay
@@ -323,8 +324,8 @@ def decode(cache, net=None, steps: int = 20, length: int = 150, seed: int = 5) -
     net = net or model("llama")
     ids = prompt(2, length + steps, seed=seed)["input_ids"]
     with torch.no_grad():
-        net(ids[:, :length], past_key_values=cache)
-        rows = [net(token, past_key_values=cache).logits.clone() for token in ids[:, length:].split(1, dim=1)]
+        net(ids[:, :length], **over(net, cache))
+        rows = [net(token, **over(net, cache)).logits.clone() for token in ids[:, length:].split(1, dim=1)]
     return torch.cat(rows, dim=1)
 
 
@@ -332,7 +333,7 @@ def go_on(cache, net=None, steps: int = 12) -> Tensor:
     net = net or model("llama")
     with torch.no_grad():
         tokens = prompt(2, steps, seed=9)["input_ids"].split(1, dim=1)
-        return torch.cat([net(t, past_key_values=cache).logits.clone() for t in tokens], 1)
+        return torch.cat([net(t, **over(net, cache)).logits.clone() for t in tokens], 1)
 
 
 def forget(cache) -> None:

@@ -24,8 +24,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, Protocol, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from .mla import Absorbed, is_mla
 
 _NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")  # before the MLP: the first of these that there is
 _KEYS = ("k_proj", "v_proj", "kv_a_proj_with_mqa")  # projections that a query does not need
+_STATE = {"update_conv_state", "update_recurrent_state"}  # what linear attention calls of a cache
 _installing = threading.RLock()
 _hooked: weakref.WeakKeyDictionary[nn.Module, Hooks] = weakref.WeakKeyDictionary()
 
@@ -463,7 +464,7 @@ def _waiting(point: Point | None, cache: ForeseeingCache):
 
 def _sees_stream(point: Point, stream: Tensor, given: dict[str, Any]) -> bool:
     """The norm before the MLP gets the layer's input plus what attention adds: two rows differ as they did before."""
-    mixers = {name: _Nothing(tuple_=_takes_cache(child)) for name, child in _mixers(point.before)}
+    mixers = {name: _Nothing(tuple_=_returns_tuple(child)) for name, child in _mixers(point.before)}
 
     def stop(module: nn.Module, args: tuple) -> None:
         raise _Asked(args[0])
@@ -499,8 +500,25 @@ def _parameters(module: nn.Module) -> set[str]:
     return set(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
 
 
-def _takes_cache(module: nn.Module) -> bool:
-    return declared_name(module) is not None
+@lru_cache(maxsize=128)
+def _keeps_state(kind: type) -> bool:
+    """Modules of this class keep a state of linear attention in the cache, not keys and values.
+
+    Up to transformers 5.23 they took the cache by a name of its own; from 5.24 on by the one that attention uses.
+    """
+    methods = (inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values() if inspect.isfunction(one))
+    return any(_STATE.intersection(method.__code__.co_names) for method in methods)
+
+
+def _attends(module: nn.Module) -> bool:
+    """The module caches keys and values."""
+    return declared_name(module) is not None and not _keeps_state(type(module))
+
+
+def _returns_tuple(mixer: nn.Module) -> bool:
+    """What mixes tokens returns more than one tensor: attention its weights, which linear attention has not."""
+    returns = inspect.signature(inspect.unwrap(type(mixer).forward)).return_annotation
+    return _attends(mixer) or get_origin(returns) is tuple
 
 
 def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -512,7 +530,7 @@ def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _attention_name(layer: nn.Module) -> str | None:
     """The name of a decoder layer's only attention module that takes a cache."""
-    names = [name for name, child in _mixers(layer) if _takes_cache(child) and hasattr(child, "config")]
+    names = [name for name, child in _mixers(layer) if _attends(child) and hasattr(child, "config")]
     return names[0] if len(names) == 1 else None
 
 

@@ -33,7 +33,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     def __init__(self, stock: DynamicSlidingWindowLayer, owner: Owner, index: int) -> None:
         super().__init__(stock.sliding_window)
         self.owner, self.index = owner, index
-        self.dtype, self.device, self.is_initialized = stock.dtype, stock.device, True
+        self.dtype, self.device, self.is_initialized = stock.keys.dtype, stock.device, True
         self._sliding_window_tensor = stock._sliding_window_tensor
         keys, values = stock.keys, stock.values
         batch, heads, _, self.key_dim = keys.shape
