@@ -77,9 +77,9 @@ def same_counts(*caches) -> None:
     assert replace(stats[0], walks=bare[0]) == replace(stats[1], walks=bare[1])
 
 
-def imitated(name: str = "llama", **changes) -> tuple[torch.nn.Module, Imitation]:
-    """A new model whose decode steps are replayed, and what replays them."""
-    net = build(name, "sparsekv", **changes)
+def imitated(name: str = "llama", make=None, **changes) -> tuple[torch.nn.Module, Imitation]:
+    """A new model whose decode steps are replayed, and what replays them. It is what ``make()`` gives, if that is."""
+    net = build(name, "sparsekv", **changes) if make is None else make()
     runner = Imitation(net)
     runner.install()
     return net, runner
