@@ -18,6 +18,7 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.cache_name import generate_over, over
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.kv.rows import Rows
 
@@ -139,7 +140,7 @@ def generate(
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **generate_over(cache),
             max_new_tokens=tokens,
             do_sample=sample,
             stopping_criteria=[asked] if compiled else None,
@@ -180,7 +181,7 @@ class Steps:
             input_ids=self.ids,
             attention_mask=self.mask[:, : self.length],
             position_ids=self.positions[:, now : self.length],
-            past_key_values=self.cache,
+            **over(self.model, self.cache),
             use_cache=True,
             logits_to_keep=1,
             return_dict=True,

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 from hf_sparsekv import unoptimize
+from hf_sparsekv.cache_name import generate_over
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
@@ -85,7 +86,7 @@ def answer(model: nn.Module, cache=None, said: Tensor | None = None) -> Answer:
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **generate_over(cache),
         max_new_tokens=ANSWER,
         do_sample=False,
         pad_token_id=0,

@@ -17,6 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from hf_sparsekv import CacheStats, PrefixCache, SparseCache, StepMonitor, StepReport
+from hf_sparsekv.cache_name import generate_over, over
 
 from .caches import DENSE, METHODS
 from .models import Loaded
@@ -238,7 +239,9 @@ class Session:
                 loaded.here()  # each piece may run in another thread
                 self.turns.take(lane)
                 began = time.perf_counter()
-                out = loaded.model(ids[:, at : at + chunk], past_key_values=prefix, use_cache=True, logits_to_keep=1)
+                out = loaded.model(
+                    ids[:, at : at + chunk], **over(loaded.model, prefix), use_cache=True, logits_to_keep=1
+                )
                 out.logits.cpu()  # the work is done
                 del out
                 spent += time.perf_counter() - began
@@ -310,7 +313,7 @@ class Session:
         loaded.model.generate(
             given,
             attention_mask=torch.ones_like(given),
-            past_key_values=talk.cache,
+            **generate_over(talk.cache),
             max_new_tokens=task.new_tokens,
             do_sample=False,
             temperature=None,

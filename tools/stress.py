@@ -31,6 +31,7 @@ from caches import FULL, TIGHT, two_level
 from models import VOCAB, build, prompt, reference
 
 from hf_sparsekv import OffloadConfig, SparseCache, optimize
+from hf_sparsekv.cache_name import generate_over, over
 from hf_sparsekv.offload.copy_streams import CopyStream
 
 MODELS = ("llama", "llama-mqa", "qwen3", "gemma3")
@@ -116,7 +117,7 @@ class Stress:
             self.done["tie"] += 1
 
     def text(self, name, net, inputs, how) -> None:
-        found = net.generate(**inputs, **how, past_key_values=self.cache(**FULL))
+        found = net.generate(**inputs, **how, **generate_over(self.cache(**FULL)))
         self.equal(name, inputs, found, self.dense[name].generate(**inputs, **how))
 
     def turns(self, name, net, inputs, how) -> None:
@@ -124,7 +125,7 @@ class Stress:
         ids = inputs["input_ids"]
         for _ in range(3):
             given = {"input_ids": ids, "attention_mask": mask, **how}
-            text = net.generate(**given, past_key_values=cache)
+            text = net.generate(**given, **generate_over(cache))
             want = self.dense[name].generate(**given)
             self.equal(name, given, text, want)
             if not torch.equal(text, want):
@@ -137,32 +138,32 @@ class Stress:
     def beams(self, name, net, inputs, how) -> None:
         how = {**how, "num_beams": 3}
         how.pop("prefill_chunk_size", None)
-        found = net.generate(**inputs, **how, past_key_values=self.cache(**FULL))
+        found = net.generate(**inputs, **how, **generate_over(self.cache(**FULL)))
         self.equal(name, inputs, found, self.dense[name].generate(**inputs, **how), beams=how)
 
     def stop(self, name, net, inputs, how) -> None:
         """An exception in mid-answer; then the same cache again."""
         cache = self.cache(**FULL)
         try:
-            net.generate(**inputs, **how, past_key_values=cache, stopping_criteria=[Stop(self.dice.randrange(20))])
+            net.generate(**inputs, **how, **generate_over(cache), stopping_criteria=[Stop(self.dice.randrange(20))])
         except KeyboardInterrupt:
             cache.reset()
         else:
             cache.reset()
-        found = net.generate(**inputs, **how, past_key_values=cache)
+        found = net.generate(**inputs, **how, **generate_over(cache))
         self.equal(name, inputs, found, self.dense[name].generate(**inputs, **how))
 
     def _filled(self, net, inputs, **settings):
         cache = self.cache(**settings)
         with torch.no_grad():
-            net(**inputs, past_key_values=cache)
+            net(**inputs, **over(net, cache))
         return cache
 
     def _goes_on(self, net, caches, rows) -> None:
         """All caches give the same logits for the same tokens."""
         ids = torch.randint(1, VOCAB, (rows, 30), device=self.device)
         with torch.no_grad():
-            logits = [torch.cat([net(t, past_key_values=c).logits.clone() for t in ids.split(1, 1)], 1) for c in caches]
+            logits = [torch.cat([net(t, **over(net, c)).logits.clone() for t in ids.split(1, 1)], 1) for c in caches]
         for other in logits[1:]:
             torch.testing.assert_close(other, logits[0], atol=2e-3, rtol=1e-3)
 
@@ -195,8 +196,8 @@ class Stress:
         cache.crop(keep - ids.shape[1])
         more = torch.randint(1, VOCAB, (len(ids), 60), device=self.device)
         with torch.no_grad():
-            self.dense[name](ids[:, :keep], past_key_values=stock)
-            found, want = (n(more, past_key_values=c).logits for n, c in ((net, cache), (self.dense[name], stock)))
+            self.dense[name](ids[:, :keep], **over(self.dense[name], stock))
+            found, want = (n(more, **over(n, c)).logits for n, c in ((net, cache), (self.dense[name], stock)))
         torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
 
     def places(self, name, net, inputs, how) -> None:
@@ -204,7 +205,7 @@ class Stress:
         texts = []
         for pool in self.dice.sample(POOLS, 2):
             cache = two_level(OffloadConfig(device_pool=pool), **TIGHT)
-            texts.append(net.generate(**inputs, **how, past_key_values=cache))
+            texts.append(net.generate(**inputs, **how, **generate_over(cache)))
         assert torch.equal(*texts), "the text depends on where blocks lie"
 
 

@@ -13,6 +13,8 @@ import time
 import torch
 from torch import Tensor
 
+from hf_sparsekv.cache_name import over
+
 from ..baselines import check, find, make_cache, prepare
 from ..decoding import free
 from ..report import Report
@@ -33,7 +35,7 @@ def prefill(model, cache, ids: Tensor, chunk: int) -> Tensor:
             input_ids=ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **over(model, cache),
             use_cache=True,
             logits_to_keep=1,
         )

@@ -22,6 +22,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
 from hf_sparsekv.attention import exact
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.ops.append import triton as append
 from hf_sparsekv.ops.block_copy import triton as block_copy
@@ -79,7 +80,7 @@ def measured(model, begin: Callable[[], Cache], tokens: int) -> tuple[float, flo
     """Of a pass of ``tokens`` tokens into ``begin()``: ms, operations a layer, launches of all layers."""
 
     def run(cache: Cache) -> None:
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, **over(model, cache), use_cache=True, logits_to_keep=1)
 
     ids, best = torch.zeros(1, tokens, dtype=torch.long), float("inf")
     with only_host() as launched:
@@ -112,7 +113,7 @@ def main() -> None:
         def later(make=make) -> Cache:
             cache = make()
             for _ in range(PIECES - 1):
-                model(torch.zeros(1, PIECE, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+                model(torch.zeros(1, PIECE, dtype=torch.long), **over(model, cache), logits_to_keep=1)
             return cache
 
         passes = [(f"{PROMPT} tokens", make, PROMPT), (f"{PIECE} behind {PIECES - 1} x {PIECE}", later, PIECE)]

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.cuda_graph.optimize import StepRunner
 
 LAYERS, ROWS, CONTEXT, STEPS = 36, 8, 700, 400
@@ -69,7 +70,7 @@ def main() -> None:
 
 def of_generate(model, cache: OffloadedSparseCache, ids: torch.Tensor) -> Callable[[], None]:
     """One step, called as transformers' loop does."""
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **over(model, cache), logits_to_keep=1)
 
     def step() -> None:
         past = cache.get_seq_length()
@@ -78,7 +79,7 @@ def of_generate(model, cache: OffloadedSparseCache, ids: torch.Tensor) -> Callab
             "attention_mask": torch.ones(ROWS, past + 1, dtype=torch.long),
             "position_ids": torch.full((ROWS, 1), past),
         }
-        model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True)
+        model(**given, **over(model, cache), use_cache=True, logits_to_keep=1, return_dict=True)
 
     return step
 

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
+from hf_sparsekv.cache_name import over
 
 from ..kernels import launched, table
 from ..shapes import known_config, parse_model, parse_tokens, random_model
@@ -30,7 +31,7 @@ def passed(model, cache, tokens: int) -> tuple[float, float]:
     ids = torch.randint(0, 1000, (1, tokens), device=model.device)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, **over(model, cache), use_cache=True, logits_to_keep=1)
     host = time.perf_counter() - begin
     torch.cuda.synchronize()
     return 1e3 * host, 1e3 * (time.perf_counter() - begin)

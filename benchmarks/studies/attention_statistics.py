@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.evaluation.prefix import attention
 from hf_sparsekv.results import Row, append_rows, commit
 from hf_sparsekv.small_model import SMALL_MODEL_NAME
@@ -105,12 +106,12 @@ def record(
     found = {}
     with attention(model, NAME):
         for part in ids[:, : length - 1].split(1024, dim=1):
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **over(model, cache), logits_to_keep=1)
         for stream in STREAMS:
             current[0] = recorder = make(length - 1, steps)
             token = ids[:, length - 1 : length]  # the prompt's last
             for step in range(steps):
-                logits = model(token, past_key_values=cache).logits[0, -1]
+                logits = model(token, **over(model, cache)).logits[0, -1]
                 token = ids[:, length + step : length + step + 1]
                 if stream == "own":
                     token = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)[None]

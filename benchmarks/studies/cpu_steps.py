@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.cache_name import over
 
 from ..filling import fill_cache
 from ..shapes import parse_tokens, real_model
@@ -49,7 +50,7 @@ def times(model, made: dict[str, tuple[object, str]], steps: int, clock) -> dict
         for name, (cache, kind) in made.items():
             model.set_attn_implementation(kind)
             start = clock()
-            model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+            model(torch.tensor([[5]]), **over(model, cache), use_cache=True)
             if step >= WARM:
                 found[name].append(1e3 * (clock() - start))
     return found

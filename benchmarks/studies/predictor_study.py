@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.config import MAX_WINDOW
 from hf_sparsekv.evaluation.prefix import attention, prefill
 from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
@@ -110,7 +111,7 @@ def continued(model, ids: Tensor, steps: int, seed: int) -> Tensor:
     cache, part = DynamicCache(), ids
     with attention(model, "sdpa"):
         for _ in track(range(steps), "own output"):
-            logits = model(part, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+            logits = model(part, **over(model, cache), logits_to_keep=1).logits[:, -1].float()
             part = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             ids = torch.cat((ids, part), dim=1)
     return ids
