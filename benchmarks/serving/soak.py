@@ -168,7 +168,7 @@ class Soak:
     def sent(self, body: dict | bytes) -> bytes:
         """A request as it goes over the wire."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nConnection: close"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
         return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
     async def killed(self) -> str:

@@ -33,6 +33,7 @@ WARM_UP = 64  # tokens
 FAILED_S = 2  # that /ready says so before a replica that has lost a rank ends
 GRACE_S = 10  # that clients have to take the ends of their answers
 HURRY_S = 2  # the same, at the second signal
+OTHER_FILES = 256  # beside connections: libraries, the model's weights
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Options of serve, by what they are about.
@@ -59,6 +60,18 @@ def serve(
         _of_server(help="The name that clients ask for; default: MODEL, of a directory its name.", show_default=False),
     ] = None,
     max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB",
+    max_connections: Annotated[
+        int, _of_server(min=1, help="At a time; those without a request make room for others.")
+    ] = 2048,
+    allow_host: Annotated[
+        list[str] | None,
+        _of_server(
+            metavar="NAME",
+            help="A name of this server, beside localhost and IP addresses, that clients may ask it by; of a server "
+            "on a loopback address without a key. Several times, or '*' for any.",
+            show_default=False,
+        ),
+    ] = None,
     max_rows: Annotated[int, _of_requests(min=1, help="That decode together.")] = 32,
     context: Annotated[
         int | None,
@@ -166,9 +179,13 @@ def serve(
             model,
             model_id or _name(model),
             listener,
-            api_key,
-            body,
-            max_answer,
+            max_connections,
+            {
+                "api_key": api_key,
+                "max_body": body,
+                "max_answer": max_answer,
+                "allowed_hosts": tuple(allow_host or ()),
+            },
             (config, offload, serving, dtype, device),
             tensor_parallel,
         )
@@ -176,21 +193,23 @@ def serve(
         listener.close()
 
 
-def _serve(model, model_id, listener, api_key, max_body, max_answer, settings, tensor_parallel) -> None:
+def _serve(model, model_id, listener, max_connections, options, settings, tensor_parallel) -> None:
     from ..serving.engine import Engine
     from ..serving.garbage import set_aside
     from ..serving.http import create_app
     from ..serving.request import Sampling
+    from ..serving.turns import short_turns
 
     config, offload, serving, dtype, device = settings
+    api_key = options["api_key"]
     place = loading.pick_device(device)
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
     with Engine(loaded, tokenizer, config, offload, serving) as engine:
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
-        app = create_app(engine, model_id, api_key, max_body, max_answer)
-        server = _server(app, engine)
-        with set_aside(), _heard(server):  # signals: before anybody is told that it listens
+        app = create_app(engine, model_id, **options)
+        server = _server(app, engine, max_connections)
+        with set_aside(), short_turns(), _heard(server):  # signals: before anybody is told that it listens
             if tensor_parallel:
                 threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
             listener.listen(2048)
@@ -275,12 +294,14 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _server(app, engine):
+def _server(app, engine, max_connections=2048):
     """uvicorn's, which on the first signal lets those who wait have their answers, and cancels them on the second.
 
     Its own handlers of signals are left out: they are set when it runs, and a signal may come before or behind that.
     """
     import uvicorn
+
+    from ..serving.http.connections import protocol
 
     class Server(uvicorn.Server):
         signals = 0  # that have come
@@ -314,7 +335,25 @@ def _server(app, engine):
     # Of clients that were left: their tasks are cancelled, and uvicorn shows where.
     logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
     options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
-    return Server(uvicorn.Config(app, **options, proxy_headers=False, timeout_graceful_shutdown=GRACE_S))
+    options |= {"http": protocol(_connections(max_connections)), "proxy_headers": False}
+    return Server(uvicorn.Config(app, **options, timeout_graceful_shutdown=GRACE_S))
+
+
+def _connections(asked: int) -> int:
+    """As many as this process may have files for, which are raised as far as it may."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return asked
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = asked + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < needed:
+            note(f"{asked} connections need {needed} open files, and this process may have {soft} (ulimit -n)")
+            return max(1, soft - OTHER_FILES)
+    return asked
 
 
 def _no_cancellation(record: logging.LogRecord) -> bool:

@@ -126,6 +126,11 @@ class Engine:
         return not (self._closed or self._draining or self.failed)
 
     @property
+    def max_waiting(self) -> int:
+        """Requests that may wait, as :class:`.ServingConfig` has it."""
+        return self.serving.max_waiting
+
+    @property
     def failed(self) -> BaseException | None:
         """What a decode step has failed with: no request is served any more."""
         return self._loop.failed

@@ -41,6 +41,7 @@ from .loading import load
 from .rank_processes import RankProcesses, Served
 from .ranks import RanksApart
 from .request import EngineStats, Sampling
+from .turns import short_turns
 
 KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state
 WARM_UP = 64  # tokens
@@ -62,6 +63,7 @@ class Deployed(BaseModel, extra="forbid"):
         serving: fields of :class:`.ServingConfig`.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
         max_body: bytes of a request's body.
+        allowed_hosts: names that clients may ask a proxy on a loopback address by, if there is no key.
         tensor_parallel: GPUs of a machine that the model is spread over: ranks of a replica; 1: a GPU has all of it.
         num_gpus: of a rank, 1, or 0 for the CPU.
         num_cpus: that Ray reserves for a replica, all ranks together.
@@ -82,6 +84,7 @@ class Deployed(BaseModel, extra="forbid"):
     serving: dict[str, Any] = {}
     max_answer: int | None = Field(MAX_ANSWER, ge=1)
     max_body: int = Field(MAX_BODY, ge=1)
+    allowed_hosts: list[str] = []
     tensor_parallel: int = Field(1, ge=1)
     num_gpus: int = Field(1, ge=0, le=1)
     num_cpus: float = Field(1, ge=0)
@@ -177,6 +180,7 @@ class Replica:
         self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         self._aside = contextlib.ExitStack()
         self._aside.enter_context(set_aside())
+        self._aside.enter_context(short_turns())
         if self._ranks is not None:
             self._ranks.when_lost(self._end)
 
@@ -185,7 +189,8 @@ class Replica:
         args = self._args
         path = Path(args.model).expanduser()
         name = args.model_id or (path.resolve().name if path.is_dir() else args.model)
-        return create_app(self._engine, name, os.environ.get(KEY), args.max_body, args.max_answer)
+        key = os.environ.get(KEY)
+        return create_app(self._engine, name, key, args.max_body, args.max_answer, args.allowed_hosts)
 
     async def check_health(self) -> None:
         """Raises if a rank is lost, or the engine takes no requests. Asked regularly, so metrics are told here."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -16,6 +17,10 @@ from typing import NamedTuple
 
 MAX_STOPS = 4  # as OpenAI's API
 MAX_STOP = 1024  # characters of one: each character of an answer is compared, and tables are kept
+# Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
+MAX_TEMPERATURE = 100.0
+PENALTIES = 0.01, 100.0
+DIGITS = 80  # of an integer that an error quotes
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +35,24 @@ def _is_int(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+_QUOTED = reprlib.Repr()
+_QUOTED.maxstring = _QUOTED.maxother = 80
+_QUOTED.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: briefly, whatever its size."""
+    if isinstance(value, int) and abs(value) >= 10**DIGITS:  # converting it takes quadratic time, or fails
+        return f"an integer of more than {DIGITS} digits"
+    return _QUOTED.repr(value)
 
 
 @dataclass(frozen=True)
@@ -39,11 +61,12 @@ class Sampling:
 
     Attributes:
         max_tokens: of the answer, 1 or more.
-        temperature: 0 takes the likeliest token, whatever the other fields say.
+        temperature: 0 takes the likeliest token, whatever the other fields say; at most 100.
         top_p: draw from the likeliest tokens that together have this share of the probability, in (0, 1].
         top_k: draw from so many likeliest tokens; 0: from all.
         min_p: leave out tokens less likely than this share of the likeliest's probability, in [0, 1].
-        repetition_penalty: above 1 makes tokens of the prompt and the answer so far less likely (CTRL's).
+        repetition_penalty: above 1 makes tokens of the prompt and the answer so far less likely (CTRL's);
+            from 0.01 to 100.
         seed: of this request's draws, a signed 64-bit integer; ``None``: another one each time.
         stop: up to four strings of up to 1,024 characters (one may be given as it is); the text is cut before the first
             that appears.
@@ -66,29 +89,41 @@ class Sampling:
     def __post_init__(self) -> None:
         _require(
             _is_int(self.max_tokens) and self.max_tokens >= 1,
-            f"max_tokens must be an integer >= 1, got {self.max_tokens!r}",
+            f"max_tokens must be an integer >= 1, got {shown(self.max_tokens)}",
         )
         _require(
             _is_finite(self.temperature) and self.temperature >= 0,
-            f"temperature must be a finite number >= 0 (0: greedy), got {self.temperature!r}",
+            f"temperature must be a finite number >= 0 (0: greedy), got {shown(self.temperature)}",
         )
         _require(
-            _is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1] (1: all), got {self.top_p!r}"
+            self.temperature <= MAX_TEMPERATURE,
+            f"temperature must be at most {MAX_TEMPERATURE:g}, got {shown(self.temperature)}",
         )
-        _require(_is_int(self.top_k) and self.top_k >= 0, f"top_k must be an integer >= 0 (0: all), got {self.top_k!r}")
         _require(
-            _is_finite(self.min_p) and 0 <= self.min_p <= 1, f"min_p must be in [0, 1] (0: all), got {self.min_p!r}"
+            _is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1] (1: all), got {shown(self.top_p)}"
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= 0, f"top_k must be an integer >= 0 (0: all), got {shown(self.top_k)}"
+        )
+        _require(
+            _is_finite(self.min_p) and 0 <= self.min_p <= 1,
+            f"min_p must be in [0, 1] (0: all), got {shown(self.min_p)}",
         )
         _require(
             _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be a finite number > 0 (1: none), got {self.repetition_penalty!r}",
+            f"repetition_penalty must be a finite number > 0 (1: none), got {shown(self.repetition_penalty)}",
+        )
+        low, high = PENALTIES
+        _require(
+            low <= self.repetition_penalty <= high,
+            f"repetition_penalty must be from {low:g} to {high:g} (1: none), got {shown(self.repetition_penalty)}",
         )
         _require(
             self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-            f"seed must be None or a signed 64-bit integer, got {self.seed!r}",
+            f"seed must be None or a signed 64-bit integer, got {shown(self.seed)}",
         )
         object.__setattr__(self, "stop", _stops(self.stop))
-        _require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
 
 
 def _stops(stop: object) -> tuple[str, ...]:
@@ -96,7 +131,9 @@ def _stops(stop: object) -> tuple[str, ...]:
     if stop is None:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else None
-    _require(stops is not None and all(isinstance(one, str) for one in stops), f"stop must be strings, got {stop!r}")
+    _require(
+        stops is not None and all(isinstance(one, str) for one in stops), f"stop must be strings, got {shown(stop)}"
+    )
     _require(all(stops), "stop must not have an empty string: it would end the answer at once")
     _require(len(stops) <= MAX_STOPS, f"stop may have {MAX_STOPS} strings at most, got {len(stops)}")
     longest = max(map(len, stops), default=0)

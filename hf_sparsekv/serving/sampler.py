@@ -199,10 +199,12 @@ class Sampler:
         if self._plan is None or self._plan[0] != key:
             self._plan = key, self._planned(key)
         plan = self._plan[1]
+        most, tokens = logits.max(-1)
+        bad = ~most.isfinite()  # of the model's own logits: a client's penalty does not make a row fail
         if plan.penalised is not None:
             logits = self._penalise(logits.float(), plan)
-        most, tokens = logits.max(-1)
-        self.last = torch.stack([tokens, (~most.isfinite()).long()])
+            most, tokens = logits.max(-1)
+        self.last = torch.stack([tokens, bad.long()])
         tokens = self.last[0]
         if plan.any_drawn:
             picked = logits if plan.drawn is None else logits[plan.drawn]

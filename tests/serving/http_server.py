@@ -11,15 +11,18 @@ from contextlib import contextmanager
 import openai
 import uvicorn
 
+from hf_sparsekv.serving.http.connections import protocol
+
 
 @contextmanager
-def serving(app) -> Iterator[str]:
-    """Its address; ended afterwards, whatever is open."""
+def serving(app, **bounds) -> Iterator[str]:
+    """Its address; ended afterwards, whatever is open. ``bounds``: of its connections."""
     # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms an answer.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(512)
-    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    options = {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, http=protocol(**bounds), **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="server", daemon=True)
     thread.start()

@@ -31,7 +31,7 @@ def long_tokens():
 def request(body: dict) -> bytes:
     """For a completion."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
@@ -81,7 +81,9 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(caplog):
     with FakeEngine(byte_level()) as engine, serving(create_app(engine, "m")) as url:
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port)) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            )
             connection.sendall(b"Content-Length: 100\r\n\r\n{")
             time.sleep(0.1)
         assert httpx.get(f"{url}/health").status_code == 200

@@ -7,10 +7,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +23,9 @@ JOIN = 256  # texts that wait for a reader before they become one
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0  # without anything to tell: proxies and clients give up on silent connections
 STALL_S = 60.0  # that a client may take nothing for
+READING = 2  # threads that read tool calls
+
+_READING: WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = WeakKeyDictionary()
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +104,7 @@ class Answers:
         while len(outputs) < len(self.handles):
             for one in await self.news():
                 if one.end is not None:
-                    outputs[one.which] = finished(one.end)
+                    outputs[one.which] = finished(one.end, self.handles[one.which].id)
         return [outputs[which] for which in range(len(self.handles))]
 
     def cancel(self) -> None:
@@ -108,11 +113,11 @@ class Answers:
             handle.cancel()
 
 
-def finished(end: Output | BaseException) -> Output:
-    """The output, or what a client is told instead, raised."""
+def finished(end: Output | BaseException, id: str) -> Output:
+    """The output of request ``id``, or what a client is told instead, raised."""
     if isinstance(end, BaseException):
-        log.error("a request has failed", exc_info=end)
-        raise told(end)
+        log.error("%s has failed", id, exc_info=end)
+        raise told(end, id)
     if end.finish_reason == "cancelled":  # not by the client, who is listening
         raise ApiError(503, "the server has ended this request: it is stopping", code="closed")
     return end
@@ -137,8 +142,23 @@ async def while_there(receive: Receive, answers: Answers) -> list[Output] | None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def on_thread(call: Callable[[], Any]) -> Any:
+    """What it gives; the loop goes on meanwhile. Two at a time, or they would take the interpreter from the engine."""
+    loop = asyncio.get_running_loop()
+    limiter = _READING.get(loop)
+    if limiter is None:
+        limiter = _READING[loop] = anyio.CapacityLimiter(READING)
+    return await anyio.to_thread.run_sync(call, limiter=limiter)
+
+
 class Format:
-    """How the pieces of answers look; one object for each stream."""
+    """How the pieces of answers look; one object for each stream.
+
+    Attributes:
+        reads: :meth:`last` reads the answer, which takes time: it is called on another thread.
+    """
+
+    reads = False
 
     def first(self, which: int) -> list[object]:
         """Told before the first text."""
@@ -220,8 +240,9 @@ class EventStream(Response):
                     if text:
                         events += [event(one) for one in form.text(which, text)]
                     if end is not None:
-                        outputs[which] = finished(end)
-                        events += [event(one) for one in form.last(which, outputs[which])]
+                        output = outputs[which] = finished(end, self._answers.handles[which].id)
+                        last = partial(form.last, which, output)
+                        events += [event(one) for one in (await on_thread(last) if form.reads else last())]
                 yield b"".join(events) or b": waiting\n\n"
         except ApiError as error:
             yield event(error.body())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
+import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -19,18 +23,25 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from ..request import EngineStats, Handle, Output, Sampling
+from ..request import EngineStats, Handle, Output, Sampling, shown
 from . import schema
-from .answers import Answers, EventStream, Format, while_there
+from .answers import Answers, EventStream, Format, on_thread, while_there
 from .errors import ApiError, json_response, told
 from .metrics import PREFIX, registry
+from .scan import PIECE, Scan
 from .tools import ToolReader
 
-MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English, or 2 million token ids
+MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 BODY_S = 60.0  # that a client may take to send its body
+OPEN_BODIES = 16  # of the largest size, which may be held in memory at a time
+SMALL_BODY = 1 << 16  # bytes that each may have beside that, so that large bodies do not keep small ones out
 MAX_ANSWER = 4096  # tokens of a chat's answer if the client does not say: memory is reserved for it
 SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
+LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
+OPENMETRICS = "application/openmetrics-text"
 OPEN = ("/health", "/ready", "/metrics")  # without a key
+
+log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -38,6 +49,9 @@ class Engine(Protocol):
 
     tokenizer: PreTrainedTokenizerBase | None
     max_length: int
+
+    @property
+    def max_waiting(self) -> int: ...
 
     @property
     def ready(self) -> bool: ...
@@ -56,6 +70,7 @@ def create_app(
     api_key: str | None = None,
     max_body: int = MAX_BODY,
     max_answer: int | None = MAX_ANSWER,
+    allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
     """An application for any ASGI server around an engine, which stays its caller's to close.
 
@@ -66,11 +81,18 @@ def create_app(
             everybody may ask.
         max_body: bytes of a request's body.
         max_answer: tokens of a chat's answer if the client does not say; ``None``: what is left of the context.
+        allowed_hosts: names of this server, beside ``localhost`` and IP addresses, that requests to a loopback address
+            may be for if there is no key; ``"*"``: any. Otherwise any page in a browser on this machine could ask,
+            once its name leads here (DNS rebinding).
+
+    Raises:
+        ValueError: ``api_key`` is empty.
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty: give one, or None to let everybody in")
     # No pages that describe the interface: they would load scripts from elsewhere.
-    app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None)
+    # Nor redirects to an address with a slash more or less, which would be made of the client's Host header.
+    app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api = _Api(engine, model_id, max_body, max_answer)
     app.post("/v1/chat/completions")(api.chat)
     app.post("/v1/completions")(api.completions)
@@ -82,7 +104,7 @@ def create_app(
     app.exception_handler(ApiError)(_tell)
     app.exception_handler(HTTPException)(_tell_http)
     app.exception_handler(Exception)(_tell_any)
-    app.add_middleware(_Gate, api_key=api_key, count=api.count)
+    app.add_middleware(_Gate, api_key=api_key, allowed_hosts=allowed_hosts, count=api.count)
     return app
 
 
@@ -92,19 +114,27 @@ async def _tell(request: Request, error: ApiError) -> Response:
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {request.url.path}", code="not_found").response()
+        return ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found").response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 
 async def _tell_any(request: Request, error: Exception) -> Response:
-    return ApiError(500, f"the server has failed: {type(error).__name__}").response()  # its log has the rest
+    id = f"error-{uuid.uuid4().hex[:12]}"
+    log.error("%s: %s %s has failed", id, request.method, shown(request.scope["path"]))  # the traceback follows
+    return ApiError(500, f"the server has failed: {type(error).__name__} ({id} in its log)").response()
 
 
 class _Gate:
-    """Keeps those without the key out, before a body is read, and counts answers by their status."""
+    """Keeps those without the key out, before a body is read, and counts answers by their status.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, count: Callable[[str, int], None]) -> None:
+    Without a key, on a loopback address, it keeps out those who have another name for this machine: pages of a browser.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, allowed_hosts: Sequence[str], count: Callable[[str, int], None]
+    ) -> None:
         self._app = app
+        self._hosts = {host.lower().rstrip(".") for host in allowed_hosts}
         self._key = None if api_key is None else api_key.strip().encode()  # of a file, its line's end is none of it
         self._count = count
 
@@ -113,6 +143,10 @@ class _Gate:
             return await self._app(scope, receive, send)
 
         counting = _Counting(send, lambda status: self._count(scope["path"], status))
+        if self._key is None and (host := self._foreign(scope)) is not None:
+            message = f"this server is not {shown(host)}: ask it by its address, or allow the name (--allow-host)"
+            error = ApiError(403, message, code="host_not_allowed")
+            return await error.response()(scope, receive, counting)
         if self._key is None or scope["path"] in OPEN or self._admits(scope):
             try:
                 return await self._app(scope, receive, counting)
@@ -125,10 +159,41 @@ class _Gate:
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return await error.response()(scope, receive, counting)
 
+    def _foreign(self, scope: Scope) -> str | None:
+        """The name that a request is for, if it came to a loopback address and that is not its name."""
+        address = (scope.get("server") or ("",))[0] or ""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if "*" in self._hosts or not _is_loopback(address):
+            return None
+        for host in given:  # HTTP/1.0 has none, and no browser speaks it
+            name = _host_name(host)
+            if name != "localhost" and name not in self._hosts and not _is_address(name):
+                return host
+        return None
+
     def _admits(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _host_name(header: str) -> str:
+    """Of a Host header: without its port, and without the brackets of IPv6."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0].lower().rstrip(".") if ":" in header else header.lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return _is_address(address) and ipaddress.ip_address(address).is_loopback
 
 
 class _Counting:
@@ -164,7 +229,8 @@ class _Api:
         self._max_body = max_body
         self._max_answer = max_answer
         self._created = int(time.time())
-        self._threads: anyio.CapacityLimiter | None = None
+        self._threads: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
+        self._held = 0  # bytes of bodies, beside what each may have
         self._registry = registry(engine.stats, lambda: engine.ready)
         about = "Answers to HTTP requests, by endpoint and status."
         self._answered = Counter(PREFIX + "http_requests", about, ["path", "status"], registry=self._registry)
@@ -194,7 +260,9 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # Of what the client accepts only the kind is looked at: versions that are none would be an error.
+        kinds = [one.partition(";")[0].strip() for one in request.headers.get("accept", "").split(",")]
+        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in kinds else "")
         return Response(encode(self._registry), media_type=None, headers={"content-type": content_type})
 
     async def models(self) -> Response:
@@ -221,14 +289,16 @@ class _Api:
         return await self._answer(request, schema.completion, _Completion)
 
     async def _answer(
-        self, request: Request, parse: Callable[[dict[str, Any]], schema.Asked], kind: type[_Shape]
+        self, request: Request, parse: Callable[[dict[str, Any], Scan], schema.Asked], kind: type[_Shape]
     ) -> Response:
-        body = await self._body(request)
+        scan = Scan(self._engine.max_length)
         if self._threads is None:  # belongs to the loop
-            self._threads = anyio.CapacityLimiter(SUBMITTING)
+            self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(1)
         handles: list[Handle] = []
         try:
-            asked, tools = await anyio.to_thread.run_sync(self._submit, body, parse, handles, limiter=self._threads)
+            async with self._body(request, scan) as body:
+                limiter = self._threads[len(body) > LARGE]
+                asked, tools = await anyio.to_thread.run_sync(self._submit, body, scan, parse, handles, limiter=limiter)
             answers = Answers(handles, text=asked.stream)
         except BaseException:  # also a server that ends while the thread is at it
             for handle in handles:
@@ -240,46 +310,77 @@ class _Api:
         outputs = await while_there(request.receive, answers)
         if outputs is None:
             return Response(status_code=499)  # which reaches nobody
-        return json_response(shape.whole(outputs))
+        return json_response(await on_thread(partial(shape.whole, outputs)) if shape.reads else shape.whole(outputs))
 
-    async def _body(self, request: Request) -> bytes:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # browsers send other types to this machine for any page that asks them to
-            raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {kind or 'none'!r}")
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request, scan: Scan) -> AsyncIterator[bytes]:
+        """The body, looked at as it comes. Its bytes are counted among those that are held until this is left."""
+        self._check_type(request)
         too_large = ApiError(413, f"the body has more than {self._max_body:,} bytes", code="body_too_large")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_body:
             raise too_large
+        total = 0
+
+        def hold(more: int) -> None:
+            nonlocal total
+            before, total = max(0, total - SMALL_BODY), total + more
+            self._held += max(0, total - SMALL_BODY) - before
+            if total > self._max_body:
+                raise too_large
+            if total > SMALL_BODY and self._held > OPEN_BODIES * self._max_body:
+                message = "too many large bodies are being sent: send it again later"
+                raise ApiError(429, message, code="busy", headers={"Retry-After": "1"})
 
         async def read() -> bytes:
-            parts, total = [], 0
+            parts = []
             async for part in request.stream():
-                total += len(part)
-                if total > self._max_body:
-                    raise too_large
+                hold(len(part))
+                for at in range(0, len(part), PIECE):
+                    scan.feed(part[at : at + PIECE])
+                    if at:
+                        await asyncio.sleep(0)  # streams have their turn
                 parts.append(part)
             return b"".join(parts)
 
         try:
-            return await asyncio.wait_for(read(), BODY_S)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body has not come within {BODY_S:g} s") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body has not come whole") from None  # which reaches nobody
+            try:
+                body = await asyncio.wait_for(read(), BODY_S)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body has not come within {BODY_S:g} s") from None
+            except ClientDisconnect:
+                raise ApiError(400, "the body has not come whole") from None  # which reaches nobody
+            yield body
+        finally:
+            self._held -= max(0, total - SMALL_BODY)
+
+    def _check_type(self, request: Request) -> None:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # browsers send other types to this machine for any page that asks them to
+            what = shown(kind or "none")
+            raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {what}")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise ApiError(415, f"the body must be sent as it is, without `Content-Encoding: {coding[:40]}`")
 
     def _submit(
-        self, body: bytes, parse: Callable[[dict[str, Any]], schema.Asked], handles: list[Handle]
+        self,
+        body: bytes,
+        scan: Scan,
+        parse: Callable[[dict[str, Any], Scan], schema.Asked],
+        handles: list[Handle],
     ) -> tuple[schema.Asked, ToolReader | None]:
         """On a thread: all that takes long with a long prompt. Adds to ``handles``."""
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
-        asked, tools = parse(fields), None
+        asked, tools = parse(fields, scan), None
         try:
             if asked.messages is not None:
                 prompts, default = [self._rendered(asked)], self._max_answer
                 if "tools" in asked.template:
                     tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
             else:
+                self._check_count(len(asked.prompts))
                 prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
             for prompt in prompts:
                 sampling = asked.sampled(len(prompt), self._engine.max_length, default)
@@ -290,6 +391,13 @@ class _Api:
         except RuntimeError as error:
             raise told(error) from error
         return asked, tools
+
+    def _check_count(self, prompts: int) -> None:
+        """400 for a list that would never be taken, as 429 says that it will be later."""
+        most = max(1, self._engine.max_waiting)
+        if prompts > most:
+            message = f"prompt has {prompts:,} prompts: {most:,} may wait here at a time. Send them in several requests"
+            raise ApiError(400, message, "prompt")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -302,6 +410,7 @@ class _Api:
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
+        schema.check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         try:
             return tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
@@ -319,6 +428,7 @@ class _Shape(Format):
         self._include_usage = asked.include_usage
         self._null = {"usage": None} if asked.include_usage else {}
         self._tools = tools
+        self.reads = tools is not None
         self._cut = bool(asked.sampling.stop)
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     return Response(dumped(content), status, dict(headers or {}), "application/json")
 
 
-def told(error: BaseException) -> ApiError:
-    """What a client is told of an error of the engine's."""
+def told(error: BaseException, id: str | None = None) -> ApiError:
+    """What a client is told of an error of the engine's; ``id``: of the request, as the log has it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
@@ -82,4 +82,5 @@ def told(error: BaseException) -> ApiError:
         return ApiError(429, str(error), code="busy", headers={"Retry-After": wait})
     if isinstance(error, Closed):
         return ApiError(503, str(error), code="closed")
-    return ApiError(500, f"the request has failed: {type(error).__name__}: {error}", code="failed")
+    who = "the request" if id is None else id
+    return ApiError(500, f"{who} has failed: {type(error).__name__}: {error}", code="failed")

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..request import Sampling
+from ..request import Sampling, shown
 from .errors import ApiError
+from .scan import Scan
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 # Who asks, for what, and which prompts begin alike: taken, and not used.
@@ -26,6 +27,13 @@ COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS = 1024  # of one request
+MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for each of them
+MAX_TOOLS = 128  # as OpenAI's API
+MAX_NAME = 64  # characters of a field's name that may be a misspelt one
+# Of a message, beside role and content: who speaks, and what OpenAI's client sends back of an answer. Templates take
+# them or leave them; everything else has to be known to the template.
+MESSAGE_LABELS = {"role", "content", "name", "tool_call_id", "tool_calls", "refusal", "reasoning_content"}
+EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
 COMPLETION_TOKENS = 16  # of /v1/completions if none are asked for, as OpenAI's
 
 
@@ -122,13 +130,15 @@ class Asked:
 
 
 def loads(body: bytes) -> dict[str, Any]:
-    """A body's JSON object, without fields that are null.
+    """A body's JSON object, without fields that are null. It has been looked at by a :class:`.Scan`.
 
     Raises:
         ApiError: it is none.
     """
     try:
-        value = json.loads(body)
+        value = _parsed(
+            body.decode()
+        )  # never UTF-16, which json.loads() takes and a scan of bytes does not see through
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:  # no JSON, no UTF-8, an integer of thousands of digits
@@ -138,17 +148,33 @@ def loads(body: bytes) -> dict[str, Any]:
     return {name: one for name, one in value.items() if one is not None}
 
 
+def _parsed(text: str) -> Any:
+    """What JSON says. A field that is there twice is an error: others may have read the first one."""
+    return json.loads(text, object_pairs_hook=_once_each)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))
+        raise ValueError(f"the field {shown(twice)} is there twice")
+    return made
+
+
 def check_model(body: Mapping[str, Any], served: str) -> None:
     """404 unless it asks for the model that is served, or for none."""
     asked = body.get("model", served)
     if not isinstance(asked, str):
         raise ApiError(400, f"model must be a string, got {_kind(asked)}", "model")
     if asked != served:
-        raise ApiError(404, f"there is no model {asked!r} here: this server has {served!r}", "model", "model_not_found")
+        raise ApiError(
+            404, f"there is no model {shown(asked)} here: this server has {served!r}", "model", "model_not_found"
+        )
 
 
-def completion(body: Mapping[str, Any]) -> Asked:
-    """The body of ``/v1/completions``.
+def completion(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
+    """The body of ``/v1/completions``; ``scan`` is not needed.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.
@@ -160,8 +186,11 @@ def completion(body: Mapping[str, Any]) -> Asked:
     return replace(_common(body, "max_tokens"), prompts=prompts)
 
 
-def chat(body: Mapping[str, Any]) -> Asked:
+def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
     """The body of ``/v1/chat/completions``.
+
+    Args:
+        scan: of the body; arguments of tool calls, which are JSON in a string, are counted with it. None: one of them.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.
@@ -172,7 +201,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
     if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
         raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    messages, template = _messages(body["messages"]), _template(body)
+    messages, template = _messages(body["messages"], scan or Scan(0)), _template(body)
     return replace(_common(body, limit), messages=messages, template=template)
 
 
@@ -190,12 +219,14 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
         sampling = Sampling(**given)
     except (ValueError, TypeError) as error:
         name = str(error).split(maxsplit=1)[0]
-        shown = limit if name == "max_tokens" else name
-        raise ApiError(400, str(error).replace(name, shown, 1), shown) from None
+        field = limit if name == "max_tokens" else name
+        raise ApiError(400, str(error).replace(name, field, 1), field) from None
     options = body.get("stream_options", {})
     stream = _flag(body, "stream")
     if not isinstance(options, dict) or options.keys() - {"include_usage", *STREAM_REFUSED}:
-        raise ApiError(400, f"stream_options must be an object with include_usage, got {options!r}", "stream_options")
+        raise ApiError(
+            400, f"stream_options must be an object with include_usage, got {shown(options)}", "stream_options"
+        )
     for name, refused in STREAM_REFUSED.items():
         if not refused.neutral(options.get(name) or False):
             raise ApiError(400, f"stream_options.{name} {refused.why}", "stream_options", "unsupported_parameter")
@@ -210,7 +241,8 @@ def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
             if not REFUSED[name].neutral(value):
                 raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
         elif name not in known:
-            near = difflib.get_close_matches(name, known | REFUSED.keys(), n=1)
+            names = known | REFUSED.keys()
+            near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
             hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
             raise ApiError(400, f"{name[:80]!r} is no field of this endpoint{hint}", name[:80], "unknown_parameter")
 
@@ -232,10 +264,10 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
         prompts = [prompt]
     else:
         prompts = prompt
-    if not prompts or not all(one or not isinstance(one, str | list) for one in prompts):
-        raise ApiError(400, "prompt is empty: an answer needs something to follow", "prompt")
     if len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"prompt has {len(prompts):,} prompts: one request may have {MAX_PROMPTS:,}", "prompt")
+    if not prompts or not all(one or not isinstance(one, str | list) for one in prompts):
+        raise ApiError(400, "prompt is empty: an answer needs something to follow", "prompt")
     for one in prompts:
         if isinstance(one, str):
             _whole(one, "prompt")
@@ -246,22 +278,24 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     return tuple(prompts)
 
 
-def _messages(messages: object) -> list[dict[str, Any]]:
+def _messages(messages: object, scan: Scan) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise ApiError(400, f"messages must be a list of {{role, content}}, got {_kind(messages)}", "messages")
     if not messages:
         raise ApiError(400, "messages is empty: an answer needs something to follow", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages has {len(messages):,}: a request may have {MAX_MESSAGES:,}", "messages")
+    return [_message(message, f"messages[{i}]", scan) for i, message in enumerate(messages)]
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _message(message: object, where: str, scan: Scan) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ApiError(400, f"{where} must be an object with role and content, got {_kind(message)}", "messages")
     message = {name: value for name, value in message.items() if value is not None}
     _all_whole(message, "messages")
     role = message.get("role")
     if role not in ROLES:
-        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", "messages")
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
     if role == "developer":
         message["role"] = "system"  # the name that templates know
     if "content" in message:
@@ -271,8 +305,27 @@ def _message(message: object, where: str) -> dict[str, Any]:
     else:
         raise ApiError(400, f"{where}.content is missing", "messages")
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    return message
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", scan)
+    return {name: value for name, value in message.items() if not (name in EMPTY_OF_ANSWERS and _empty(value))}
+
+
+def check_history(messages: list[dict[str, Any]], template: str) -> None:
+    """400 if a conversation has what its template would leave out.
+
+    Args:
+        messages: of :attr:`Asked.messages`.
+        template: the source of the chat template.
+    """
+    for i, message in enumerate(messages):
+        where, calls = f"messages[{i}]", bool(message.get("tool_calls"))
+        if (calls and "tool_calls" not in template) or (message["role"] == "tool" and "tool" not in template):
+            what = "tool_calls" if calls else "role 'tool'"
+            why = f"{where} has {what}, but this model's chat template knows no tools: it would leave that out"
+            raise ApiError(400, why, "messages", "unsupported_parameter")
+        for name in message:
+            if name not in MESSAGE_LABELS and name not in template:
+                why = f"{where} has a field {shown(name)} that this model's chat template does not know"
+                raise ApiError(400, why, "messages", "unsupported_parameter")
 
 
 def _content(content: object, where: str) -> str:
@@ -284,7 +337,7 @@ def _content(content: object, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            what = f"a part of type {kind!r}" if isinstance(kind, str) else "a part without a type"
+            what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part without a type"
             raise ApiError(400, f"{where} has {what}: this server reads text only", "messages")
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where}: text must be a string, got {_kind(part.get('text'))}", "messages")
@@ -292,7 +345,7 @@ def _content(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: object, where: str, scan: Scan) -> list[dict[str, Any]]:
     """As templates take them: with arguments as an object, where OpenAI's API has JSON in a string."""
     made = []
     for call in calls if isinstance(calls, list) else [None]:
@@ -301,9 +354,11 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
             raise ApiError(400, f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", "messages")
         arguments = function.get("arguments", {})
         try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if isinstance(arguments, str):
+                scan.text(arguments.encode())
+                arguments = _parsed(arguments)
         except (ValueError, RecursionError):
-            raise ApiError(400, f"{where}: arguments of {function['name']!r} are not JSON", "messages") from None
+            raise ApiError(400, f"{where}: arguments of {shown(function['name'])} are not JSON", "messages") from None
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
 
@@ -319,7 +374,7 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
         if name in own or name == "messages" or not isinstance(value, str | int | float | bool | None):
             raise ApiError(
                 400,
-                f"chat_template_kwargs: {name!r} is no variable of a template with a plain value",
+                f"chat_template_kwargs: {shown(name)} is no variable of a template with a plain value",
                 "chat_template_kwargs",
             )
     _all_whole(given, "chat_template_kwargs")
@@ -332,6 +387,8 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     if not tools or choice == "none":
         return given
     tools = tools if isinstance(tools, list) else [None]
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(400, f"tools has {len(tools):,}: a request may have {MAX_TOOLS}", "tools")
     functions = [one.get("function") if isinstance(one, dict) else None for one in tools]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
         raise ApiError(400, "tools must be a list of {type: function, function: {name, ...}}", "tools")
@@ -362,4 +419,4 @@ def _whole(text: str, name: str) -> None:
 def _kind(value: object) -> str:
     """What JSON calls it."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), f"{value!r:.80}")
+    return names.get(type(value)) or shown(value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import regex  # as transformers' parser, whose patterns are counted here
 from transformers import PreTrainedTokenizerBase
 
 from ..request import Output
@@ -21,15 +24,21 @@ IN_TAGS = {
     "fields": {
         "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
         "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
+            "open": "<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+        "content": {"close": "<|im_end|>", "content": "text", "repeats": True, "join": "\n"},
     },
 }
+# transformers' parser looks for each delimiter again after each region: regions times the text's length.
+MAX_REGIONS = 128
+MAX_SPACE = 256  # characters: delimiters that are patterns may begin with any whitespace, and are tried at each of them
+SPACE = re.compile(r"\s+")
+COUNTING_S = 0.1  # seconds
+PROMPT_END = 512  # tokens in which the template may have begun the message
 SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
 
 log = logging.getLogger(__name__)
@@ -58,10 +67,12 @@ class ToolReader:
             message = "this model's tokenizer does not say how calls of tools are written (response_template)"
             raise ApiError(400, message, "tools", "unsupported_parameter")
         self._tokenizer, self._tools = tokenizer, tools
-        self._prompt = tokenizer.decode(list(prompt))
+        self._prompt = tokenizer.decode(list(prompt[-PROMPT_END:]))
 
     def message(self, output: Output, cut: bool) -> dict[str, Any]:
         """``content``, and ``tool_calls`` or ``reasoning_content`` if there are any; the text if it cannot be read.
+
+        It takes up to a second, so it is not for the event loop.
 
         Args:
             cut: stop strings were asked for: the text is read, without special tokens, not the tokens.
@@ -69,15 +80,34 @@ class ToolReader:
         try:
             plain = cut or self._form is IN_TAGS  # whose tags are no special tokens
             text = output.text if plain else self._tokenizer.decode(list(output.token_ids), skip_special_tokens=False)
+            self._check(text)
             read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
             calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
         except Exception as error:  # of a model that has written something else
-            log.warning("an answer's tool calls cannot be read (%s): it is given as text", error)
+            # Its message quotes the answer, which is nobody's but the client's.
+            log.warning("an answer's tool calls cannot be read (%s): it is given as text", type(error).__name__)
             return {"content": output.text}
-        message = {"content": read.get("content") or (None if calls else "")}
+        content = read.get("content") or ""
+        if self._form is IN_TAGS:  # joined of what is between the calls
+            content = content.strip()
+        message = {"content": content or (None if calls else "")}
         if thinking := read.get("thinking"):
             message["reasoning_content"] = thinking
         return {**message, "tool_calls": calls} if calls else message
+
+    def _check(self, text: str) -> None:
+        """Raise ValueError if reading it would take long."""
+        regions = 0
+        for field in self._form["fields"].values():
+            literals = field.get("open", ())
+            regions += sum(map(text.count, [literals] if isinstance(literals, str) else literals))
+            if "open_pattern" in field:
+                if max(map(len, SPACE.findall(text)), default=0) > MAX_SPACE:
+                    raise ValueError(f"more than {MAX_SPACE} characters of whitespace")
+                found = regex.finditer(field["open_pattern"], text, regex.DOTALL, timeout=COUNTING_S)
+                regions += sum(1 for _ in itertools.islice(found, MAX_REGIONS + 1))
+        if regions > MAX_REGIONS:
+            raise ValueError(f"more than {MAX_REGIONS} parts")
 
 
 def _call(function: dict[str, Any]) -> dict[str, Any]:
