@@ -12,6 +12,7 @@
     python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
     python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
     python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
+    python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
 
 SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
 ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a known
@@ -530,6 +531,10 @@ def main(argv: list[str] | None = None) -> int:
         from . import soak
 
         return soak.main(rest)
+    if command == "hostile":
+        from . import hostile
+
+        return hostile.main(rest)
     if command in ("open", "closed") and rest and rest[0].startswith(("http://", "https://")):
         from . import urls
 

@@ -38,6 +38,9 @@ SMALL_BODY = 1 << 16  # bytes that each may have beside that, so that large bodi
 MAX_ANSWER = 4096  # tokens of a chat's answer if the client does not say: memory is reserved for it
 SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
+LIKELY = 8  # characters a token: a text with more of them than that for the whole context is counted in pieces first
+COUNTED = 1 << 18  # characters of a piece
+CUT = 16  # tokens that a piece may have more because it is cut out
 OPENMETRICS = "application/openmetrics-text"
 OPEN = ("/health", "/ready", "/metrics")  # without a key
 
@@ -333,14 +336,25 @@ class _Api:
                 raise ApiError(429, message, code="busy", headers={"Retry-After": "1"})
 
         async def read() -> bytes:
-            parts = []
+            parts: list[bytes] = []
+            refused, unread = None, self._max_body
             async for part in request.stream():
-                hold(len(part))
-                for at in range(0, len(part), PIECE):
-                    scan.feed(part[at : at + PIECE])
-                    if at:
-                        await asyncio.sleep(0)  # streams have their turn
-                parts.append(part)
+                if refused is not None:  # whoever is still sending does not read, and would not hear why
+                    unread -= len(part)
+                    if unread < 0:
+                        break
+                    continue
+                try:
+                    hold(len(part))
+                    for at in range(0, len(part), PIECE):
+                        scan.feed(part[at : at + PIECE])
+                        if at:
+                            await asyncio.sleep(0)  # streams have their turn
+                    parts.append(part)
+                except ApiError as error:
+                    refused, parts = error, []
+            if refused is not None:
+                raise refused
             return b"".join(parts)
 
         try:
@@ -404,7 +418,23 @@ class _Api:
             return prompt
         if self._engine.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
+        self._check_length(prompt)
         return self._engine.tokenizer(prompt, verbose=False)["input_ids"]
+
+    def _check_length(self, text: str) -> None:
+        """400 for a text of far more tokens than the context has.
+
+        Tokenising it whole takes some hundred bytes a token: 16 MB of text for a context of 2,000 tokens took 400 MB.
+        """
+        most, tokens = self._engine.max_length, 0
+        if len(text) <= LIKELY * most:
+            return
+        for at in range(0, len(text), COUNTED):
+            ids = self._engine.tokenizer(text[at : at + COUNTED], add_special_tokens=False, verbose=False)["input_ids"]
+            tokens += max(0, len(ids) - CUT)
+            if tokens > most:
+                why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
+                raise ApiError(400, why, "prompt")
 
     def _rendered(self, asked: schema.Asked) -> list[int]:
         tokenizer = self._engine.tokenizer
@@ -413,7 +443,13 @@ class _Api:
         schema.check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         try:
+            if sum(len(message["content"]) for message in asked.messages) > LIKELY * self._engine.max_length:
+                self._check_length(
+                    tokenizer.apply_chat_template(asked.messages, **asked.template, **{**options, "tokenize": False})
+                )
             return tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
+        except ApiError:
+            raise
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
 
