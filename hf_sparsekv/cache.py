@@ -142,6 +142,7 @@ class SparseCache(Cache):
         self.row_table, self.copy_streams = RowTable(config), CopyStreams()
         self.block_pools: dict[int, BlockPool] | None = None  # of the layers, where several caches share them
         self.row_batch: RowBatch | None = None
+        self._joins = False  # made by beside()
         self.changes = 0  # counts what may make the next captured step another one than the last
         self._joined = -1  # the number of changes when all layers were found to hold the same
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
@@ -166,7 +167,11 @@ class SparseCache(Cache):
         offload = self.offload_config
         if layer_idx < self.config.dense_layers:
             return Policy(self.config, layer_idx, offload is not None and not offload.keep_dense)
-        return self.shared.policy(layer_idx)
+        policy = self.shared.policy(layer_idx)
+        if self._joins and policy.labels is not None:
+            # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
+            policy.labels.first_only = True
+        return policy
 
     def __repr__(self) -> str:
         where = "device" if self.offload_config is None else "host"
@@ -313,7 +318,7 @@ class SparseCache(Cache):
     def beside(self) -> SparseCache:
         """An empty cache over the same block pools, for one row that is to join. Nothing is copied to the device."""
         new = type(self)(self.config, self.offload_config)
-        new.shared, new.budget, new.block_pools = self.shared, self.budget, self.block_pools
+        new.shared, new.budget, new.block_pools, new._joins = self.shared, self.budget, self.block_pools, True
         new.row_table = RowTable(self.config, self.row_table.ids)
         if self.offload_config is not None:
             new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))

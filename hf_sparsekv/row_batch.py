@@ -221,7 +221,8 @@ class RowBatch:
         Args:
             ids: int32 ``[n]``, of blocks 0 .. n - 1. They must have a reference: of the table of a row that is there,
                 or one that was taken.
-            channels: what :meth:`channels` gave for the row that they were made with.
+            channels: what :meth:`channels` gave for the row that they were made with. They are those that the new
+                row has alone if both begin with the same :attr:`alike_tokens` tokens.
         """
         self._check()
         cache = self.cache.beside()
@@ -255,6 +256,18 @@ class RowBatch:
         online = labels is not None and labels.fixed is None
         wanted = self.cache.config.calibration_tokens if online else 0
         return wanted if wanted <= self.max_length else 0
+
+    @property
+    def alike_tokens(self) -> int | None:
+        """Rows may share full blocks if their first so many tokens are the same: label channels are of these.
+
+        0: channels depend on no tokens, or are never asked for. None: on a row's whole prompt, because none is as long
+        as ``calibration_tokens``; rows must not share blocks then.
+        """
+        labels = self._policy.labels
+        if labels is None or labels.fixed is not None or self.max_length <= self._policy.whole_tokens:
+            return 0
+        return self.calibration_tokens or None
 
     @property
     def whole_tokens(self) -> int:

@@ -505,14 +505,23 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._begin(step, (step.k if query is None else query).shape[1], valid)
         if self.policy.observes:
             self.store.announce(step.k.shape[2], valid)
-            keys = step.keys
-            seen = keys if query is None else query, keys, valid  # the very same tensor twice: there is no query
-            if step.absorbed is not None and query is not None:
-                most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
-                seen = step.absorbed.observed(query, step.k, step.v, valid, most)
-            self.policy.observe(*seen, self.store, step.k.shape[2])
+            self.policy.observe(*self._observed(step, query, valid), self.store, step.k.shape[2])
         self.store.extend(*step.kept, valid, self.policy)
         self._committed(step)
+
+    def _observed(self, step: Step, query: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries, keys and validity of the step's columns as :meth:`.base.Policy.observe` takes them."""
+        labels, part = self.policy.labels, step
+        first = None if labels is None else labels.wanted
+        if first is not None and first < step.k.shape[2]:
+            part = replace(step, k=step.k[:, :, :first], v=step.v[:, :, :first])
+            query = None if query is None else query[:, :, :first]
+            valid = None if valid is None else valid[:, :first]
+        if step.absorbed is not None and query is not None:
+            most = max(SAMPLE, getattr(self.owner.config, "calibration_tokens", 0))
+            return step.absorbed.observed(query, part.k, part.v, valid, most)
+        keys = part.keys
+        return keys if query is None else query, keys, valid  # the very same tensor twice: there is no query
 
     def _committed(self, step: Step) -> None:
         step.committed = True

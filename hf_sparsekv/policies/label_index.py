@@ -29,6 +29,8 @@ class LabelIndex(State):
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
         stats: what calibration has seen; None once there are channels.
         r: channels of a label.
+        first_only: calibrate on the first ``calibration_tokens`` tokens alone, whatever passes they come in. Otherwise
+            on whole passes, up to the one that reaches as many tokens.
 
     Raises:
         ValueError: (:meth:`start`) the channel file, or ``label_channels``, does not fit the model.
@@ -36,6 +38,7 @@ class LabelIndex(State):
 
     TENSORS: ClassVar = {"channels": Held(dropped=True, file="channels")}
     PARTS: ClassVar = ("stats",)
+    first_only = False
 
     def __init__(
         self,
@@ -93,6 +96,11 @@ class LabelIndex(State):
     def goes_on(self) -> bool:
         """One more token does not end calibration, and changes no tensor's shape: such a step can be captured."""
         return self.stats.tokens + 1 < self.config.calibration_tokens and not self.stats.keys_only
+
+    @property
+    def wanted(self) -> int | None:
+        """How many of a pass's first columns calibration reads; None: all."""
+        return self.config.calibration_tokens - self.stats.tokens if self.first_only and self.calibrating else None
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None) -> bool:
         """Calibrate on new tokens, see :meth:`.base.Policy.observe`. True if that has given the channels."""

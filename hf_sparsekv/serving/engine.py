@@ -31,7 +31,6 @@ from ..ranks import ranks_of
 from .config import ServingConfig
 from .loop import Loop, Request
 from .opening import opened
-from .prefix import block_keys
 from .ranks import SharedWork, Wire
 from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
 from .text import Detokenizer
@@ -175,9 +174,9 @@ class Engine:
         elif sampling.stop:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         keys: list[bytes] = []
-        if self.serving.prefix_cache:  # blocks that are full before the last tokens, which are read anew
+        if self._loop.index is not None:  # blocks that are full before the last tokens, which are read anew
             config = self._cache.config
-            keys = block_keys(ids, size, max(0, (len(ids) - config.window - config.max_draft) // size))
+            keys = self._loop.index.keys(ids, max(0, (len(ids) - config.window - config.max_draft) // size))
         try:
             self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
         except (Busy, Closed) as error:

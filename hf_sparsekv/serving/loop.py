@@ -127,7 +127,8 @@ class Loop:
         self.device, self.tokens = work.device, work.tokens
         self.sampler = Sampler(self.rows.max_rows, vocabulary, self.device)
         serving, size = self.serving, self.rows.cache.row_table.block_size
-        self.index = PrefixIndex(work, size) if serving.prefix_cache else None
+        alike = self.rows.alike_tokens
+        self.index = PrefixIndex(work, size, alike) if serving.prefix_cache and alike is not None else None
         self.counts = Counts()
         self.queue_s, self.ttft_s, self.between_s, self.total_s = (SampleCounter(TIMES) for _ in range(4))
         self.failed: BaseException | None = None

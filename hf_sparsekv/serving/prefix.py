@@ -5,7 +5,9 @@ of keys says how far two prompts agree (vLLM's automatic prefix caching, SGLang'
 index holds a reference to each (:class:`.Counted`), and so does every row that has it in its table.
 
 What one engine keeps is of one model and one configuration. Labels are read by channels that were calibrated on a
-prompt's first tokens: all blocks of a chain have those of its first one, and a prompt that goes on from them, too.
+prompt's first tokens (:attr:`.RowBatch.alike_tokens`). All blocks of a chain have the same channels, and so has a
+prompt that continues the chain. So a chain's keys begin with the hash of these first tokens: prompts that differ in
+them share no block, and each request chooses by the channels that it would have alone.
 """
 
 from __future__ import annotations
@@ -21,13 +23,25 @@ from torch import Tensor
 Channels = tuple[Tensor | None, ...]  # of each layer: of one row; see RowBatch.begin
 
 
-def block_keys(tokens: Sequence[int], size: int, blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Keys of blocks of ``size`` tokens, the first ``blocks`` without those that are ``known``."""
-    flat, key, found = np.asarray(tokens, dtype=np.int64), known[-1] if known else b"", []
+def block_keys(
+    tokens: Sequence[int], size: int, blocks: int, known: Sequence[bytes] = (), alike: int = 0
+) -> list[bytes]:
+    """Keys of blocks of ``size`` tokens, the first ``blocks`` without those that are ``known``.
+
+    ``alike``: tokens at the beginning that all keys depend on. Fewer tokens than that have no keys.
+    """
+    flat, found = np.asarray(tokens, dtype=np.int64), []
+    if len(flat) < alike:
+        return found
+    key = known[-1] if known else (_digest(flat[:alike].tobytes()) if alike else b"")
     for i in range(len(known), blocks):
-        key = hashlib.blake2b(key + flat[i * size : (i + 1) * size].tobytes(), digest_size=16).digest()
+        key = _digest(key + flat[i * size : (i + 1) * size].tobytes())
         found.append(key)
     return found
+
+
+def _digest(of: bytes) -> bytes:
+    return hashlib.blake2b(of, digest_size=16).digest()
 
 
 @dataclass(eq=False)
@@ -74,10 +88,11 @@ class PrefixIndex:
     Args:
         ids: of the engine's blocks.
         block_size: tokens of a block.
+        alike: tokens that prompts begin with alike, or share nothing.
     """
 
-    def __init__(self, ids: Counted, block_size: int) -> None:
-        self._ids, self._size = ids, block_size
+    def __init__(self, ids: Counted, block_size: int, alike: int = 0) -> None:
+        self._ids, self._size, self._alike = ids, block_size, alike
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = self._withdrawn = 0
         # Counts what may make another answer of `known`, behind each change: other threads ask in the middle of one.
@@ -92,8 +107,8 @@ class PrefixIndex:
         return self._pinned
 
     def keys(self, tokens: Sequence[int], blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of the first ``blocks`` blocks, behind those that are ``known``."""
-        return block_keys(tokens, self._size, blocks, known)
+        """Keys of the first ``blocks`` blocks after those that are ``known``."""
+        return block_keys(tokens, self._size, blocks, known, self._alike)
 
     def known(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """How long a beginning is kept, in blocks, and how many of these nobody uses yet."""

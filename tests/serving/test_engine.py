@@ -29,9 +29,10 @@ pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
 @torch.no_grad()
 def alone(net, config, ids: list[int], tokens: int) -> list[int]:
-    """The same chunks over a cache of its own. (Label channels are those of a prompt's first chunk.)"""
+    """The same tokens over a cache of its own, whose first chunk is what an engine calibrates label channels on."""
     cache, found, past = SparseCache(config, None), [], 0
-    for n in chunks(len(ids), SERVING.chunk):
+    first = min(getattr(config, "calibration_tokens", 0), len(ids))
+    for n in (first, *chunks(len(ids) - first, SERVING.chunk, first)) if first else chunks(len(ids), SERVING.chunk):
         logits = net(torch.tensor([ids[past : past + n]]), past_key_values=cache).logits
         past += n
     while True:
