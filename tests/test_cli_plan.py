@@ -8,6 +8,7 @@ import pytest
 from test_cli import error, run, tiny
 
 from hf_sparsekv.cli import options as opt
+from hf_sparsekv.tuning.shapes import SHAPES
 
 __all__ = ["tiny"]  # a fixture
 
@@ -32,7 +33,7 @@ def test_plan_of_a_progressive_cache(tiny):
 
 def test_plan_does_not_fit(tiny):
     size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
-    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
+    out = run("plan", tiny, *size, "--dense-layers", 0, status=1).stdout
     assert re.search(r"GPU 100 KiB: sparse does not fit \(.* too much\), dense does not fit", out)
     assert re.search(r"host 1 KiB: does not fit", out)
 
@@ -43,7 +44,7 @@ def test_plan_without_offload_names_no_host(tiny):
 
 
 def test_plan_with_codes_in_host_memory(tiny):
-    options = ("--context", "32k", "--gpu-memory", "1GiB")
+    options = ("--context", "32k", "--gpu-memory", "80GiB")
     plain, coded = (run("plan", "qwen3-8b", *options, *more).stdout for more in ((), ("--kv-dtype", "int8")))
     kv = [next(line for line in out.splitlines() if line.startswith("KV blocks")).split() for out in (plain, coded)]
     assert float(kv[0][4]) == pytest.approx(2 * float(kv[1][4]), rel=0.01) and kv[0][5] == kv[1][5]
@@ -55,7 +56,7 @@ def test_plan_with_codes_in_host_memory(tiny):
 
 def test_plan_with_a_second_gpu(tiny):
     rank = ("--cache", "predictive", "--cache-rank", "cuda:1", "--dense-layers", 0)
-    out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1MiB").stdout
+    out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1GiB").stdout
     assert re.search(r"second GPU, which chooses and keeps the blocks: \d.*iB: (fits|does not fit)", out)
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
     assert row.split()[2] == "-"
@@ -113,7 +114,88 @@ def test_plan_proposes_a_preset():
     assert proposed("1k", 1).startswith(
         'full attention, which sparse(model, "accurate") does by itself at this length; '
     )
-    assert proposed("32k", 8, host="1GiB", gpu="24GiB").startswith("none fits; fewer rows or tokens")
+
+
+@pytest.fixture(scope="module")
+def eight_billion(tmp_path_factory):
+    """A directory with nothing but a configuration, of Qwen3-8B's shape."""
+    path = tmp_path_factory.mktemp("qwen3-8b-alike")
+    SHAPES["qwen3-8b"]().save_pretrained(path)
+    return path
+
+
+LONG = ("--context", "128k", "--batch", 4)
+ROOMY, CODES = ("--host-memory", "256GiB"), ("--kv-dtype", "int8")
+NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", "give --host-memory, as 256GiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu_line", "proposed", "reasons"),
+    [
+        (("--context", "32k", "--gpu-memory", "80GiB", *ROOMY), "sparse fits, dense fits", "on the GPU", None),
+        ((*LONG, "--gpu-memory", "80GiB", *ROOMY), "sparse fits, dense does not", "in host memory", None),
+        (
+            (*LONG, "--gpu-memory", "60GiB", *ROOMY),
+            "sparse fits with prefill_chunk_size=4096 (in one piece 18.18 GiB too much), dense does not",
+            "in host memory",
+            None,
+        ),
+        # As README's example on a laptop, which has no such host memory.
+        (
+            (*LONG, "--gpu-memory", "80GiB"),
+            "sparse does not fit (host memory 51.00 GiB too small), dense does not",
+            "no preset fits",
+            (NOTHING, "host memory of 19.00 GiB is", GIVE_HOST),
+        ),
+        (
+            (*LONG, "--gpu-memory", "80GiB", "--host-memory", "40GiB"),
+            "sparse does not fit (host memory 30.00 GiB too small), dense does not",
+            "no preset fits",
+            (NOTHING, "host memory of 40.00 GiB is", f"{MORE_HOST} 40GiB"),
+        ),
+        # Codes take half of the host memory that presets do.
+        (
+            (*LONG, "--gpu-memory", "80GiB", "--host-memory", "40GiB", *CODES),
+            "sparse fits",
+            "no preset fits; what does is said above",
+            None,
+        ),
+        ((*LONG, "--gpu-memory", "80GiB", *ROOMY, "--no-offload"), "sparse does not fit", "in host memory", None),
+        (
+            (*LONG, "--gpu-memory", "16GiB", *ROOMY),
+            "sparse does not fit",
+            "no preset fits",
+            (NOTHING, "GPU memory of 16.00 GiB is", "even with keys and values in host memory: take fewer rows"),
+        ),
+        (
+            (*LONG, "--gpu-memory", "16GiB", "--host-memory", "1GiB"),
+            "sparse does not fit",
+            "no preset fits",
+            (NOTHING, "GPU memory of 16.00 GiB is", "host memory of 1.00 GiB is", "take fewer rows"),
+        ),
+        (LONG, None, None, (NOTHING, GIVE_HOST)),
+        ((*LONG, *ROOMY), None, None, None),
+        (("--serve", "--context", "128k", "--gpu-memory", "80GiB"), None, None, None),
+        (("--serve", "--context", "128k", "--gpu-memory", "16GiB"), None, None, (NOTHING, "Take fewer tokens")),
+    ],
+    ids=(
+        "on the GPU", "offloaded", "in pieces", "host too small", "given host too small", "only codes", "only a preset",
+        "GPU too small", "both too small", "no GPU, host too small", "no GPU", "rows", "no row",
+    ),
+)  # fmt: skip
+def test_plan_says_one_thing_and_its_status_is_that(eight_billion, monkeypatch, size, gpu_line, proposed, reasons):
+    """What fits, what is proposed and the exit status agree; if nothing fits, the reason and an option are named."""
+    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    monkeypatch.setattr("hf_sparsekv.cli.plan.host_memory_limit", lambda: int(19 / 0.8 * 2**30) + 1)
+    done = run("plan", eight_billion, *size, status=0 if reasons is None else 1)
+    lines = done.stdout.splitlines()
+    told = [line for line in lines if line.startswith("GPU ")]
+    assert [gpu_line in line for line in told] == ([True] if gpu_line else [])
+    told = [line for line in lines if line.startswith("proposed: ")]
+    assert [proposed in line for line in told] == ([True] if proposed else [])
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == (reasons is not None)
+    assert all(reason in told[0] for reason in reasons or ())
 
 
 def test_plan_says_what_the_model_was_not_made_for(tiny):

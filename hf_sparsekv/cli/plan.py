@@ -12,11 +12,13 @@ from rich.table import Table
 from ..config import OffloadConfig, SparseConfig
 from ..offload.host_limit import host_memory_limit
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
-from ..tuning.proposal import Proposal, propose
-from ..tuning.serving_plan import rows_that_fit
+from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
+from ..tuning.serving_plan import RowsThatFit, rows_that_fit
 from . import options as opt
 from .loading import load_config
-from .output import note, results, size
+from .output import CommandError, note, results, size
+
+_LESS = "take fewer rows or tokens (--serve shows how many), or quantised weights"
 
 
 @opt.takes(opt.CacheOptions)
@@ -53,7 +55,10 @@ def plan(
     *,
     options: opt.CacheOptions,
 ) -> None:
-    """Will it fit, and with which preset? GPU and host memory, from the model's configuration alone."""
+    """Will it fit, and with which preset? GPU and host memory, from the model's configuration alone.
+
+    The exit status is 1 if nothing fits.
+    """
     if cache is opt.CacheKind.dense:
         sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
         raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
@@ -68,15 +73,46 @@ def plan(
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
-        _show_rows(shape, config, opt.offload_config(options), context, gpu, host)
+        found = _show_rows(shape, config, opt.offload_config(options), context, gpu, host)
+        if not max(found.dense, found.sparse, found.offloaded):
+            more = f", or {_more_host(host_memory)}" if found.bound_by == "host" else ""
+            raise CommandError(f"nothing fits: not a single row of {context:,} tokens. Take fewer tokens{more}")
         return
     planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
-    _show(planned, gpu, host)
+    fits = _show(planned, gpu, host)
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most and context > most:
         note(f"{context:,} tokens are more than the {most:,} that the model was made for")
-    if gpu is not None and any(layer.kind == "full" for layer in shape.layers):
-        _show_proposal(propose(shape, context=context, batch=batch, gpu=gpu, host=host, device=device), context)
+    if gpu is None or not any(layer.kind == "full" for layer in shape.layers):
+        if not fits:
+            raise CommandError(f"nothing fits: {_LESS if planned.cache_host <= host else _more_host(host_memory)}")
+        return
+    found = propose(shape, context=context, batch=batch, gpu=gpu, host=host, device=device)
+    _show_proposal(found, context, fits)
+    if found is None and not fits:
+        lacks = shortage(shape, context=context, batch=batch, gpu=gpu, host=host)
+        raise CommandError(f"nothing fits: {_shortage(lacks, gpu, host, host_memory)}")
+
+
+def _more_host(given: str | None) -> str:
+    """What to do if host memory does not suffice."""
+    if given is not None:
+        return f"give more than --host-memory {given}"
+    return "give --host-memory, as 256GiB, if it is for another machine (default: 80 % of this one's memory)"
+
+
+def _shortage(lacks: Shortage, gpu: int, host: int, given: str | None) -> str:
+    """Which memory is too small, by how much, and what to do."""
+    if lacks.offloaded:
+        text = (
+            f"GPU memory of {size(gpu)} is {size(lacks.offloaded)} too small, even with keys and values in host memory"
+        )
+        more = f"; host memory of {size(host)} is {size(lacks.host)} too small, too" if lacks.host else ""
+        return f"{text}{more}: {_LESS}"
+    return (
+        f"host memory of {size(host)} is {size(lacks.host)} too small, and with keys and values on the GPU its "
+        f"{size(gpu)} are {size(lacks.on_gpu)} too small: {_more_host(given)}; or {_LESS}"
+    )
 
 
 def _config(model: str):
@@ -105,7 +141,8 @@ def _detected_gpu() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
+def _show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
+    """The table and what fits; whether the sparse or the dense cache does, as far as memory is known."""
     layers = p.model.layers
     kinds = [(kind, sum(layer.kind == kind for layer in layers)) for kind in ("full", "sliding", "other")]
     counted = ", ".join(f"{n} {kind}" for kind, n in kinds if n)
@@ -138,13 +175,21 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
     row("total", p.device_total, p.cache_host, p.dense_total, style="bold")
     results.print(table)
 
+    in_host, second = p.cache_host <= host, gpu is None or p.second <= gpu
     if gpu is None:
         results.print("GPU: none found; give --gpu-memory to check a size")
+        fits = in_host
     else:
-        results.print(f"GPU {size(gpu)}: sparse {_fits(p.device_total, gpu)}, dense {_fits(p.dense_total, gpu)}")
+        sparse, dense = (_with_prompt(p, name, gpu) for name in ("device_total", "dense_total"))
+        if not in_host:
+            sparse = f"does not fit (host memory {size(p.cache_host - host)} too small)" if _ok(sparse) else sparse
+        elif not second:
+            sparse = f"does not fit (second GPU {size(p.second - gpu)} too small)" if _ok(sparse) else sparse
+        results.print(f"GPU {size(gpu)}: sparse {sparse}, dense {dense}")
+        fits = _ok(sparse) or _ok(dense)
     if p.second:
-        fits = "" if gpu is None else f": {_fits(p.second, gpu)}"
-        results.print(f"second GPU, which chooses and keeps the blocks: {size(p.second)}{fits}")
+        beside = "" if gpu is None else f": {_fits(p.second, gpu)}"
+        results.print(f"second GPU, which chooses and keeps the blocks: {size(p.second)}{beside}")
     if p.cache_host:
         results.print(f"host {size(host)}: {_fits(p.cache_host, host)}")
     if p.working_set:
@@ -161,12 +206,13 @@ def _show(p: MemoryPlan, gpu: int | None, host: int) -> None:
         )
     for line in p.model.notes:
         note(line)
+    return fits
 
 
-def _show_proposal(found: Proposal | None, context: int) -> None:
-    """The preset that is proposed, whatever cache the command line names."""
+def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
+    """The preset that is proposed, whatever cache the command line names; ``fits``: something without a preset does."""
     if found is None:
-        results.print("proposed: none fits; fewer rows or tokens (--serve shows how many), or quantised weights")
+        results.print(f"proposed: no preset fits{'; what does is said above' if fits else ''}")
         return
     place = "in host memory" if found.offloaded else "on the GPU"
     need = f"keys and values {place}, {size(found.plan.device_total)} of GPU memory"
@@ -186,7 +232,8 @@ def _show_proposal(found: Proposal | None, context: int) -> None:
 
 def _show_rows(
     shape: ModelShape, config: SparseConfig, offload: OffloadConfig | None, context: int, gpu: int, host: int
-) -> None:
+) -> RowsThatFit:
+    """A line for each length; returns that of ``context``, which is the longest."""
     table = Table(box=None, pad_edge=False)
     table.add_column("tokens a row")
     for title in ("dense", "sparse", "sparse, offloaded"):
@@ -200,6 +247,18 @@ def _show_rows(
     results.print(table)
     note("an estimate: keys and values, what selection needs, one prompt that is read; not what else is on the GPU")
     note("offloaded: with the tokens that 12 steps choose on the GPU; more rows read over the link in every step")
+    return found
+
+
+def _with_prompt(p: MemoryPlan, total: str, gpu: int) -> str:
+    """Whether ``p``'s total of that name fits the GPU, perhaps with the prompt read in pieces."""
+    if (need := getattr(p, total)) > gpu and getattr(in_pieces(p, min(PIECE, p.context)), total) <= gpu:
+        return f"fits with prefill_chunk_size={PIECE} (in one piece {size(need - gpu)} too much)"
+    return _fits(need, gpu)
+
+
+def _ok(verdict: str) -> bool:
+    return verdict.startswith("fits")
 
 
 def _fits(need: int, have: int) -> str:

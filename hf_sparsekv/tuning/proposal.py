@@ -78,6 +78,31 @@ def propose(
     return None
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """Bytes that are missing for the preset with the least need, ``"fast"``, and the prompt read in pieces.
+
+    Args:
+        on_gpu: on the GPU, with keys and values there.
+        offloaded: on the GPU, with full blocks in host memory; ``host``: in host memory then.
+    """
+
+    on_gpu: int
+    offloaded: int
+    host: int
+
+
+def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host: int) -> Shortage:
+    """Why :func:`propose` finds nothing; its arguments."""
+    config = TwoLevelConfig.preset("fast")
+    here, away = (
+        in_pieces(plan_memory(model, config, offload, context=context, batch=batch), min(PIECE, context))
+        for offload in (None, OffloadConfig())
+    )
+    missing = (here.device_total - gpu, away.device_total - gpu, away.cache_host - host)
+    return Shortage(*(max(0, n) for n in missing))
+
+
 def step_bytes(
     model: ModelShape, config: TwoLevelConfig, offload: OffloadConfig | None, *, context: int, batch: int
 ) -> float:
