@@ -6,12 +6,14 @@ import json
 
 import pytest
 from test_cli import tiny  # noqa: F401 (a fixture)
+from test_evaluation_passes import passes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: make test-lm-eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
+from hf_sparsekv.evaluation import prefix  # noqa: E402
 from hf_sparsekv.evaluation.lm_eval_model import SparseKVLM  # noqa: E402
 
 SETTINGS = "block_size=16;window=16;max_draft=4;dense_layers=0;calibration_tokens=32"
@@ -92,3 +94,19 @@ def test_a_model_that_is_loaded_already_and_wrong_specs(tiny) -> None:  # noqa: 
     assert ours.spec.options["token_budget"] == 4096
     with pytest.raises(ValueError, match="no option 'budget'"):
         SparseKVLM(str(tiny), cache="two_level:budget=4")
+
+
+@pytest.mark.parametrize("cache", ["full", ALL])
+def test_long_contexts_are_read_in_passes(tiny, cache, monkeypatch) -> None:  # noqa: F811
+    """A batch of several lengths; no pass holds more tokens than evaluation's own, none a single column."""
+    asked = [(CONTEXT + "pack my box " * i, {"until": ["."], "max_gen_toks": 8}) for i in range(3)]
+    monkeypatch.setattr(prefix, "_LEAST", 16)
+    said = []
+    for most in (1 << 20, 256):
+        monkeypatch.setattr(prefix, "PASS", most)
+        ours = SparseKVLM(str(tiny), cache=cache, device="cpu", batch_size=3)
+        with passes(ours.model) as seen:
+            said.append(ours.generate_until(requests("generate_until", *asked), disable_tqdm=True))
+        assert max(rows * columns for rows, columns, _ in seen) <= most
+        assert sum(columns > 1 for _, columns, _ in seen) == (1 if most > 256 else 4)
+    assert said[0] == said[1]

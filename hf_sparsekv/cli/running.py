@@ -14,6 +14,7 @@ from ..attention.tap import QueryTap
 from ..cache_name import generate_over
 from ..cuda_graph.optimize import optimize, unoptimize
 from ..telemetry.timing import Timing, TokenTimer
+from ..tuning.serving_plan import CHUNK
 from .output import CommandError, messages
 
 
@@ -102,8 +103,11 @@ def run_sparse(
 ) -> Run:
     """Generate with one of our caches, called ``name``.
 
-    ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run.
+    ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run. Long prompts are read in chunks, as a
+    server reads them, so that activations are bounded.
     """
+    if (n := inputs["input_ids"].shape[1]) > CHUNK:
+        kwargs["prefill_chunk_size"] = -(-n // -(-n // CHUNK))  # of one size: a single last token were a step
     model.set_attn_implementation("sparsekv")
     if capture:
         optimize(model)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..attention.tap import QueryTap
 from ..cache_name import generate_over
 from .cache_specs import parse_cache
-from .prefix import attention, forced_steps, full_attention, prefill
+from .prefix import Prefix, attention, forced_steps, full_attention, pass_columns, prefill
 
 
 @register_model("sparsekv")
@@ -52,7 +52,12 @@ class SparseKVLM(HFLM):
         cache = self.spec.make(self.model.config)
         if cache is not None:
             generation_kwargs |= generate_over(cache)
-        with attention(self.model, full_attention(self.model) if cache is None else "sparsekv"):
+        name = full_attention(self.model) if cache is None else "sparsekv"
+        mask = generation_kwargs.get("attention_mask")
+        columns = pass_columns(self.model, Prefix(context, [], None, None, None if mask is None else mask.bool()), name)
+        if (n := context.shape[1]) > columns:
+            generation_kwargs["prefill_chunk_size"] = -(-n // -(-n // columns))  # no last pass of a single column
+        with attention(self.model, name):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
     @torch.no_grad()

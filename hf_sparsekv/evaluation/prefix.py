@@ -1,4 +1,10 @@
-"""One prefill, many caches: compare configurations without paying for the prompt each time."""
+"""One prefill, many caches: compare configurations without paying for the prompt each time.
+
+Prompts are read in passes of at most :data:`PASS` tokens, all rows together, so that activations and masks do not grow
+with the number and length of the rows. Results do not depend on it: label channels are made from the whole prompt.
+(Exception: caches of models with sliding or linear layers, which read prompts longer than a pass on their own, make
+them from the first pass, as ``generate(prefill_chunk_size=...)`` does.)
+"""
 
 from __future__ import annotations
 
@@ -13,15 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..attention.exact import exact_attention
+from ..attention.masks import sparsekv_mask
 from ..attention.mla import Absorbed, is_mla
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..cache_name import over
+from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
+from ..types import AttentionParams
 
+PASS = 32_768  # tokens of all rows in one forward pass: 3 GB in an MLP of 14,336 channels, bfloat16
+_LEAST = 64  # columns of a pass: fewer would be drafts for a sparse cache
+_ON_CPU = 1024  # columns of a pass that fills all caches, on a CPU
+_MASK_BYTES = 4 << 30  # of masks or scores that transformers' own attention makes in one pass
 _RECORDER = "sparsekv_recorder"
 T = TypeVar("T")
 
@@ -32,7 +44,8 @@ class Prefix:
 
     Args:
         ids: ``[batch, n]`` token ids.
-        queries: per layer, ``[batch, Hq, n, D]``; empty if every cache prefills on its own.
+        queries: per layer, ``[batch, Hq, n, D]``, in host memory if they are much of the GPU's; empty if every cache
+            prefills on its own.
         cache: the keys and values (or latents) of full attention; ``None`` if every cache prefills on its own.
         logits: ``[batch, vocab]`` of the last token; ``None`` like ``cache``.
         mask: bool ``[batch, n]``, False for (left) padding; ``None`` if there is none.
@@ -53,7 +66,7 @@ class Prefix:
             absorbed = Absorbed(latents[layer.index]) if latents else None
             if absorbed is not None:
                 absorbed.refresh(stock.keys)
-            layer.fill(query, stock.keys, stock.values, self.mask, absorbed)
+            layer.fill(query.to(stock.keys.device), stock.keys, stock.values, self.mask, absorbed)
         return cache
 
     def full(self) -> DynamicCache:
@@ -86,14 +99,21 @@ class Prefix:
         name = full_attention(model) if cache is None else "sparsekv"
         cache = DynamicCache(config=model.config) if cache is None else cache
         with attention(model, name):
-            logits = model(
-                self.ids,
-                **over(model, cache),
-                use_cache=True,
-                logits_to_keep=1,
-                **self.inputs(0, self.ids.shape[1]),
-            ).logits[:, -1]
-        return cache, logits
+            return cache, self.read(model, cache, pass_columns(model, self, name))
+
+    def read(self, model, cache: Cache, columns: int, begin: Callable[[int], None] = lambda start: None) -> Tensor:
+        """Run ``model`` over the prompt in passes of at most so many columns; the last logits ``[batch, vocab]``.
+
+        ``begin`` is called with the first column of each pass.
+        """
+        start, n = 0, self.ids.shape[1]
+        for part in self.ids.tensor_split(-(-n // columns), dim=1):  # of one size: a single last column were a step
+            end = start + part.shape[1]
+            begin(start)
+            more = self.inputs(start, end)
+            logits = model(part, **over(model, cache), use_cache=True, logits_to_keep=1, **more).logits[:, -1]
+            start = end
+        return logits
 
     def inputs(self, start: int, end: int) -> dict[str, Tensor]:
         """Mask and positions of columns ``start .. end - 1``, which a padded batch needs."""
@@ -124,45 +144,95 @@ def full_attention(model) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
+def pass_columns(model, prefix: Prefix, name: str) -> int:
+    """Columns of a forward pass over a prompt, with the attention implementation ``name``."""
+    rows, n = prefix.ids.shape
+    most = PASS // rows
+    # Transformers' own attention makes a mask (and its copy in the queries' dtype), or the scores of all heads.
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    pair = {"sdpa": 3, "eager": 8 * heads}.get(name, 0)
+    if pair:
+        most = min(most, _MASK_BYTES // (pair * rows * n))
+    if prefix.mask is not None and not all(
+        isinstance(layer, DynamicLayer | DynamicSlidingWindowLayer)
+        for layer in DynamicCache(config=model.config).layers
+    ):
+        # Linear attention looks at the padding of the first pass alone.
+        most = max(most, 1 + int((~prefix.mask).sum(-1).max()))
+    return max(most, _LEAST)
+
+
 @torch.no_grad()
 def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = None) -> Prefix:
     """Run full attention over ``ids [batch, n]`` and keep what caches are filled from.
 
-    Models with layers that cannot be filled (sliding windows) are prefilled anew for each cache.
+    Models with layers that cannot be filled (sliding windows) are prefilled for each cache instead.
 
     Args:
-        chunk: tokens of one forward pass; ``None``: 1024 on a CPU, all on a GPU.
+        chunk: columns of one forward pass; ``None``: :data:`PASS` tokens of all rows, on a CPU at most 1024 columns.
         mask: ``[batch, n]``, 0 for left padding.
+
+    Raises:
+        MemoryError: the queries of these prompts, which caches are filled with, do not fit into memory.
     """
     if mask is not None:
         mask = mask.bool()
         mask = None if bool(mask.all()) else mask
     if not can_share(model):
         return Prefix(ids, [], None, None, mask)
-    seen: dict[int, list[Tensor]] = {}
+    (rows, n), layers = ids.shape, len(DynamicCache(config=model.config).layers)
+    queries: dict[int, Tensor] = {}
+    begun = place = None
 
-    def record(module, query, key, value, attention_mask, **kwargs):
-        seen.setdefault(module.layer_idx, []).append(query)
+    def begin(start: int) -> None:
+        nonlocal begun
+        begun = start
+
+    def record(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **_):
+        nonlocal place
+        if module.layer_idx not in queries:
+            shape = (rows, query.shape[1], n, query.shape[3])
+            if place is None:
+                place = _place(query, layers * query.shape[1] * query.shape[3] * query.itemsize * rows * n)
+            queries[module.layer_idx] = query.new_empty(shape, device="cpu" if place == "host" else query.device)
+        queries[module.layer_idx][:, :, begun : begun + query.shape[2]] = query
         wide = value.shape[3]
         if ids.device.type == "cpu" and wide < query.shape[3]:  # torch has no fused kernel for values of another width
             value = F.pad(value, (0, query.shape[3] - wide))
-        out, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return out[..., :wide], weights
+        params = AttentionParams(query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+        # A mask of the columns is made for later passes of unpadded prompts, too: without it kernels are faster.
+        columns = None if mask is None else attention_mask
+        if attention_mask is not None and attention_mask.ndim != 2:
+            out = exact_attention(query, key, value, params, mask=attention_mask, dropout=dropout)
+        else:
+            out = exact_attention(query, key, value, params, columns=columns, dropout=dropout)
+        return out[..., :wide].transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_RECORDER, record)
-    AttentionMaskInterface.register(_RECORDER, sdpa_mask)
-    cache = DynamicCache()
-    prefix = Prefix(ids, [], cache, None, mask)
-    start, chunk = 0, chunk or (1024 if ids.device.type == "cpu" else ids.shape[1])
+    AttentionMaskInterface.register(_RECORDER, sparsekv_mask)
+    prefix = Prefix(ids, [], DynamicCache(), None, mask)
+    if chunk is None:
+        chunk = pass_columns(model, prefix, _RECORDER)
+        chunk = min(chunk, _ON_CPU) if ids.device.type == "cpu" else chunk
     with attention(model, _RECORDER):
-        for part in ids.split(chunk, dim=1):
-            end = start + part.shape[1]
-            more = prefix.inputs(start, end)
-            logits = model(part, **over(model, cache), use_cache=True, logits_to_keep=1, **more).logits[:, -1]
-            start = end
-    prefix.queries = [torch.cat(seen.pop(index), dim=2) for index in sorted(seen)]
-    prefix.logits = logits
+        prefix.logits = prefix.read(model, prefix.cache, chunk, begin)
+    prefix.queries = [queries[index] for index in sorted(queries)]
     return prefix
+
+
+def _place(query: Tensor, need: int) -> str:
+    """Where ``need`` bytes of queries are kept until caches have been filled with them: "device" or "host".
+
+    Grouped queries are several times as large as keys and values: they leave the GPU's memory to these.
+    """
+    if query.is_cuda and need <= torch.cuda.mem_get_info(query.device)[0] // 4:
+        return "device"
+    if need > (most := int(DEFAULT_SHARE * host_memory_limit())):
+        raise MemoryError(
+            f"the queries of {query.shape[0]} prompts take {need / 2**30:.1f} GiB, {most / 2**30:.1f} GiB of host "
+            "memory may be used: take a smaller --batch, or shorter --lengths"
+        )
+    return "host" if query.is_cuda else "device"
 
 
 def predicting(evaluate: Callable[..., T]) -> Callable[..., T]:

@@ -12,6 +12,7 @@ from ..cache_name import over
 from ..config import TwoLevelConfig
 from ..layers.sparse_layer import SparseLayer
 from ..predictor.channels import ChannelStats, LabelChannels, describe
+from .serving_plan import CHUNK
 
 
 @torch.no_grad()
@@ -35,7 +36,8 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
             # Never enough tokens to fix channels: every chunk is observed.
             never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
             cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
-            model(ids.to(model.device), **over(model, cache), use_cache=True, logits_to_keep=1)
+            for part in ids.to(model.device).tensor_split(-(-ids.shape[1] // CHUNK), dim=1):
+                model(part, **over(model, cache), use_cache=True, logits_to_keep=1)
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, SparseLayer):
                     _merge(held, index, layer.policy.labels.stats)
