@@ -344,6 +344,53 @@ def test_projections_that_are_replaced(anywhere):
     assert (logits(model) - want).norm() < 1e-5 * want.norm()
 
 
+def _layer(model: nn.Module) -> nn.Module:
+    return model.model.layers[0]
+
+
+def _halved(module: nn.Module) -> None:
+    module.__dict__["forward"] = lambda *args: 0.5 * type(module).forward(module, *args)
+
+
+def _norm(model: nn.Module, name: str) -> None:
+    width = getattr(_layer(model), name).weight.shape[0]
+    setattr(_layer(model), name, nn.LayerNorm(width))
+
+
+# What is done to a model behind fuse(): a fused layer must not go on with what it was.
+CHANGES = {
+    "a norm's eps": lambda m: [
+        setattr(n, "variance_epsilon", 0.5) for n in m.modules() if hasattr(n, "variance_epsilon")
+    ],
+    "another norm before the MLP": lambda m: _norm(m, "post_attention_layernorm"),
+    "another norm before the attention": lambda m: _norm(m, "input_layernorm"),
+    "another query norm": lambda m: setattr(_layer(m).self_attn, "q_norm", nn.LayerNorm(16)),
+    "a last norm": lambda m: setattr(m.model, "norm", nn.LayerNorm(64)),
+    "an activation": lambda m: setattr(_layer(m).mlp, "act_fn", nn.Tanh()),
+    "an activation's hook": lambda m: _layer(m).mlp.act_fn.register_forward_hook(lambda *given: given[2] * 2),
+    "a projection's forward": lambda m: _halved(_layer(m).self_attn.v_proj),
+    "a projection's bias": lambda m: setattr(_layer(m).mlp.up_proj, "bias", nn.Parameter(torch.ones(96))),
+    "a projection's data": lambda m: setattr(
+        _layer(m).mlp.up_proj.weight, "data", 2 * _layer(m).mlp.up_proj.weight.data
+    ),
+    "weights in place": lambda m: m.requires_grad_(False) and [p.mul_(1.5) for p in m.parameters()],
+    "weights assigned": lambda m: m.load_state_dict({k: 1.5 * v for k, v in m.state_dict().items()}, assign=True),
+    "a scale of attention": lambda m: setattr(_layer(m).self_attn, "scaling", 0.01),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_behind_it_counts(anywhere, name):
+    model, plain = made("qwen3"), made("qwen3")
+    before = logits(plain)
+    assert fuse(model) is not None
+    for m in (model, plain):
+        CHANGES[name](m)
+    want = logits(plain)
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    assert (before - want).norm() > 1e-3 * want.norm(), "the change was to be seen"
+
+
 class Scaled(nn.Linear):
     """Stands for a quantised or LoRA layer."""
 

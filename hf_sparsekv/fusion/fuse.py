@@ -221,8 +221,7 @@ class Fusion:
 
 
 def _activation(mlp: nn.Module) -> str | None:
-    act = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    return _ACTIVATIONS.get(type(act).__name__)
+    return _ACTIVATIONS.get(type(fused_layers.act_of(mlp)).__name__)
 
 
 def _computed_in(model: nn.Module) -> torch.dtype:
@@ -301,10 +300,8 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
 
     for module, kind, arch in list(_found(model)):
         state = State(arch, type(module), small_batch=small_batch)
-        if kind == "RMSNorm":
-            state.eps = module.eps if arch.unit_offset else module.variance_epsilon
         if kind in ("MLP", "Experts"):
-            state.activation = _activation(module) or ""
+            state.activation, state.act = _activation(module) or "", (fused_layers.act_of(module),)
             if not state.activation:
                 skipped[f"{kind}: unknown activation"] += 1
                 continue

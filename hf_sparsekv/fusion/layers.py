@@ -65,8 +65,8 @@ class State:
     Args:
         arch: its model's architecture; ``None`` for a linear layer.
         original: its class before.
-        eps: of a norm.
         activation: of an MLP, or of experts.
+        act: the module that computes it, in a tuple as ``following``.
         joined: an attention's or MLP's projections, if they are joined.
         small_batch: our kernel multiplies few rows with them.
         following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
@@ -75,8 +75,8 @@ class State:
 
     arch: Arch | None
     original: type
-    eps: float = 0.0
     activation: str = ""
+    act: tuple[object, ...] = ()
     joined: JoinedLinear | None = None
     small_batch: bool = False
     following: tuple[nn.Module, ...] = ()
@@ -119,16 +119,39 @@ def _taken(t: Tensor, norm: nn.Module) -> Tensor | None:
 
 def _add(residual: Tensor, x: Tensor, post: nn.Module | None, following: nn.Module | None) -> Tensor:
     """``residual`` plus ``x``, which ``post`` normalises first; the norm that follows is computed along with it."""
-    if post is not None and is_observed(post):
+    if post is not None and not _is_own(post):
         x, post = post(x), None
-    weights = [norm.weight for norm in (post, following) if norm is not None]
-    if following is None or x.shape != residual.shape or not is_usable(residual, x, *weights):
+    if not isinstance(following, FusedNorm) or x.shape != residual.shape:  # the last one, or it was replaced
+        return residual + (x if post is None else post(x))
+    if not is_usable(residual, x, *(norm.weight for norm in (post, following) if norm is not None)):
         return residual + (x if post is None else post(x))
     state = following._fused
-    post_weight, post_eps = (None, 0.0) if post is None else (post.weight, post._fused.eps)
-    total, normed = add_norm(x, residual, following.weight, state.eps, state.arch.unit_offset, post_weight, post_eps)
+    post_weight, post_eps = (None, 0.0) if post is None else (post.weight, _eps(post))
+    total, normed = add_norm(
+        x, residual, following.weight, _eps(following), state.arch.unit_offset, post_weight, post_eps
+    )
     _hand_over(total, following, normed)
     return total
+
+
+def _eps(norm: nn.Module) -> float:
+    return norm.eps if norm._fused.arch.unit_offset else norm.variance_epsilon
+
+
+def _is_own(norm: nn.Module) -> bool:
+    """A kernel may do what this norm does: nobody has replaced it, or wants to see it called."""
+    return isinstance(norm, FusedNorm) and "forward" not in norm.__dict__ and not is_observed(norm)
+
+
+def act_of(module: nn.Module) -> object:
+    """What computes the activation of an MLP, or of experts."""
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+
+
+def _activates(module: nn.Module) -> bool:
+    """It computes the activation that a kernel knows: nobody has replaced it, or wants to see it called."""
+    act = act_of(module)
+    return act is module._fused.act[0] and not (isinstance(act, nn.Module) and is_observed(act))
 
 
 class FusedNorm:
@@ -140,7 +163,7 @@ class FusedNorm:
             return ready
         if not is_usable(hidden_states, self.weight):
             return super().forward(hidden_states)
-        return add_norm(hidden_states, None, self.weight, self._fused.eps, self._fused.arch.unit_offset)[1]
+        return add_norm(hidden_states, None, self.weight, _eps(self), self._fused.arch.unit_offset)[1]
 
 
 class FusedLinear:
@@ -178,7 +201,7 @@ class FusedMLP:
     """Of few rows one kernel up to the down projection, of more one between the projections."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_usable(x):
+        if not is_usable(x) or not _activates(self):
             return super().forward(x)
         state = self._fused
         stacked = self._stacked() if serves(x) else None
@@ -206,7 +229,7 @@ class FusedExperts:
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         given = (hidden_states, self.gate_up_proj, self.down_proj)
-        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given):
+        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given) or not _activates(self):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return experts(hidden_states, top_k_index, top_k_weights, *given[1:], self._fused.activation)
 
@@ -253,9 +276,9 @@ class FusedAttention:
         norms = ()
         if arch.qk_norm:
             norms = (self.q_norm, self.k_norm)
-            if any(is_observed(norm) or not is_usable(q, norm.weight) for norm in norms):
+            if not all(_is_own(norm) and is_usable(q, norm.weight) for norm in norms):
                 q, k, norms = self.q_norm(q), self.k_norm(k), ()
-        weights, eps = [norm.weight for norm in norms], [norm._fused.eps for norm in norms]
+        weights, eps = [norm.weight for norm in norms], [_eps(norm) for norm in norms]
         q, k = qk_rope(q, k, *position_embeddings, *(weights or (None, None)), *(eps or (0.0, 0.0)), arch.unit_offset)
         v = v.transpose(1, 2)
 
@@ -300,7 +323,7 @@ class FusedLatentAttention:
         norm = self.kv_a_layernorm
         if (
             position_embeddings is None
-            or is_observed(norm)
+            or not _is_own(norm)
             or not is_usable(hidden_states, *position_embeddings, norm.weight)
         ):
             return super().forward(
@@ -316,7 +339,7 @@ class FusedLatentAttention:
             compressed,
             *position_embeddings,
             norm.weight,
-            norm._fused.eps,
+            _eps(norm),
             bool(self.config.rope_interleave),
         )
         cache, kwargs = given_cache(kwargs), without_cache(kwargs)
