@@ -190,11 +190,11 @@ class CacheSource:
         if self.uses:
             self._use_attention()
             setattr(model, _METHOD, self)
-            if ahead:
-                self.tap.install()
             if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
                 self.optimized = True  # beforehand: an interrupt may come as soon as it is
                 capture(model)
+            if ahead:  # behind it: hooks that are there before have to be compared in each step
+                self.tap.install()
             return
         for module in self.latent:  # the caches have made them pass latents on
             restore(module)

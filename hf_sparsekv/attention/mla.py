@@ -20,6 +20,7 @@ import types
 import torch
 from torch import Tensor, nn
 
+from ..model_watch import kind_of
 from ..types import AttentionParams
 from .exact import _MASK_BYTES, _mask, exact_attention
 from .handle import KVHandle
@@ -142,7 +143,7 @@ class Absorbed:
         linear = self.module.kv_b_proj
         weight = getattr(linear, "weight", None)
         return (
-            type(linear) is nn.Linear
+            kind_of(linear) is nn.Linear
             and type(weight) is nn.Parameter
             and weight.dtype in _PLAIN
             and not weight.is_meta

@@ -37,6 +37,23 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Inside, autocast keeps no weights that it has cast: they are free when the caller leaves it, a graph stays."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """What autocast, if it is on, computes in on this device."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 @dataclass
 class CapturedStep:
     """A graph and the buffers that it reads and writes.

@@ -13,6 +13,7 @@ processors and functions of the caller's own would see its token, and a monitor 
 
 from __future__ import annotations
 
+import functools
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..cache import SparseCache
 from ..cache_name import given_cache
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..model_watch import kind_of
 
 _REPLACED = "DeferredStopCheck"
 _OWN = "PrefixConstrainedLogitsProcessor"  # calls a function of the caller's
@@ -130,12 +132,17 @@ def defer(model: nn.Module) -> None:
     kind = type(model)
     known = hasattr(utils, _REPLACED) and _REPLACED in GenerationMixin._sample.__code__.co_names
     if known and getattr(kind, "_sample", None) is GenerationMixin._sample:
-        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        model.__class__ = type(kind.__name__, (LateStopping, kind), named)
+        model.__class__ = _stopping_late(kind)
+
+
+@functools.cache
+def _stopping_late(kind: type) -> type:
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (LateStopping, kind), named)
 
 
 def wait(model: nn.Module) -> None:
     """Undo :func:`defer`."""
-    kind = type(model)
+    kind = kind_of(model)
     if kind.__bases__[:1] == (LateStopping,):
         model.__class__ = kind.__bases__[1]

@@ -31,9 +31,10 @@ from ..kv.rows import Drafts, Rows
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..model_watch import ModelWatch
 from ..policies.plan import Plan
 from ..ranks import ranks_of
-from .captured_step import CapturedStep, Saved, gathered_experts
+from .captured_step import CapturedStep, Saved, autocast_of, gathered_experts, uncached_autocast
 from .late_stop import defer, wait
 from .mask_watch import MaskWatch
 
@@ -41,6 +42,7 @@ _STATIC = ("input_ids", "position_ids", "attention_mask", *NAMES)
 _OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # what else a pass that is captured may be told
 _changing = threading.RLock()  # one thread at a time changes models
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
+_RESTLESS = 3  # steps before each of which the model has changed: the next ones run eagerly
 _KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
 
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]  # for look-ahead: of the step's priority, of lower priority
@@ -57,6 +59,7 @@ class Steady(NamedTuple):
         rest: the call's further arguments.
         sealed: full blocks of each row when the step was planned; None: however many they have, it stays as it is.
         tokens: of a pass over drafts, how many were looked at; with fewer it is the same.
+        autocast: what it computed in, if it was on.
     """
 
     step: CapturedStep
@@ -68,6 +71,7 @@ class Steady(NamedTuple):
     rest: dict
     sealed: tuple[int, ...] | None
     tokens: int = 1
+    autocast: torch.dtype | None = None
 
 
 def draft_width(tokens: int, most: int) -> int:
@@ -82,8 +86,9 @@ def draft_width(tokens: int, most: int) -> int:
 class StepRunner:
     """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
 
-    One graph per cache, batch, addresses and plans. A second cache of the same shape is captured anew, which takes
-    about as long as one eager step.
+    One graph per cache, batch, addresses, plans and autocast. A second cache of the same shape is captured anew, which
+    takes about as long as one eager step. So is everything once the model has changed
+    (:class:`..model_watch.ModelWatch`).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -103,6 +108,8 @@ class StepRunner:
         self.fusion: Fusion | None = None
         self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
         self.tap = QueryTap(model)
+        self.watch = ModelWatch(model)
+        self.restless = 0  # steps, one after another, before which the model has changed
         of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
         self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
         self._cache_name = cache_name(model)
@@ -130,12 +137,13 @@ class StepRunner:
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
             absorb(module)
-        self.tap.install()
         defer(self.model)
+        self.watch.begin()
+        self.tap.install()
 
     def remove(self) -> None:
-        for held in (self.graphs, self.last, self.steady):
-            held.clear()
+        self._forget()
+        self.watch.end()
         for module in self.absorbed:
             restore(module)
         wait(self.model)
@@ -164,6 +172,14 @@ class StepRunner:
         given.update(given.pop(self._rest, {}))
         cache = given.get(self._cache_name)
         new = self._new_tokens(given, cache) if isinstance(cache, SparseCache) else 0
+        if isinstance(cache, SparseCache):
+            with self.lock:
+                changed = not self.watch.check()
+                if changed:
+                    self._forget()
+                if new:
+                    self.restless = self.restless + 1 if changed else 0
+                    self.watch.refresh()
         if not new:
             if isinstance(cache, SparseCache):
                 self.watches.pop(cache, None)  # what it saw belongs to the tokens before
@@ -198,6 +214,13 @@ class StepRunner:
             return self.original(*args, **kwargs)
         with self.lock:
             return self._step(given, cache, plans)
+
+    def _forget(self) -> None:
+        """The model has changed: what was captured, and what was found out, is of another one."""
+        for held in (self.graphs, self.last, self.steady):
+            held.clear()
+        self._cannot = self._found = None
+        self._drafts_cannot = False
 
     @property
     def _talks(self) -> bool:
@@ -234,6 +257,13 @@ class StepRunner:
             return "the model is not on a CUDA device"
         if torch.is_grad_enabled():
             return "gradients are enabled; call the model under torch.no_grad()"
+        config = getattr(self.model, "config", None)
+        if config is not None and (used := config.get_text_config(decoder=True)._attn_implementation) != "sparsekv":
+            return f"the model's attention is {used!r} now; call model.set_attn_implementation('sparsekv')"
+        if self.model.training:
+            return "the model is in training mode; call model.eval()"
+        if self.restless > _RESTLESS:  # until nothing has
+            return "something changes the model before each step: its modules, their hooks or attributes"
         if devices != {ids.device}:
             return "the weights lie on several devices, or not all on the GPU"
         cache.use_rings()
@@ -344,6 +374,7 @@ class StepRunner:
             tuple(rest.items()),
             tuple(addresses),
             tuple(ring.addresses for ring in rings),
+            autocast := autocast_of(ids.device),
         )
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)
@@ -352,7 +383,7 @@ class StepRunner:
             # registers buffers with NCCL, which the others wait for: all or none.
             step = None
         if step is None:
-            kind = (*self._kind(cache), *key[:4])
+            kind = (*self._kind(cache), *key[:4], autocast)
             mine = valid if valid is None else valid[: len(ids)]
             step = self._first_capture(graphs, ids, positions, cache, rest, plans, kind, mine, drafts)
             if step is None:
@@ -362,7 +393,7 @@ class StepRunner:
         each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
         held = rows if drafts is None else drafts.taken.after
-        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new)
+        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new, autocast)
         if drafts is not None:  # what a pass does follows from the rows alone
             self._keep(cache, width, now)
             return self._replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)
@@ -397,7 +428,8 @@ class StepRunner:
             return None
         step = steady.step
         if (
-            cache not in self.graphs
+            not self.watch.same()  # the long way forgets all that is captured
+            or cache not in self.graphs
             or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
             or cache.changes != steady.changes
             or table.moves != steady.moves
@@ -406,6 +438,7 @@ class StepRunner:
             or any(isinstance(value, Tensor | list | dict) for value in rest.values())
             or rest != steady.rest
             or torch.is_grad_enabled()
+            or autocast_of(ids.device) is not steady.autocast
         ):
             return self._unsteady(cache)
         rows, drafts = table.rows, None
@@ -562,7 +595,8 @@ class StepRunner:
         steps = cache.row_table.steps(ids.device)
         steps.load(cache.row_table.rows)
         try:
-            step = self._capture_alike(ids, positions, cache, rest, plans, kind, valid, drafts)
+            with self.watch.ignoring():
+                step = self._capture_alike(ids, positions, cache, rest, plans, kind, valid, drafts)
         except torch.OutOfMemoryError:  # may fit another time
             raise
         except RuntimeError as error:  # the model's own code does what no graph can hold
@@ -640,7 +674,7 @@ class StepRunner:
                 else:
                     begun = steps.begin_drafts(count, ids.shape[1], table.block_size, table.recent)
                     replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
-                with gathered_experts(self.model):
+                with gathered_experts(self.model), uncached_autocast():
                     out = self.original(input_ids=ids, position_ids=positions, **over(self.model, cache), **rest)
                 replay.join()
                 return type(out)(**without_cache(out))
@@ -793,7 +827,8 @@ def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Modu
             "call model.set_attn_implementation('sparsekv') first"
         )
     with _changing:
-        if runner_of(model) is not None:
+        if (runner := runner_of(model)) is not None:
+            runner.watch.touch()
             return model
         runner = StepRunner(model)
         try:

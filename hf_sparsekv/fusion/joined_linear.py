@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..model_watch import kind_of
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DOUBLE = torch.float64
 
@@ -22,7 +24,7 @@ def is_plain(layer: nn.Module) -> bool:
     """Whether ``layer`` is a linear layer and nothing more: not quantised, sharded, replaced or with LoRA."""
     # Exact types: those are subclasses or other classes, or their weights are.
     return (
-        type(layer) is nn.Linear
+        kind_of(layer) is nn.Linear
         and all(type(p) is nn.Parameter and type(p.data) is Tensor for p in layer.parameters(recurse=False))
         and "forward" not in layer.__dict__
         and not hasattr(layer, "parametrizations")
@@ -53,7 +55,7 @@ def quantised(model: nn.Module, without: tuple[type, ...] = ()) -> dict[str, int
         held = [(type(t), t) for name, t in kept if name.startswith(("weight", "qweight")) and t is not None]
         other = [kind for kind, t in held if kind not in (nn.Parameter, Tensor) or t.dtype not in (*_DTYPES, _DOUBLE)]
         if other:
-            of_torch = type(module) is nn.Linear and other[0] not in (nn.Parameter, Tensor)
+            of_torch = kind_of(module) is nn.Linear and other[0] not in (nn.Parameter, Tensor)
             name = (other[0] if of_torch else type(module)).__name__
             counts[name] = counts.get(name, 0) + 1
     return counts
@@ -120,6 +122,8 @@ class JoinedLinear:
         """The stacked weights ``[sum of rows, ...]``, or ``None`` if they do not lie one after another any more."""
         parameters = [getattr(layer, name) for layer in layers]
         first = parameters[0]
+        if not all(type(p) is nn.Parameter for p in parameters):
+            return None
         memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
         for p in parameters:
             if p.data_ptr() != at or p.untyped_storage().data_ptr() != memory or p.dtype != first.dtype:
@@ -131,10 +135,12 @@ class JoinedLinear:
     def stacked(self, owner: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         """Weights ``[sum of out, in]`` and biases while the layers are joined, and nobody wants to see them called."""
         layers = self._layers(owner)
-        if not all(type(layer) is nn.Linear and not is_observed(layer) for layer in layers):
+        if not all(
+            kind_of(one) is nn.Linear and "forward" not in one.__dict__ and not is_observed(one) for one in layers
+        ):
             return None
         weight = self._block(layers, "weight")
-        has_bias = layers[0].bias is not None
+        has_bias = any(layer.bias is not None for layer in layers)
         bias = self._block(layers, "bias") if has_bias else None
         return None if weight is None or (bias is not None) != has_bias else (weight, bias)
 
