@@ -12,15 +12,18 @@ a step is one captured graph, whatever the rows hold (:func:`..optimize`): of th
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from .attention.rotary import unfixed
 from .cache_name import over
 from .config import SparseConfig
 from .kv.row_table import RowTable
@@ -135,6 +138,7 @@ class RowBatch:
         self._tokens: RowTokens | None = None  # copies of chosen tokens on the device, if any are kept
         cache.row_table.open(max_rows, max_length)
         self._valid: tuple[Tensor | None, torch.device] | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # the one that was looked at
         self.width = 1
 
     # ------------------------------------------------------------------ who is there
@@ -178,30 +182,52 @@ class RowBatch:
 
         Rows that are there may decode between two prefills, and between a prefill and its :meth:`join`.
 
+        Not every model can share a batch: :func:`..check_rows` tries it on made-up input, once, beforehand.
+
         Args:
             chunk: read so many tokens a forward pass, in the last perhaps one more, as one alone is a decode step.
                 None: all at once.
 
         Raises:
-            ValueError: it is no single row, or longer than :attr:`max_length`.
+            ValueError: it is no single row, or longer than :attr:`max_length`; or rows of this model would change each
+                other's positions.
             MemoryError: host memory does not hold it.
         """
         self._check()
+        if self._model is None or self._model() is not model:
+            if (why := no_positions(model) or unfixed(model, self.max_length)) is not None:
+                raise ValueError(f"rows of {type(model).__name__} cannot come and go: {why}")
+            self._model = weakref.ref(model)
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise ValueError(f"input_ids must be one row [1, n], got {list(input_ids.shape)}: prefill row by row")
         n = input_ids.shape[1]
         if not 0 < n <= self.max_length:
             raise ValueError(f"a prompt of {n} tokens does not fit rows of 1 to {self.max_length}")
-        cache = self.cache.beside()
+        cache, at = self.cache.beside(), 0
         for part in input_ids.tensor_split([*range(chunk or n, n - 1, chunk or n)], dim=1):
-            logits = model(input_ids=part, **over(model, cache), use_cache=True, logits_to_keep=1).logits
+            where = positions(at, at := at + part.shape[1], part.device)
+            logits = model(
+                input_ids=part, position_ids=where, **over(model, cache), use_cache=True, logits_to_keep=1
+            ).logits
         if len(cache.sparse_layers) < len(cache.layers):
             raise ValueError(
                 "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
                 "linear attention keep no rows of their own"
             )
+        self._check_layers(cache)
         self.adopt(cache)
         return Prefilled(cache, logits[:, -1])
+
+    @staticmethod
+    def _check_layers(cache: Batch) -> None:
+        """A prompt has come to all layers."""
+        empty = [layer.index for layer in cache.sparse_layers if layer.store is None]
+        if empty:
+            total = len(cache.layers)
+            raise ValueError(
+                f"the model's configuration names {total} layers, and its decoder stored keys in {total - len(empty)} "
+                f"of them: layers {empty} hold nothing. Set num_hidden_layers to what the decoder has"
+            )
 
     @torch.no_grad()
     def adopt(self, cache: Batch) -> None:
@@ -636,6 +662,26 @@ class RowBatch:
         positions = sent(lengths, torch.long, device)[:, None]
         out = model(input_ids=ids, position_ids=positions, **over(model, self.cache), use_cache=True)
         return out.logits[: self.width, -1]
+
+
+def positions(start: int, end: int, device: torch.device) -> Tensor:
+    """Positions of a row's tokens ``start`` to ``end - 1``, int64 ``[1, n]``.
+
+    Given with every pass: what a model counts without them may begin elsewhere (RoBERTa behind its padding's index).
+    """
+    return torch.arange(start, end, device=device)[None]
+
+
+def no_positions(model: nn.Module) -> str | None:
+    """Why rows of ``model`` cannot have positions of their own; None: its forward takes ``position_ids``."""
+    generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    given = inspect.signature(type(generating).forward).parameters
+    if "position_ids" in given or not isinstance(generating, GenerationMixin):
+        return None
+    return (
+        "the model's forward takes no position_ids: it counts positions by itself, the same for all rows of a batch, "
+        "which have different lengths. Use generate()"
+    )
 
 
 def width(rows: int, most: int) -> int:

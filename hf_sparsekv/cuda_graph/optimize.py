@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from ..attention.mla import absorb, absorbs, is_mla, restore
+from ..attention.rotary import PassRotary
 from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..cache_name import NAMES, cache_name, output_name, over, without_cache
@@ -110,6 +111,7 @@ class StepRunner:
         self.tap = QueryTap(model)
         self.watch = ModelWatch(model)
         self.restless = 0  # steps, one after another, before which the model has changed
+        self.rotary = PassRotary(model)
         of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
         self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
         self._cache_name = cache_name(model)
@@ -137,6 +139,7 @@ class StepRunner:
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
             absorb(module)
+        self.rotary.install()
         defer(self.model)
         self.watch.begin()
         self.tap.install()
@@ -148,6 +151,7 @@ class StepRunner:
             restore(module)
         wait(self.model)
         self.tap.remove()
+        self.rotary.remove()
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
@@ -251,6 +255,8 @@ class StepRunner:
             )
         if self._counts_positions:
             return "the model's forward takes no position_ids: it counts positions on the host, which a replay cannot"
+        if (grows := self.rotary.why_not()) is not None:
+            return grows
         if self.ranks is not None and not self._talks:
             return "the model is tensor parallel by other means than NCCL, whose sums no graph can hold"
         if not self._on_gpu(ids):

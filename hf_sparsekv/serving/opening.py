@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
@@ -21,6 +23,7 @@ from ..generating import settings_of, sparse
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
+from ..row_trial import why_not
 from .config import ServingConfig
 
 SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
@@ -83,6 +86,7 @@ def opened(
     if context is not None and max_length > context:
         raise ValueError(f"max_length={max_length} is over the model's context of {context} tokens")
     was_training = model.training
+    _say_what_is_fixed(model, stack.enter_context(fixed_rotary(model, max_length)), max_length)
     stack.enter_context(sparse(model, settings.config, offload=settings.offload))
     model.eval()
     stack.callback(model.train, was_training)
@@ -90,6 +94,11 @@ def opened(
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
+    why = why_not(model, max_length)
+    if ranks is not None and ranks.any(why is not None):  # all ranks or none
+        why = why or "another rank of the model cannot serve it, and says why"
+    if why is not None:
+        raise ValueError(why)
     beside = -(-rows.calibration_tokens // cache.config.block_size)
     blocks = reserve(model, cache, serving, max_length, ranks, beside)
     if runner_of(model) is None:
@@ -99,6 +108,18 @@ def opened(
     held = (blocks - 1) * cache.config.block_size
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
+
+
+def _say_what_is_fixed(model: PreTrainedModel, fixed: list[Switch], max_length: int) -> None:
+    """Warn where short requests are answered by other rotary factors than ``generate()`` takes."""
+    if fixed:
+        tokens = max(one.tokens for one in fixed)
+        warnings.warn(
+            f"the rotary factors of {type(model).__name__} (rope_type={fixed[0].kind!r}) depend on the context: this "
+            f"engine uses those of max_length={max_length} for all requests. generate() uses others up to {tokens} "
+            f"tokens: give ServingConfig(max_length={tokens}) if no request needs more",
+            stacklevel=4,
+        )
 
 
 def reserve(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..attention.parts import GRID
 from ..cache_name import over
+from ..row_batch import positions
 
 # Tokens of a chunk at least, if only its length bounds its time: of fewer the weights are read and the kernels launched
 # all the same, which would teach that tokens are slow, and so make the next chunk no longer.
@@ -312,7 +313,10 @@ class Reading:
     @torch.no_grad()
     def _forward(self, tokens: int) -> None:
         part = self.ids[:, self.past : self.past + tokens]
-        out = self.model(input_ids=part, **over(self.model, self.cache), use_cache=True, logits_to_keep=1)
+        where = positions(self.past, self.past + part.shape[1], part.device)
+        out = self.model(
+            input_ids=part, position_ids=where, **over(self.model, self.cache), use_cache=True, logits_to_keep=1
+        )
         self.logits = out.logits[:, -1]
         self.past += tokens
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.parts import make_plans
 from ..cache_name import over
-from ..row_batch import Batch, RowBatch
+from ..row_batch import Batch, RowBatch, positions
 from ..tensors import sent
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
@@ -114,7 +114,10 @@ class Work:
         try:
             past, began = cache.get_seq_length(), self.clock.mark()
             new = sent([ids[past:]], torch.long, self.device)
-            out = self.model(input_ids=new, **over(self.model, cache), use_cache=True, logits_to_keep=1)
+            where = positions(past, len(ids), self.device)
+            out = self.model(
+                input_ids=new, position_ids=where, **over(self.model, cache), use_cache=True, logits_to_keep=1
+            )
             self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark(), learns=False)
             self.rows.adopt(cache)
             row = self.rows.join(cache, room=0)

@@ -1,0 +1,199 @@
+"""A trial on made-up input: are rows of one batch each what they would be alone?
+
+Rows that come and go differ in length, share blocks, and are read in chunks. That goes together only with models that
+take each token's position from ``position_ids``, whose rotation depends on the token alone, and whose prompt tokens see
+no later ones. :func:`check_rows` tries it with some 70 made-up tokens, and says what does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention.mla import passes_on
+from .attention.rotary import unfixed
+from .cache import SparseCache
+from .config import TwoLevelConfig
+from .cuda_graph.optimize import runner_of
+from .row_batch import no_positions, positions
+
+passes_on(__name__)
+
+BLOCK, STEPS = 16, 3
+LONG, SHORT, CHUNK = 37, 21, 16  # tokens of the rows' prompts; and of a chunk
+# Largest distance to what a row has alone, of its norm. Keys of the first layer differ by rounding alone; behind it
+# roundings add up, and a mixture of experts may choose another one for a token or two (so the median counts).
+SHARP = {torch.float32: 0.01, torch.float64: 0.01}
+SHARP_16, LOOSE = 0.06, 0.25
+
+
+class _Pass(NamedTuple):
+    """What a forward pass has made: keys of each layer ``[rows, n, ...]``, and logits ``[rows, n, vocabulary]``."""
+
+    keys: list[Tensor]
+    logits: Tensor
+
+
+class _Recording(SparseCache):
+    """A cache that remembers what it was given last; those beside it remember it in the same place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        if layer_idx == 0:
+            self.given.clear()
+        # Of latents (MLA) the second one has the positions.
+        both = [t.transpose(1, 2).flatten(2) for t in (key_states, value_states)]
+        self.given.append(torch.cat(both, dim=-1))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def beside(self) -> SparseCache:
+        new = super().beside()
+        new.given = self.given
+        return new
+
+
+def check_rows(model: nn.Module, max_length: int) -> None:
+    """Try on made-up input that rows of ``model`` that come and go answer as each would alone.
+
+    About fifteen forward passes of up to 40 tokens, in a cache of its own; the model, its mode and random numbers stay
+    as they are. An :class:`..Engine` does this when it opens. Call it once before ``cache.rows()`` of your own, in
+    ``eval()`` mode.
+
+    Args:
+        model: with ``attn_implementation="sparsekv"``, inside :func:`..fixed_rotary` if its rotary factors need it.
+        max_length: tokens that a row may hold.
+
+    Raises:
+        ValueError: rows would get other answers than alone; says which property does not hold.
+    """
+    if (why := why_not(model, max_length)) is not None:
+        raise ValueError(why)
+
+
+def why_not(model: nn.Module, max_length: int) -> str | None:
+    """Why :func:`check_rows` refuses ``model``; None: it does not."""
+    name = type(model).__name__
+    if (why := no_positions(model) or unfixed(model, max_length)) is not None:
+        return f"rows of {name} cannot come and go: {why}"
+    with torch.no_grad():
+        failed = _Trial(model, max_length).failed()
+    if failed is None:
+        return None
+    return (
+        f"rows of {name} cannot come and go: tried on made-up input, {failed}. Answers would depend on what is beside "
+        "them: use generate()"
+    )
+
+
+class _Trial:
+    """The passes of a trial. Each check compares with rows that are alone in their cache and read at once."""
+
+    def __init__(self, model: nn.Module, max_length: int) -> None:
+        runner = runner_of(model)
+        self.run: Callable[..., Any] = model if runner is None else runner.original  # nothing is captured
+        self.device = next(model.parameters()).device
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.max_length = max_length
+        size = max(max_length, 1)
+        self.long, self.short = min(LONG, max(size - STEPS, 1)), min(SHORT, max(size - STEPS, 1))
+        self.steps = min(STEPS, size - self.long)
+        config = TwoLevelConfig(block_size=BLOCK, window=BLOCK, token_budget=4096, calibration_tokens=BLOCK)
+        self.config = config
+
+    def ids(self, n: int, seed: int) -> Tensor:
+        """Made-up tokens ``[1, n]``, the same each time."""
+        return ((torch.arange(n, device=self.device) * (7 + 2 * seed) + 3 + 5 * seed) % self.vocabulary)[None]
+
+    def read(self, ids: Tensor, cache: SparseCache | None = None, at: int = 0, places: Tensor | None = None) -> _Pass:
+        """A pass of tokens at ``places``, or from position ``at`` on."""
+        cache = _Recording(self.config) if cache is None else cache
+        places = positions(at, at + ids.shape[1], self.device) if places is None else places
+        out = self.run(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
+        return _Pass(list(cache.given), out.logits)
+
+    def failed(self) -> str | None:
+        """What does not hold, in words."""
+        ids = self.ids(self.long + self.steps, 0), self.ids(self.short + self.steps, 1)
+        alone = [self.read(each) for each in ids]
+        return (
+            self._at_other_positions()
+            or self._causal(ids[0], alone[0])
+            or self._in_chunks(ids[0], alone[0])
+            or self._in_rows(ids, alone)
+        )
+
+    def _at_other_positions(self) -> str | None:
+        """Rows at positions far apart, in one pass and each alone; the first once more, after the others."""
+        n = min(8, self.max_length)
+        starts = sorted({max(self.max_length // part - n, 0) for part in (1, 2, 4, 16)})
+        ids = self.ids(n, 2)
+        places = torch.arange(n, device=self.device) + torch.tensor(starts, device=self.device)[:, None]
+        alone = [self.read(ids, places=row[None]) for row in places]
+        together = self.read(ids.expand(len(places), -1), places=places)
+        again = self.read(ids, places=places[:1])
+        for row, each in enumerate(alone):
+            if not self._alike(each, _Pass([k[row : row + 1] for k in together.keys], together.logits[row : row + 1])):
+                return "a token's keys or logits depend on the positions of other rows in its forward pass"
+        if not self._alike(alone[0], again):
+            return "a token's keys or logits depend on earlier forward passes"
+        return None
+
+    def _causal(self, ids: Tensor, alone: _Pass) -> str | None:
+        if self._alike(_part(alone, 0, self.long), self.read(ids[:, : self.long])):
+            return None
+        return "tokens of a prompt attend to later ones, or count from its end: it cannot be read in chunks"
+
+    def _in_chunks(self, ids: Tensor, alone: _Pass) -> str | None:
+        cache, at = _Recording(self.config), 0
+        for part in ids[:, : self.long].split(CHUNK, dim=1):
+            if not self._alike(_part(alone, at, at + part.shape[1]), self.read(part, cache, at)):
+                return "a prompt that is read in chunks, or after a shared prefix, is another one than if read at once"
+            at += part.shape[1]
+        return None
+
+    def _in_rows(self, ids: tuple[Tensor, Tensor], alone: list[_Pass]) -> str | None:
+        """Two rows of different lengths decode together."""
+        cache = _Recording(self.config)
+        rows, lengths = cache.rows(2, self.long + self.steps), (self.long, self.short)
+        for each, n in zip(ids, lengths):
+            one = cache.beside()
+            self.read(each[:, :n], one)
+            rows.adopt(one)
+            rows.join(one)
+        made = []
+        for step in range(self.steps):
+            tokens = torch.cat([each[0, n + step, None] for each, n in zip(ids, lengths)])
+            logits = rows.step(self.run, tokens).clone()
+            made.append(_Pass(list(cache.given), logits[:, None]))
+        for row, n in enumerate(lengths):
+            keys = [torch.cat([k[row : row + 1] for k in layer], dim=1) for layer in zip(*(one.keys for one in made))]
+            here = _Pass(keys, torch.cat([one.logits[row : row + 1] for one in made], dim=1))
+            if made and not self._alike(_part(alone[row], n, n + self.steps), here):
+                return "a row that decodes beside one of another length is another one than alone"
+        return None
+
+    @staticmethod
+    def _alike(expected: _Pass, found: _Pass) -> bool:
+        """They differ by rounding alone."""
+        sharp = SHARP.get(expected.keys[0].dtype, SHARP_16)
+        if _distance(expected.keys[0], found.keys[0]) > sharp:
+            return False
+        each = (*zip(expected.keys[1:], found.keys[1:]), (expected.logits, found.logits))
+        return all(_distance(a, b) <= LOOSE for a, b in each)
+
+
+def _part(whole: _Pass, start: int, end: int) -> _Pass:
+    return _Pass([k[:, start:end] for k in whole.keys], whole.logits[:, start:end])
+
+
+def _distance(expected: Tensor, found: Tensor) -> float:
+    """Relative distance of ``[rows, n, ...]``, the median over tokens."""
+    a, b = (torch.nan_to_num(t.float()) for t in (expected, found))
+    far = (a - b).flatten(2).norm(dim=-1) / a.flatten(2).norm(dim=-1).clamp_min(1e-6)
+    return float(far.median())
