@@ -16,6 +16,7 @@ from . import policies as _policies  # noqa: F401 (registers the methods)
 from . import second_device as _second_device  # noqa: F401 (the predictive method can use one)
 from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
+from .attention.rotary import fixed_rotary
 from .attention.tap import QueryTap, predict_ahead
 from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
 from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
@@ -24,6 +25,7 @@ from .generating import generate, sparse
 from .policies.measured import WalkStats
 from .policies.streaming import StreamingConfig
 from .prefix import PrefixCache
+from .row_trial import check_rows
 from .serving import Sampling, ServingConfig
 from .serving.engine import Engine
 from .telemetry.monitor import StepMonitor, StepReport
@@ -56,6 +58,8 @@ __all__ = [
     "WalkStats",
     "__version__",
     "absorb_mla",
+    "check_rows",
+    "fixed_rotary",
     "generate",
     "optimize",
     "predict_ahead",

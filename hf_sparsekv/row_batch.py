@@ -129,6 +129,7 @@ class RowBatch:
             raise ValueError("this cache has rows already: use them, or reset() it")
         if cache.get_seq_length():
             raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
+        _check_kinds(cache)
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
         self._active: list[bool] = [False] * max_rows
         self._there: list[bool] = [False] * max_rows
@@ -209,24 +210,25 @@ class RowBatch:
             logits = model(
                 input_ids=part, position_ids=where, **over(model, cache), use_cache=True, logits_to_keep=1
             ).logits
-        if len(cache.sparse_layers) < len(cache.layers):
-            raise ValueError(
-                "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
-                "linear attention keep no rows of their own"
-            )
         self._check_layers(cache)
         self.adopt(cache)
         return Prefilled(cache, logits[:, -1])
 
     @staticmethod
     def _check_layers(cache: Batch) -> None:
-        """A prompt has come to all layers."""
+        """A prompt has come to all layers, and all are ours."""
+        _check_kinds(cache)
+        if cache.model_config is None:
+            raise ValueError(
+                "rows that come and go need a model that attends by attn_implementation='sparsekv': this one reads the "
+                "keys and values itself"
+            )
         empty = [layer.index for layer in cache.sparse_layers if layer.store is None]
         if empty:
             total = len(cache.layers)
             raise ValueError(
-                f"the model's configuration names {total} layers, and its decoder stored keys in {total - len(empty)} "
-                f"of them: layers {empty} hold nothing. Set num_hidden_layers to what the decoder has"
+                f"the model's configuration names {total} layers, and its decoder has stored keys in "
+                f"{total - len(empty)}: layers {empty} hold nothing. Set num_hidden_layers to what the decoder has"
             )
 
     @torch.no_grad()
@@ -662,6 +664,15 @@ class RowBatch:
         positions = sent(lengths, torch.long, device)[:, None]
         out = model(input_ids=ids, position_ids=positions, **over(model, self.cache), use_cache=True)
         return out.logits[: self.width, -1]
+
+
+def _check_kinds(cache: Batch) -> None:
+    """All layers that the cache knows of are ours."""
+    if len(cache.sparse_layers) < len(cache.layers):
+        raise ValueError(
+            "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
+            "linear attention keep no rows of their own"
+        )
 
 
 def positions(start: int, end: int, device: torch.device) -> Tensor:

@@ -115,7 +115,8 @@ class _Factors:
             if self.length <= tokens:  # as transformers: the very numbers that the model began with
                 inv_freq, scaling = getattr(self.module, f"{prefix}original_inv_freq").to(device), None
             else:
-                length = self.length if one.grows else tokens + 1
+                # Of growing ones a tensor, as transformers gives it: its arithmetic is that of 32 bits.
+                length = torch.tensor(self.length, device=device) if one.grows else tokens + 1
                 inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length, **given)
                 inv_freq = inv_freq.to(device)
             if "short_mscale" in config.rope_parameters and layer_type is None:

@@ -80,6 +80,7 @@ def opened(
         settings = replace(settings, offload=replace(settings.offload, max_host_bytes=limit))
     text = model.config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)
+    context = None if context is not None and context < 1 else context  # XLNet's is -1: no limit
     max_length = serving.max_length or context
     if max_length is None:
         raise ValueError("the model's configuration names no context: give ServingConfig(max_length=...)")
