@@ -171,10 +171,10 @@ class _Trial:
             tokens = torch.cat([each[0, n + step, None] for each, n in zip(ids, lengths)])
             logits = rows.step(self.run, tokens).clone()
             made.append(_Pass(list(cache.given), logits[:, None]))
-        for row, n in enumerate(lengths):
+        for row, n in enumerate(lengths if made else ()):
             keys = [torch.cat([k[row : row + 1] for k in layer], dim=1) for layer in zip(*(one.keys for one in made))]
             here = _Pass(keys, torch.cat([one.logits[row : row + 1] for one in made], dim=1))
-            if made and not self._alike(_part(alone[row], n, n + self.steps), here):
+            if not self._alike(_part(alone[row], n, n + self.steps), here):
                 return "a row that decodes beside one of another length is another one than alone"
         return None
 
