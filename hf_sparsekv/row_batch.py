@@ -210,7 +210,11 @@ class RowBatch:
             logits = model(
                 input_ids=part, position_ids=where, **over(model, cache), use_cache=True, logits_to_keep=1
             ).logits
-        self._check_layers(cache)
+        try:
+            self._check_layers(cache)
+        except ValueError:
+            self.drop(cache)
+            raise
         self.adopt(cache)
         return Prefilled(cache, logits[:, -1])
 

@@ -643,3 +643,34 @@ def test_models_with_sliding_layers_are_refused():
     rows = MADE["tokens"]().rows(2, 60)
     with pytest.raises(ValueError, match="whole past"):
         rows.prefill(model("gemma3"), prompt(1, 20)["input_ids"])
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "host"])
+def test_fewer_layers_than_the_configuration_names(known, offload):
+    """The decoder was cut: said at the first prompt, and nothing is taken."""
+    net = build("llama", "sparsekv", num_hidden_layers=4)
+    net.model.layers = net.model.layers[:2]
+    cache = OffloadedSparseCache(TwoLevelConfig(**BUDGET), offload, net.config if known else None)
+    rows = cache.rows(2, 60)
+    with pytest.raises(ValueError, match=r"configuration names 4 layers.*keys in 2: layers \[2, 3\] hold nothing. Set"):
+        rows.prefill(net, prompt(1, 58)["input_ids"])
+    assert rows.rows == () and cache.row_table.ids.used == 0
+    net.config.num_hidden_layers = 2
+    cache.reset()
+    rows = OffloadedSparseCache(TwoLevelConfig(**BUDGET), offload, net.config).rows(2, 60)
+    assert rows.join(rows.prefill(net, prompt(1, 20)["input_ids"])) == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+def test_layers_of_other_kinds_are_refused_before_a_prompt(name):
+    cache = SparseCache(TwoLevelConfig(**BUDGET), model_config=build(name, "sparsekv").config)
+    with pytest.raises(ValueError, match="layers all attend to their whole past"):
+        cache.rows(2, 60)
+    assert cache.row_batch is None
+
+
+def test_a_model_that_reads_the_keys_itself_is_refused():
+    rows = SparseCache(TwoLevelConfig(**BUDGET)).rows(2, 60)
+    with pytest.warns(UserWarning, match="right, but dense"), pytest.raises(ValueError, match="reads the keys and"):
+        rows.prefill(build("llama", "sdpa"), prompt(1, 20)["input_ids"])
