@@ -56,6 +56,7 @@ from .predictor.channels import check_config, check_layers
 from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
+from .tensors import no_autocast
 from .types import AttentionParams
 
 passes_on(__name__)
@@ -242,6 +243,7 @@ class SparseCache(Cache):
             self.settle()
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
 
+    @no_autocast
     def __deepcopy__(self, memo: dict) -> SparseCache:
         if self.row_batch is not None:
             raise TypeError("a cache of rows that come and go cannot be copied: copy what rows.prefill() gives")
@@ -747,6 +749,7 @@ class SparseCache(Cache):
 
     # ------------------------------------------------------------------ files
 
+    @no_autocast
     def save(self, path: str | PathLike[str]) -> None:
         """Write the cache to one safetensors file, which appears when it is whole; several may save to one path.
 
@@ -758,6 +761,7 @@ class SparseCache(Cache):
         save_cache(self, CACHES, path)
 
     @classmethod
+    @no_autocast
     def load(
         cls,
         path: str | PathLike[str],

@@ -33,7 +33,7 @@ from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
 from .policies.row_tokens import RowTokens, expected_working_set
 from .telemetry.working_set import STEPS
-from .tensors import no_inference_mode, sent
+from .tensors import no_autocast, no_inference_mode, sent
 
 
 class Batch(Protocol):
@@ -243,6 +243,7 @@ class RowBatch:
         self._open(cache)
         self._made.append(cache)
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def begin(self, ids: np.ndarray, channels: Sequence[Tensor | None]) -> Batch:
@@ -311,6 +312,7 @@ class RowBatch:
         offload = self.cache.offload_config
         return 0 if offload is not None and offload.kv_dtype == "int8" else self._policy.whole_tokens
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def calibrate(self, row: int, prefilled: Prefilled | Batch) -> None:
@@ -358,6 +360,7 @@ class RowBatch:
         for layer in cache.sparse_layers:
             layer.broken = "its prompt was dropped"
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def join(self, prefilled: Prefilled | Batch, room: int | None = None) -> int:
@@ -417,6 +420,7 @@ class RowBatch:
         if self._tokens is not None:
             self._tokens.end(row)
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def fork(self, row: int) -> int:
@@ -441,6 +445,7 @@ class RowBatch:
         self._changed()
         return new
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def move(self, row: int, to: int | None = None) -> int:
@@ -558,6 +563,7 @@ class RowBatch:
         self._row(row)
         return 0 if self._tokens is None else self._tokens.lanes.held[row][1]
 
+    @no_autocast
     @no_inference_mode
     def give(self, row: int, tokens: int) -> None:
         """A row has room for copies of ``tokens`` tokens from the next step on, in each layer and KV head.
@@ -597,6 +603,7 @@ class RowBatch:
             raise ValueError(f"{room} slots were asked for, {self.free_slots} of {self.slots} are free")
         return room
 
+    @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def working_sets(self, steps: int = STEPS) -> WorkingSets:

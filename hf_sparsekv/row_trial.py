@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .attention.mla import passes_on
 from .attention.rotary import unfixed
 from .cache import SparseCache
+from .cache_name import cache_name
 from .config import TwoLevelConfig
 from .cuda_graph.optimize import runner_of
 from .row_batch import no_positions, positions
@@ -96,6 +97,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, max_length: int) -> None:
         runner = runner_of(model)
+        self.keyword = cache_name(model)
         self.run: Callable[..., Any] = model if runner is None else runner.original  # nothing is captured
         self.device = next(model.parameters()).device
         self.vocabulary = model.get_input_embeddings().num_embeddings
@@ -114,7 +116,7 @@ class _Trial:
         """A pass of tokens at ``places``, or from position ``at`` on."""
         cache = _Recording(self.config) if cache is None else cache
         places = positions(at, at + ids.shape[1], self.device) if places is None else places
-        out = self.run(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
+        out = self.run(input_ids=ids, position_ids=places, **{self.keyword: cache}, use_cache=True)
         return _Pass(list(cache.given), out.logits)
 
     def failed(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -25,6 +26,64 @@ def no_inference_mode(function: Function) -> Function:
             return function(*args, **named)
         with torch.inference_mode(False):
             return function(*args, **named)
+
+    return call
+
+
+_DEVICES = "cpu", "cuda"
+# One call instead of one for each kind of device: every layer asks in every step.
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None) or (
+    lambda: any(map(torch.is_autocast_enabled, _DEVICES))
+)
+
+
+def no_autocast(function: Function) -> Function:
+    """Decorates whatever computes with cached keys and values: the caller's ``torch.autocast`` does not reach inside.
+
+    Operators say by themselves what they compute in which dtype. Where no autocast is on, nothing is entered (0.2 us).
+    """
+
+    @wraps(function)
+    def call(*args, **named):
+        if not any_autocast():
+            return function(*args, **named)
+        with ExitStack() as stack:
+            for kind in _DEVICES:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **named)
+
+    return call
+
+
+def lowered(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``t`` in the dtype that ``torch.autocast`` gives attention's inputs, where it is on for their device.
+
+    ``dtype``: in this one instead, there.
+    """
+    if not any_autocast() or t.dtype not in _LOWERED or not torch.is_autocast_enabled(t.device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type) if dtype is None else dtype)
+
+
+_LOWERED = torch.float32, torch.float16, torch.bfloat16
+
+
+def as_called(function: Callable[[], Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    """``function``, to be called inside :func:`no_autocast`, computes in the autocast that is on now.
+
+    What it gives is then :func:`lowered` to ``dtype``.
+    """
+    kinds = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)] if any_autocast() else ()
+    if not kinds:
+        return function
+    dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]
+
+    def call() -> Tensor:
+        with ExitStack() as stack:
+            for kind, low in zip(kinds, dtypes):
+                stack.enter_context(torch.autocast(kind, low))
+            return lowered(function(), dtype)
 
     return call
 

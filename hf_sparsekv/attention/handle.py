@@ -59,6 +59,7 @@ class Step:
         absorbed: the projections of the MLA module that they come from; None for everything else.
         touched: storing them has begun; an error from here on leaves the layer incomplete.
         committed: they are stored.
+        autocast: they came from inside ``torch.autocast``.
     """
 
     layer: HandingLayer
@@ -68,6 +69,7 @@ class Step:
     absorbed: Absorbed | None = None
     touched: bool = field(default=False)
     committed: bool = field(default=False)
+    autocast: bool = False
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,7 @@ class Absorbed:
     def matrix(self, like: Tensor) -> Tensor:
         """``[H, dn + dv, r]``. Of a quantised (or adapted, or sharded) projection: made by :meth:`refresh`."""
         if self.plain:
-            weight = self.module.kv_b_proj.weight
+            weight = self.module.kv_b_proj.weight.to(like.dtype)  # another one under torch.autocast only
         else:
             weight = self.module.__dict__.get(_HELD)
             if weight is None or weight.device != like.device or weight.dtype != like.dtype:

@@ -20,6 +20,7 @@ from ..kv.rows import Rows
 from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
 from ..policies.plan import Plan
+from ..tensors import any_autocast, as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .owned import Owned, Owner
 from .replay import Replay
@@ -79,6 +80,9 @@ class SparseLayer(Owned, CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Announce new tokens ``[batch, H, q, D]``.
 
+        Under ``torch.autocast`` they are cached in its dtype, which is what attention would make of them; or in that
+        of what is cached already.
+
         Returns:
             Handles of all keys and values. The tokens are stored when the attention function gets them.
 
@@ -88,17 +92,25 @@ class SparseLayer(Owned, CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
+        if autocast := any_autocast():
+            dtype = self._dtype
+            key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
         self._check(key_states, value_states)
         past, module = self.get_seq_length(), calling_module()
         if past == 0:
             self.latent = module is not None
-        step = self.pending = Step(self, key_states, value_states, past)
+        step = self.pending = Step(self, key_states, value_states, past, autocast=autocast)
         if self.latent and module is not None:
             absorb(module)
             step.absorbed = Absorbed(module)
             if key_states.shape[2] > 1 and self.replay is None:
                 step.absorbed.refresh(key_states)
         return KVHandle(step, "k"), KVHandle(step, "v")
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """Of the tokens that are cached, None before the first."""
+        return self.store.dtype if self.store is not None and self.store.length else None
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         self._check_complete()
@@ -118,7 +130,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         for name, mine, given in (("dtype", store.dtype, k.dtype), ("device", store.device, k.device)):
             if mine != given:
                 raise ValueError(
-                    f"layer {self.index} caches keys of {name} {mine}, got {given}: keep one {name}, or use a new cache"
+                    f"layer {self.index} caches keys of {name} {mine}, got {given}: keep one {name} "
+                    "(inside or outside of torch.autocast), or use a new cache"
                 )
 
     def _check_complete(self) -> None:
@@ -167,6 +180,14 @@ class SparseLayer(Owned, CacheLayerMixin):
 
         Layers that share their KV call this with the same step; only the first stores.
         """
+        if not step.autocast:
+            return self._attended(step, query, mask, params, dropout)
+        out = no_autocast(self._attended)(step, lowered(query, step.k.dtype), mask, params, dropout)
+        return out.to(query.dtype)  # what follows may be made for the model's dtype
+
+    def _attended(
+        self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+    ) -> Tensor:
         try:
             return self._attend(step, query, mask, params, dropout)
         except BaseException as error:
@@ -413,7 +434,6 @@ class SparseLayer(Owned, CacheLayerMixin):
             replay.run_late()
         return out
 
-    @torch.no_grad()
     def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
         """The layer before has begun a decode step, and ``query()`` is what it expects this one to ask.
 
@@ -421,6 +441,11 @@ class SparseLayer(Owned, CacheLayerMixin):
             query: gives ``[batch, Hq, Dk]``.
             stream: what it reads, ``[batch, 1, hidden]``: kept until that is done.
         """
+        self._foresee(as_called(query, self._dtype), stream)
+
+    @no_autocast
+    @torch.no_grad()
+    def _foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
         store, policy, replay = self.store, self.policy, self.replay
         if replay is not None:
             if self.plan.foresees:
@@ -434,6 +459,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             if plan.foresees:
                 policy.foresee(query(), store, plan)
 
+    @no_autocast
     @torch.no_grad()
     def note_added(self, before: Tensor, after: Tensor, mask: Tensor | None = None) -> None:
         """The layer before has ended: what it added to the stream for each row's last token.
@@ -538,9 +564,14 @@ class SparseLayer(Owned, CacheLayerMixin):
             key, value: ``[batch, H, q, D]``. ``valid``: bool ``[batch, q]``, False for padding.
             absorbed: the (refreshed) :class:`..Absorbed` of an MLA module: absorbs as many queries as in a prefill.
         """
+        query, key, value = (lowered(x, self._dtype) for x in (query, key, value))
         self._check(key, value)
         if self.get_seq_length() == 0:
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
+        self._fill(query, key, value, valid, absorbed)
+
+    @no_autocast
+    def _fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, absorbed) -> None:
         self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self._look_ahead(query, absorbed)
 
@@ -557,6 +588,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 "cached. Pass the same values for the cached columns, or start a new cache"
             )
 
+    @no_autocast
     def materialise(self, step: Step, which: str) -> Tensor:
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
@@ -592,6 +624,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.store.crop_to(rows)
         self.policy.crop_row(row)
 
+    @no_autocast
     def end_calibration(self) -> None:
         """Have label channels, whatever has been seen so far."""
         labels = self.policy.labels
@@ -617,11 +650,13 @@ class SparseLayer(Owned, CacheLayerMixin):
         return -1 if self.store is None else self.store.batch
 
     @property
+    @no_autocast
     def keys(self) -> Tensor | None:
         """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
         return None if self.store is None else self.store.materialise()[0]
 
     @property
+    @no_autocast
     def values(self) -> Tensor | None:
         """All cached values, see :attr:`keys`."""
         return None if self.store is None else self.store.materialise()[1]
@@ -650,6 +685,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.reset()  # which waits for what is still being chosen, too
         self.policy.reset()
 
+    @no_autocast
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. (A positive number, transformers' older form: keep as many.)"""
         tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
@@ -668,6 +704,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         else:
             self.reset()  # the next prompt calibrates anew
 
+    @no_autocast
     def map_rows(self, index: Tensor, rows: Rows) -> None:
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them."""
         self.store.map_rows(index, rows)

@@ -24,6 +24,7 @@ from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
 from ..row_trial import why_not
+from ..tensors import no_autocast
 from .config import ServingConfig
 
 SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
@@ -53,6 +54,7 @@ class Opened:
     vocabulary: int
 
 
+@no_autocast  # an engine's threads have none either
 def opened(
     model: PreTrainedModel,
     config: SparseConfig | str | None,

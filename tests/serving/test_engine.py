@@ -64,6 +64,18 @@ def test_requests_answer_as_alone(settings, layers, offload):
     assert {output.finish_reason for output in outputs} == {"length"}
 
 
+def test_an_engine_is_opened_outside_of_autocast():
+    """Its own threads have none, whoever opens it."""
+    answers = []
+    for on in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=on),
+            Engine(build("llama", "sdpa"), None, TwoLevelConfig(**BUDGET), None, SERVING) as engine,
+        ):
+            answers.append(engine.submit(ids_of(150, 1), greedy(20)).result(60).token_ids)
+    assert answers[0] == answers[1]
+
+
 SHORT = {**BUDGET, "calibration_tokens": 64, "token_budget": 64}
 
 
