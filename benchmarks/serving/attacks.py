@@ -274,7 +274,7 @@ async def _leave_bodies(address: Address, size: int) -> None:
 async def _never_read(address: Address, size: int) -> None:
     """A stream that its client does not read."""
     writer = await _open(address, HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(0.5)
     writer.transport.abort()
 
 
@@ -352,8 +352,8 @@ CONNECTIONS: dict[str, Callable[[Address, int], Awaitable[None]]] = {
     "a body that is waited for": lambda address, size: _hold(
         address, 4, 0.2, HEAD + b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
     ),
-    "silent connections": lambda address, size: _hold(address, 1000, 1.0),
-    "half of a head": lambda address, size: _hold(address, 100, 1.0, b"GET /health HTTP/1.1\r\nHost: loc"),
+    "silent connections": lambda address, size: _hold(address, 1000, 0.3),
+    "half of a head": lambda address, size: _hold(address, 100, 0.3, b"GET /health HTTP/1.1\r\nHost: loc"),
     "streams that are left": _leave_streams,
     "bodies that are left": _leave_bodies,
     "a stream that is not read": _never_read,

@@ -169,7 +169,7 @@ def tiny(folder: Path) -> str:
     return str(folder)
 
 
-def holds(size: int) -> list[tuple[str, float]]:
+def holds(size: int, tries: int = 3) -> list[tuple[str, float]]:
     """Milliseconds for which each body keeps other threads from running, the longest first."""
     from hf_sparsekv.serving.http import schema
     from hf_sparsekv.serving.http.errors import ApiError
@@ -197,7 +197,7 @@ def holds(size: int) -> list[tuple[str, float]]:
     for name, (content, path) in kinds.items():
         parse = schema.chat if path == attacks.CHAT else schema.completion
         best = float("inf")
-        for _ in range(3):
+        for _ in range(tries):
             gap, done = [0.0], threading.Event()
 
             def look(gap=gap, done=done) -> None:
@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
                 attacked = results.get(timeout=4 * attacks.LIMIT_S)
                 attacker.join()
                 asyncio.run(honest.learn())  # it still answers, and as before
-                _judge(report, honest, attacked, alone, start, resident, args)
+                judge(report, honest, attacked, alone, start, resident, args)
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -285,7 +285,8 @@ def main(argv: list[str]) -> int:
     return 1 if honest.wrong else report.close()
 
 
-def _judge(report, honest, attacked, alone, start, resident, args) -> None:
+def judge(report, honest, attacked, alone, start, resident, args) -> None:
+    """Rows, and what was wrong."""
     counts, wrong = attacked
     for text in wrong:
         honest.fail(text)

@@ -1,0 +1,141 @@
+"""Hostile bodies and connections, each beside a stream that goes on and is right."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import forked
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from http_server import serving
+from models import build
+from tokenizers_made import byte_level
+from waiting import wait_until
+
+from benchmarks.serving import attacks, hostile, soak
+from hf_sparsekv.serving.http import create_app
+
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+
+
+class Honest:
+    """A client that streams the same answer again and again, and notes when its pieces come."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.over = False
+        self.times: list[float] = []
+        self.right = self.wrong = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        body = {"prompt": "the cat ", "max_tokens": 60, "temperature": 0, "stream": True}
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self.over:
+                pieces = []
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    for line in answer.iter_lines():
+                        if line.startswith("data: {"):
+                            self.times.append(time.monotonic())
+                            pieces.append(line.partition('"text":"')[2].partition('"')[0])
+                if "".join(pieces) == ("the cat " * 60)[: len("".join(pieces))] and len("".join(pieces)) > 100:
+                    self.right += 1
+                else:
+                    self.wrong += 1
+
+    def end(self) -> None:
+        self.over = True
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT
+    with (
+        FakeEngine(tokenizer, step_s=0.002) as engine,
+        serving(create_app(engine, "fake"), most=300, head_s=1.0) as url,
+    ):
+        honest = Honest(url)
+        wait_until(lambda: honest.right or honest.wrong)
+        yield url, honest, engine
+        honest.end()
+
+
+@pytest.mark.parametrize("name", attacks.NAMES)
+def test_a_stream_goes_on_beside(served, name, caplog):
+    url, honest, engine = served
+    where, begun = urlsplit(url), len(honest.times)
+    asyncio.run(attacks.attack(name, (where.hostname, where.port), attacks.HARMFUL))
+    wait_until(lambda: len(honest.times) > begun + 5, 60)
+    times = honest.times[max(0, begun - 1) :]
+    longest = max(after - before for before, after in itertools.pairwise(times))
+    assert longest < 5, "a bound that says that nothing hangs; `serving hostile` measures"
+    assert not honest.wrong and "Traceback" not in caplog.text
+    assert not [prompt for prompt in engine.prompts if len(prompt) > 1000]
+
+
+def test_a_bomb_is_never_parsed(served, monkeypatch):
+    """json.loads() would hold the interpreter."""
+    from hf_sparsekv.serving.http import schema
+
+    monkeypatch.setattr(schema, "loads", lambda body: pytest.fail("it was parsed"))
+    where = urlsplit(served[0])
+    for name in ("empty lists", "many fields", "many values", "many long numbers", "many escapes", "lists in lists"):
+        asyncio.run(attacks.attack(name, (where.hostname, where.port), attacks.HARMFUL))
+
+
+def test_how_long_bodies_hold_the_interpreter_is_measured():
+    found = hostile.holds(1000, tries=1)
+    assert {name for name, _ in found} >= {name for name, body in attacks.BODIES.items() if body.coding is None}
+    assert [ms for _, ms in found] == sorted((ms for _, ms in found), reverse=True)
+
+
+def test_the_table_has_many_kinds():
+    assert len(attacks.BODIES) >= 40 and len(attacks.CONNECTIONS) >= 25
+
+
+class Forking:
+    """``subprocess`` as the server is begun with it."""
+
+    PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: list[str], *, env: dict[str, str], **_) -> forked.Popen:
+        return forked.Popen(command[1:], env)
+
+
+def test_a_few_seconds_of_the_benchmark(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(soak, "subprocess", Forking)
+    tokenizer = byte_level()
+    build(
+        "llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=3072
+    ).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    mine = ["--minutes", "0.05", "--size", "1000000", "--growth", "1", "--no-csv"]
+    options = ["--device", "cpu", "--context", "3k", "--max-rows", "4"]
+    status = hostile.main([*mine, "--", str(tmp_path), *options])
+    said = capsys.readouterr().out
+    assert status == 0 and "nothing was wrong" in said and "longest_gap_alone" in said, said
+
+
+def test_a_wrong_answer_and_memory_that_grows_are_told():
+    honest = hostile.Honest("http://127.0.0.1:1")
+    args = hostile.arguments().parse_args([])
+    from benchmarks.report import Report
+
+    with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
+        hostile.judge(report, honest, ({"n": 3}, ["n: not refused"]), 0.01, 100, [100] * 5 + [200] * 15, args)
+    assert len(honest.wrong) == 1 and "not refused" in honest.wrong[0]
+    with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
+        hostile.judge(report, honest, ({}, []), 0.01, 100, [100] * 10 + [200] * 10, args)
+    assert "memory grows" in honest.wrong[-1]
