@@ -25,6 +25,8 @@ from hf_sparsekv.serving.request import (
 
 pytestmark = pytest.mark.quick
 
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
 
 def output(text: str = "ab", reason: str = "stop") -> Output:
     return Output(text, tuple(range(len(text))), reason, 3)
@@ -61,11 +63,35 @@ def output(text: str = "ab", reason: str = "stop") -> Output:
         ("stop", tuple("abcde"), "4 strings at most, got 5"),
         ("stop", ("a", "b" * 1025), "1024 characters at most, got 1025"),
         ("ignore_eos", 1, "True or False"),
+        ("temperature", 1e39, "at most 100"),
+        ("temperature", 100.5, "at most 100"),
+        ("repetition_penalty", 1e-39, "from 0.01 to 100"),
+        ("repetition_penalty", 1e-3, "from 0.01 to 100"),
+        ("repetition_penalty", 1e38, "from 0.01 to 100"),
     ],
 )
 def test_sampling_refuses(field, value, allowed):
     with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
         Sampling(**{field: value})
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, "top_k", "max_tokens", "seed"])
+@pytest.mark.parametrize("digits", [90, 400, 5000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_integer_that_no_float_holds_is_a_value_error(field, digits, sign):
+    if field in ("top_k", "max_tokens") and sign > 0:
+        Sampling(**{field: 10**digits})  # more than there are: all
+        return
+    with pytest.raises(ValueError, match=f"{field} .*an integer of more than 80 digits"):
+        Sampling(**{field: sign * 10**digits})
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, "top_k", "max_tokens", "seed", "ignore_eos", "stop"])
+@pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 10**6] * 1000, {"x" * 10**6: [[[1]]]}], ids=type)
+def test_errors_quote_briefly(field, value):
+    with pytest.raises(ValueError, match=f"^{field} ") as error:
+        Sampling(**{field: [value] if field == "stop" else value})
+    assert len(str(error.value)) < 800
 
 
 @pytest.mark.parametrize(

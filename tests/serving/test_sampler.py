@@ -34,6 +34,7 @@ class Asked:
 
 
 GREEDY = Asked(temperature=0.0)
+PENALTIES = [("repetition_penalty", 0.01), ("repetition_penalty", 100.0)]
 MANY = [
     GREEDY,
     replace(GREEDY, repetition_penalty=1.8),
@@ -291,6 +292,34 @@ def test_no_temperature_overflows(temperature):
     token = int(sampler(logits, [0]))
     assert logits[0, token] == logits[0].max()
     assert sampler.last[1].tolist() == [0]
+
+
+@pytest.mark.parametrize("penalty", [1e-39, 1e-30, 0.01, 100.0, 1e38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_is_no_fault_of_the_logits(penalty, temperature):
+    """A row that has failed withdraws the blocks that its prompt shares with others."""
+    sampler = Sampler(2, VOCABULARY, "cpu")
+    sampler.set(0, Asked(temperature=temperature, repetition_penalty=penalty), range(VOCABULARY))
+    sampler.set(1, GREEDY)
+    logits = normal(2, seed=1)
+    tokens = sampler(logits, [0, 1])
+    assert sampler.last[1].tolist() == [0, 0]
+    assert tokens[1] == logits[1].argmax() and 0 <= tokens[0] < VOCABULARY
+    logits[0, 3] = torch.nan
+    sampler(logits, [0, 1])
+    assert sampler.last[1].tolist() == [1, 0], "but NaN is"
+
+
+@pytest.mark.parametrize("field, value", [("temperature", 100.0), ("temperature", 1e-4), *PENALTIES])
+@pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_masked_token_stays_masked_at_the_bounds_of_settings(field, value, mask):
+    logits = normal(1, seed=2).expand(500, -1).clone()
+    logits[:, 10:] = mask
+    sampler = Sampler(500, VOCABULARY, "cpu")
+    for row in range(500):
+        sampler.set(row, Asked(**{field: value}), range(5, VOCABULARY))
+    assert (sampler(logits, range(500)) < 10).all()
+    assert not sampler.last[1].any()
 
 
 def test_whole_tables_with_rows_that_mean_nothing():

@@ -18,6 +18,7 @@ from .errors import ApiError
 
 # For tokenizers without a response_template of their own, whose chat templates show calls in this way: Hermes, Qwen 2.5
 # and 3. The names of the fields are transformers'.
+BETWEEN = "\0"  # texts around the calls: no model writes it
 IN_TAGS = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -30,7 +31,7 @@ IN_TAGS = {
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"close": "<|im_end|>", "content": "text", "repeats": True, "join": "\n"},
+        "content": {"close": "<|im_end|>", "content": "text", "repeats": True, "join": BETWEEN},
     },
 }
 # transformers' parser looks for each delimiter again after each region: regions times the text's length.
@@ -89,7 +90,7 @@ class ToolReader:
             return {"content": output.text}
         content = read.get("content") or ""
         if self._form is IN_TAGS:  # joined of what is between the calls
-            content = content.strip()
+            content = "\n".join(filter(None, content.split(BETWEEN)))
         message = {"content": content or (None if calls else "")}
         if thinking := read.get("thinking"):
             message["reasoning_content"] = thinking
