@@ -369,6 +369,11 @@ class SparseCache(Cache):
         self._joined = self.changes
         return rows
 
+    @property
+    def is_initialized(self) -> bool:
+        """Something is cached: models ask whether a pass is the first one (transformers' own leaves our layers out)."""
+        return self.get_seq_length() > 0
+
     def first(self, layer: SparseLayer) -> bool:
         """``layer`` is the first one of ours."""
         return layer is next((other for other in self.layers if isinstance(other, SparseLayer)), None)

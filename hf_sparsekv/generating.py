@@ -27,6 +27,7 @@ from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig, TwoLevelConfig, with_changes
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
+from .generate_watch import GenerateWatch
 from .policies.registry import method_of
 from .ranks import ranks_of
 
@@ -84,28 +85,55 @@ def settings_of(config: str | SparseConfig | None, offload: bool | OffloadConfig
     return _settings(config, offload, None, {})
 
 
-def _generating(model: torch.nn.Module) -> PreTrainedModel:
-    """The model of transformers that generates: ``model``, or the one that it wraps (PEFT, ``torch.compile``)."""
+def _generating(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers that generate: ``model``, or the one that it wraps (PEFT, ``torch.compile``).
+
+    If its ``generate()`` hands on to those of its parts (BLIP-2, Qwen2.5-Omni): these.
+    """
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     found: Any = next((module for module in modules if isinstance(module, GenerationMixin)), None)
     if found is None:
         inner = getattr(model, "model", None)
         hint = ": give its model, sparse(pipe.model)" if isinstance(inner, GenerationMixin) else ""
         raise TypeError(f"sparse() needs a model of transformers that can generate(), got {type(model).__name__}{hint}")
+    parts = [part for part in _generating_parts(found) if _why_not(part) is None] if _hands_on(found) else []
+    for one in parts or [found]:
+        if (error := _why_not(one)) is not None:
+            raise error
+    return parts or [found]
+
+
+def _hands_on(model: PreTrainedModel) -> bool:
+    """Its ``generate()`` is not that of transformers' loop, nor calls it."""
+    method = inspect.unwrap(type(model).generate)
+    return method is not inspect.unwrap(GenerationMixin.generate) and "super" not in method.__code__.co_names
+
+
+def _generating_parts(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+    """The first ones on each way down that can ``generate()``."""
+    for child in model.children():
+        if isinstance(child, GenerationMixin):
+            yield child
+        else:
+            yield from _generating_parts(child)
+
+
+def _why_not(found: Any) -> Exception | None:
+    """Why ``generate()`` of this model cannot decode sparsely."""
     if found.config.is_encoder_decoder:
-        raise ValueError(
+        return ValueError(
             "sparse caches serve decoder-only models; call generate() of an encoder-decoder without sparse()"
         )
     if not found._supports_default_dynamic_cache() or "mamba" in type(found).__name__.lower():
-        raise ValueError(f"{type(found).__name__} has a cache of its own kind, without keys and values to select from")
+        return ValueError(f"{type(found).__name__} has a cache of its own kind, without keys and values to select from")
     method = getattr(type(found), _METHOD, None)
     given = inspect.signature(method).parameters if method else {}
     if not {"generation_config", "model_kwargs"} <= set(given):
-        raise RuntimeError(
+        return RuntimeError(
             "this version of transformers asks for a cache in another way than sparse() knows: give each generate() a "
             "cache, past_key_values=OffloadedSparseCache(...)"
         )
-    return found
+    return None
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -145,6 +173,7 @@ class CacheSource:
         self.attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self.latent = [module for module in model.modules() if is_mla(module) and not absorbs(module)]
         self.optimized = False  # by us
+        self.watch = GenerateWatch(model)
         self.tap = QueryTap(model)  # for eager steps of predictive caches; optimize() has its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -152,9 +181,14 @@ class CacheSource:
         given = self.signature.bind(*args, **kwargs).arguments
         inputs: dict = given["model_kwargs"]
         uses = self.uses[-1:]  # none: another thread has left in this moment
-        if given_cache(inputs) is not None or not uses:
+        theirs = given_cache(inputs)
+        if uses and theirs is not None:
+            self.watch.gets(theirs)
+        if theirs is not None or not uses:
             return self.original(*args, **kwargs)
+        _check_keeps_caches(self.model)
         inputs[GENERATE] = new_cache(self.model, uses[0].settings, given["generation_config"])
+        self.watch.gets(inputs[GENERATE])
         return None
 
     def enter(self, use: Use) -> None:
@@ -189,31 +223,44 @@ class CacheSource:
             self.tap.remove()
         if self.uses:
             self._use_attention()
-            setattr(model, _METHOD, self)
+            model.__dict__[_METHOD] = self  # not by setattr(): to a captured step this is no change of the model
+            self.watch.install()
             if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
                 self.optimized = True  # beforehand: an interrupt may come as soon as it is
                 capture(model)
             if ahead:  # behind it: hooks that are there before have to be compared in each step
                 self.tap.install()
             return
+        self.watch.remove()
         for module in self.latent:  # the caches have made them pass latents on
             restore(module)
         for config, name in self.attention:
             config._attn_implementation_internal = name
         if self.had_own:
-            setattr(model, _METHOD, self.original)
+            model.__dict__[_METHOD] = self.original
         else:
             model.__dict__.pop(_METHOD, None)
 
     def _use_attention(self) -> None:
         text = self.model.config.get_text_config(decoder=True)
         if text._attn_implementation != NAME or self.model.config._attn_implementation != NAME:
+            for config in _configs(self.model):  # flags that transformers leaves in the parts of parts (5.17)
+                config.__dict__.pop("_attn_was_changed", None)
             self.model.set_attn_implementation(NAME)
         if text._attn_implementation != NAME:
             raise ValueError(
                 f"{type(self.model).__name__} computes its attention itself, not by transformers' AttentionInterface: "
                 "sparse decoding cannot take its place"
             )
+
+
+def _check_keeps_caches(model: PreTrainedModel) -> None:
+    """Raise for a model that passes every cache over: its layers are computed anew for gradients."""
+    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            "gradient checkpointing is on and the model is in training mode, where layers keep no keys and values: "
+            "call model.eval() or model.gradient_checkpointing_disable() before generate()"
+        )
 
 
 def _captures(model: PreTrainedModel) -> bool:
@@ -279,19 +326,21 @@ def sparse(
         RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
     """
     use = Use(_settings(config, offload, optimize, changes))
-    target = _generating(model)
-    source = None
+    targets, sources = _generating(model), []
     try:
         with _changing:
-            source = target.__dict__.get(_METHOD)
-            if not isinstance(source, CacheSource):
-                source = CacheSource(target)
-            source.enter(use)
+            for target in targets:
+                source = target.__dict__.get(_METHOD)
+                if not isinstance(source, CacheSource):
+                    source = CacheSource(target)
+                sources.append(source)
+                source.enter(use)
         yield model
     finally:
         with _changing:
-            if source is not None and use in source.uses:
-                source.leave(use)
+            for source in reversed(sources):
+                if use in source.uses:
+                    source.leave(use)
 
 
 def generate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -102,17 +104,21 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
     return out.transpose(1, 2).contiguous(), None
 
 
+_PAGED = (
+    "generate_batch() (continuous batching) keeps all keys and values in a paged cache of transformers' own, in whose "
+    "place no sparse cache can be: call model.set_attn_implementation('sdpa') before it, or generate() with a sparse "
+    "cache, which takes batches, too"
+)
+
+
 def refuse_paged(*args, **kwargs) -> None:
     """Raise in the place of attention over transformers' paged cache, which ``generate_batch()`` asks for.
 
-    There it becomes the ``error`` of each request, and a line in the log. (Later releases than transformers 5.17, 5.23
-    for one, refuse by themselves what they do not know.)
+    There it becomes the ``error`` of each request, and a line in the log; a warning says it, too. (Later releases
+    than transformers 5.17, 5.23 for one, refuse by themselves what they do not know.)
     """
-    raise ValueError(
-        "generate_batch() (continuous batching) keeps all keys and values in a paged cache of transformers' own, in "
-        "whose place no sparse cache can be: call model.set_attn_implementation('sdpa') before it, or generate() with "
-        "a sparse cache, which takes batches, too"
-    )
+    warnings.warn(_PAGED, stacklevel=2)  # or the caller would see nothing but requests without tokens
+    raise ValueError(_PAGED)
 
 
 def register() -> None:

@@ -14,6 +14,7 @@ _HOST = (
     *("steps", "sparse", "dense", "exact", "materialised"),
     "crossover",  # of the dense ones: because that is as quick as selecting
     "foreseen",  # of the sparse ones: chosen for the query that the layer before expected
+    "masked",  # steps of one token that attended to what a 4-D mask showed
     "drafts",  # queries of steps that brought several, beyond the first of each
     *("context", "recent"),
 )

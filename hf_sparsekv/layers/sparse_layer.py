@@ -234,6 +234,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         with torch.no_grad():
             out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
             store.counters.exact += 1
+            store.counters.masked += query.shape[2] == 1 and whole is not None
             if own:
                 self._look_ahead(query, absorbed)
         return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
