@@ -10,7 +10,9 @@ tokens after a prompt of 150, greedily:
 1. by transformers' own cache and attention;
 2. by ``sparse(model)`` with a budget above the context: the same tokens, or it does not work;
 3. by ``sparse(model)`` with a small budget, in which steps must be sparse;
-4. the same by replayed steps: captured ones on a GPU, imitated ones without (tests/captured.py).
+4. the same by replayed steps: captured ones on a GPU, imitated ones without (tests/captured.py);
+5. by an engine: two requests together, and one that begins as an earlier one did. Each gets the tokens of generate()
+   alone, or opening the engine says why not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,7 +39,7 @@ from models import COMMON, MODELS, PAD, VOCAB
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparsekv import SparseCache, TwoLevelConfig, generating, sparse
+from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TwoLevelConfig, generating, sparse
 from hf_sparsekv.cuda_graph.optimize import StepRunner
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
@@ -50,7 +52,17 @@ WORKS, EAGER, WRONG, DENSE, REFUSED, FAILS, UNBUILT = (
     "does not work",
     "not built here",
 )
+SERVED, OTHER_TOKENS = "yes", "other tokens than alone"
+# Why an engine serves a model not, by what its error says.
+NOT_SERVED = {
+    "layers all attend to their whole past": "layers of other kinds",
+    "takes no position_ids": "counts positions by itself",
+    "attend to later ones": "prompt tokens see later ones",
+    "reads the keys and values itself": "reads the keys itself",
+    "no list of": "layers of another structure",
+}
 PROMPT, TOKENS = 150, 12
+ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together
 MOST = 50_000_000  # parameters
 FULL = {**SMALL, "token_budget": 4096}
 TIGHT = {**SMALL, "token_budget": 32, "tail": None}
@@ -207,6 +219,7 @@ class Line:
     name: str
     result: str
     why: str = ""
+    engine: str = ""
 
 
 def _first(error: BaseException | str, most: int = 220) -> str:
@@ -256,8 +269,42 @@ def survey(kind: str, show: bool = False) -> Line:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         line = _survey(kind, said, show)
+        if line.result != UNBUILT:
+            line = replace(line, engine="refused" if line.result == REFUSED else _engine(kind, show))
     gc.collect()
     return line
+
+
+def _engine(kind: str, show: bool) -> str:
+    """Whether an engine serves a new model of the kind, and why not."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(kind).to(device)
+    try:
+        expected = [_answer(model, *asked) for asked in ASKED]
+        serving = ServingConfig(max_rows=2, max_length=PROMPT + TOKENS, chunk=64)
+        with Engine(model, None, TwoLevelConfig(**FULL), serving=serving) as engine:
+            greedy = [Sampling(max_tokens=tokens, temperature=0) for _, tokens in ASKED]
+            handles = [engine.submit(_prompt(n)[0], how) for (n, _), how in zip(ASKED, greedy)]
+            found = [list(handle.result(60).token_ids) for handle in handles]
+            again = engine.submit(_prompt(PROMPT)[0], greedy[0]).result(60)
+    except Exception as error:
+        if show:
+            traceback.print_exc()
+        if not _ours(error):
+            return _first(f"fails: {type(error).__name__}: {error}")
+        return next((why for says, why in NOT_SERVED.items() if says in str(error)), _first(f"refused: {error}", 100))
+    return SERVED if found == expected and list(again.token_ids) == expected[0] else OTHER_TOKENS
+
+
+def _prompt(tokens: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def _answer(model: torch.nn.Module, prompt: int, tokens: int) -> list[int]:
+    """What generate() decodes over transformers' own cache, and as the model's attention function does it."""
+    ids = _prompt(prompt).to(model.device)
+    given = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, prompt:].tolist()
 
 
 def _survey(kind: str, said: list, show: bool) -> Line:
@@ -314,9 +361,9 @@ def lines_of(page: str) -> dict[str, Line]:
     found = {}
     for row in page.splitlines():
         if row.startswith("| `"):
-            kind, name, result, why = (cell.strip() for cell in row.replace("\\|", "\0").strip("|").split("|"))
-            kind, why = kind.strip("`"), why.replace("\0", "\\|")
-            found[kind] = Line(kind, name.strip("`"), result, why)
+            kind, name, result, why, engine = (cell.strip() for cell in row.replace("\\|", "\0").strip("|").split("|"))
+            kind, why, engine = kind.strip("`"), why.replace("\0", "\\|"), engine.replace("\0", "\\|")
+            found[kind] = Line(kind, name.strip("`"), result, why, engine)
     return found
 
 
@@ -350,10 +397,14 @@ def page(lines: list[Line]) -> str:
         "|---|---|---|",
         *(f"| {result} | {counts[result]} | {text} |" for result, text in about.items() if counts[result]),
         "",
-        "| model type | class | | |",
-        "|---|---|---|---|",
+        f"An [engine](serving.md) serves {sum(line.engine == SERVED for line in lines)} of them: together, in",
+        "chunks and after a shared prefix requests get the tokens of `generate()` alone. The others are refused when",
+        "the engine opens; the last column has the reason.",
+        "",
+        "| model type | class | | | engine |",
+        "|---|---|---|---|---|",
     ]
-    rows = [f"| `{line.kind}` | `{line.name}` | {line.result} | {line.why} |" for line in lines]
+    rows = [f"| `{line.kind}` | `{line.name}` | {line.result} | {line.why} | {line.engine} |" for line in lines]
     return "\n".join([*head, *rows]) + "\n"
 
 
@@ -367,7 +418,8 @@ def main(argv: list[str] | None = None) -> None:
     lines = []
     for kind in args.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         lines.append(survey(kind, args.show))
-        print(*(part for part in (kind, lines[-1].result, lines[-1].why) if part), sep=" | ", flush=True)
+        line = lines[-1]
+        print(*(part for part in (kind, line.result, line.why, line.engine) if part), sep=" | ", flush=True)
     if not args.kinds:
         PAGE.write_text(page(lines))
 

@@ -46,8 +46,16 @@ def test_the_sample_has_every_result():
     assert results == {line.result for line in LINES.values()} - seldom
 
 
+@needs_its_transformers
+def test_no_engine_gives_other_tokens():
+    """Of all models of the list: the tokens of generate() alone, or a refusal."""
+    found = {line.engine for line in LINES.values() if line.result not in (model_list.REFUSED, model_list.UNBUILT)}
+    assert found == {model_list.SERVED, *model_list.NOT_SERVED.values()}
+    assert {line.engine for line in LINES.values()} - found == {"refused", ""}
+
+
 def test_a_line_comes_back_from_its_page():
-    line = model_list.Line("some_kind", "SomeForCausalLM", model_list.REFUSED, "either a \\| or none")
+    line = model_list.Line("some_kind", "SomeForCausalLM", model_list.REFUSED, "either a \\| or none", "a \\| b")
     assert model_list.lines_of(model_list.page([line])) == {"some_kind": line}
 
 
