@@ -15,7 +15,7 @@ import gradio as gr
 
 from . import documents, recording
 from .caches import DENSE, METHODS
-from .desk import Desk
+from .desk import DEPTH, Desk
 from .models import PROBE, SMALL, Models
 from .recording import Recording
 
@@ -100,9 +100,9 @@ def build(
                     facts = gr.HTML(desk.about(model, SOURCES[0], "", None, desk.length(model)), padding=True)
                 with gr.Group():
                     hide = gr.Checkbox(True, label="Hide a needle: plant a fact, check the answer", elem_id="hide")
-                    depth = gr.Slider(0, 100, value=40, step=5, label="at depth, %", elem_id="depth")
+                    depth = gr.Slider(0, 100, value=DEPTH, step=5, label="at depth, %", elem_id="depth")
                     question = gr.Textbox(
-                        desk.question(model, True, 40, desk.length(model)),
+                        desk.question(model, True, DEPTH, desk.length(model)),
                         label="Question",
                         lines=1,
                         max_lines=3,
@@ -144,8 +144,9 @@ def build(
                     )  # fmt: skip
                     with gr.Row():
                         words = gr.Textbox(
-                            desk.question(model, True, 40, desk.length(model)), show_label=False, lines=1, max_lines=3,
-                            max_length=4000, elem_id="words", scale=5, min_width=200, placeholder="A question",
+                            desk.question(model, True, DEPTH, desk.length(model)), show_label=False, lines=1,
+                            max_lines=3, max_length=4000, elem_id="words", scale=5, min_width=200,
+                            placeholder="A question",
                         )  # fmt: skip
                         ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=80)
                         hush = gr.Button("Stop", interactive=False, elem_id="hush", min_width=80)

@@ -24,6 +24,8 @@ from .turns import Turns
 from .view import Asked, RaceView
 
 REFRESH = 0.2  # seconds between pictures
+DEPTH = 50  # %, of the hidden fact at first; docs/demo.md has the measurements
+_ANSWER = 1024  # tokens of context that are left for question and answer at first
 SILENT = 600  # seconds until the document and the conversation of a tab that nobody uses are forgotten
 _SWEEP = 15  # seconds between looks for such tabs
 
@@ -113,10 +115,9 @@ class Desk:
     # ------------------------------------------------------------------ the document
 
     def length(self, model: str) -> int:
-        """Tokens of context at first."""
-        if self.models.device.type == "cuda":
-            return 32768
-        return 4096
+        """Tokens of context at first; fewer if the model was not made for so many and an answer."""
+        wanted = 32768 if self.models.device.type == "cuda" else 2048
+        return max(512, min(wanted, (self.longest(model) - _ANSWER) // 256 * 256))
 
     def longest(self, model: str) -> int:
         """Tokens of context at most: what the model was made for, within reason."""
@@ -162,8 +163,7 @@ class Desk:
             self.models.look(model)
         except ModelError as error:
             return [gr.update(), gr.update(), self.status(str(error), error=True)]
-        longest = self.longest(model)
-        length = min(self.length(model), longest)
+        longest, length = self.longest(model), self.length(model)
         slider = gr.update(maximum=longest, value=length)
         return [slider, self.question(model, hide, depth, length), self.status("Press Race.")]
 
@@ -449,6 +449,8 @@ class Desk:
             foot = f"<span>{len(lane.ids)} tokens{f' x {view.rows} sequences' if view.rows > 1 else ''}</span>"
             found = view.found(lane)
             mark = ("right", "the hidden fact: found") if found else ("wrong", "the hidden fact: not found")
+            if found is False and view.model_missed:  # no fault of the cache
+                mark = ("quiet", "the hidden fact: not found by the model" + ", nor here" * number)
             foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if found is not None else ""
         question = view.question or ("Random weights say nothing: this race is of times." if view.recorded else "")
         said.append(

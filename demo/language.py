@@ -101,7 +101,8 @@ class Language:
         city, number = rng.choice(_CITIES), str(rng.randrange(10000, 99999))
         return Needle(
             f" The special magic number for {city} is: {number}. ",
-            f"What is the special magic number for {city} mentioned in the text?",
+            # Short answers: left alone, a small model goes on inventing things about the number.
+            f"What is the special magic number for {city}? Answer with the number.",
             number,
         )
 

@@ -9,6 +9,11 @@ from hf_sparsekv import BlockMap, CacheStats
 
 from .race import Ended, Event, Reading, Started, Stepped, Waiting
 
+MISSED = (
+    "Full attention does not find the hidden fact here: that is the model's limit, not the cache's. Take another "
+    "depth, a shorter context, or a larger model."
+)
+
 
 @dataclass
 class LaneView:
@@ -135,6 +140,11 @@ class RaceView:
         return False if lane.after or lane.ended is not None else None
 
     @property
+    def model_missed(self) -> bool:
+        """Full attention itself has not found the hidden fact: what a cache finds says little then."""
+        return self.found(self.lanes[0]) is False
+
+    @property
     def same_answer(self) -> bool | None:
         """Both say the same, as far as both have come. None: they say nothing, as models of random weights do."""
         texts = [lane.answer for lane in self.lanes]
@@ -168,6 +178,7 @@ class RaceView:
         else:
             factor = "as long" if ratio > 0.98 else f"sparse takes {1 / ratio:.2f} times as long here"
         why = "" if ratio >= 1.02 else " " + self._why(stats)
+        why += " " + MISSED if self.model_missed else ""
         if self.on_gpu:
             times = f"{sparse.median_ms:.1f} ms a token, full attention {dense.median_ms:.1f} ms"
             return f"{times} ({factor})", f"{reads}: {amount}.{why}"
@@ -183,6 +194,8 @@ class RaceView:
             return ", same answer" if ended else ", same answer so far"
         if all(self.found(lane) for lane in self.lanes):
             return ", both find the hidden fact"
+        if ended and self.model_missed:
+            return ", the model itself misses the hidden fact"
         return ", another answer"
 
     def _why(self, stats: CacheStats) -> str:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import browsers
@@ -21,9 +22,15 @@ STARTED_WITHIN = 120  # seconds; it takes some eight, but a machine may be busy
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """``(url, log of what went elsewhere)``."""
-    log = tmp_path_factory.mktemp("demo") / "elsewhere.log"
+    with serving(tmp_path_factory.mktemp("demo") / "elsewhere.log", "--model", "probe") as found:
+        yield found
+
+
+@contextmanager
+def serving(log: Path, *arguments: str):
+    """The demo in a process of its own: ``(url, log)``."""
     log.touch()
-    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log), "--model", "probe"]
+    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log), *arguments]
     with (log.parent / "server.log").open("w+") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -135,6 +142,24 @@ def tab(tabs):
 
 
 FOUND = "the hidden fact: found"
+
+
+@pytest.mark.small_model
+def test_the_first_press_finds_the_fact(browser, tmp_path):
+    """Nothing is touched but the button: the small model, the settings that the page begins with."""
+    with serving(tmp_path / "elsewhere.log") as (url, _):
+        tab = Tab(browser, url)
+        assert "small" in tab.page.input_value("#model input")
+        tab.race()
+        tab.wait_status("Done", seconds=400)
+        dense, sparse = tab.text("pane-dense"), tab.text("pane-sparse")
+        verdict = tab.text("verdict")
+        tab.context.close()
+    assert FOUND in dense and FOUND in sparse
+    assert re.match(r"Reads \d+ % of the context, same answer\n", verdict), verdict
+    share = int(re.search(r"\d+", verdict).group())
+    assert share < 50, "there is something to choose"
+    assert not tab.complaints
 
 
 def test_race_streams_draws_and_finds_the_needle(tab):

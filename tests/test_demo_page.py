@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
@@ -12,6 +14,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[d
 from demos import a_task, probe_model, run
 
 from demo import charts, record
+from demo.desk import Desk
 from demo.race import Session
 from demo.turns import Turns
 from demo.view import LaneView, RaceView
@@ -47,6 +50,17 @@ def test_verdicts():
     assert headline.endswith("another answer"), "what is not so is not said"
     assert "sparse takes 2.00 times as long here" in below, "a slower one is told, too"
     assert said(10, 20, answers=("7, a", "7, b"), wanted="7")[0].endswith("both find the hidden fact")
+    # Of full attention that finds nothing the cache is not accused, whatever it finds itself.
+    for theirs, wanted, headline in (
+        (("8", "8"), "7", ", same answer"),
+        (("8", "9"), "7", ", the model itself misses the hidden fact"),
+        (("8", "7"), "7", ", the model itself misses the hidden fact"),
+        (("7", "8"), "7", ", another answer"),
+        (("7", "7"), "7", ", same answer"),
+    ):
+        told = said(10, 20, answers=theirs, wanted=wanted)
+        assert told[0].endswith(headline)
+        assert ("that is the model's limit, not the cache's" in told[1]) == (theirs[0] == "8")
     assert said(10, 20)[0] == f"Reads {share} of the context", "of answers that are not there, nothing"
     headline, below = said(20, 10, on_gpu=True, answers=("7", "7"))
     assert headline == "10.0 ms a token, full attention 20.0 ms (2.00 times as long)"
@@ -54,6 +68,40 @@ def test_verdicts():
     assert "fixed time" in said(10, 20, on_gpu=True)[1] or "little to save" in said(10, 20, on_gpu=True)[1]
     assert said(10, 20, count=4) is None, "too few to say"
     assert "noise" in said(10, 10.1, stats=None)[1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "marks"),
+    [
+        (("7", "7"), ("right'>the hidden fact: found", "right'>the hidden fact: found")),
+        (("7", "8"), ("right'>the hidden fact: found", "wrong'>the hidden fact: not found<")),
+        (("8", "7"), ("quiet'>the hidden fact: not found by the model<", "right'>the hidden fact: found")),
+        (
+            ("8", "8"),
+            (
+                "quiet'>the hidden fact: not found by the model<",
+                "quiet'>the hidden fact: not found by the model, nor here<",
+            ),
+        ),
+    ],
+)
+def test_panes_say_who_missed_the_fact(answers, marks):
+    view = a_view(10, 20)
+    view.wanted = "7"
+    for lane, answer in zip(view.lanes, answers):
+        lane.answer, lane.after = answer, "x"
+    for number, mark in enumerate(marks):
+        assert mark in Desk._pane(view, number, [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("longest", [512, 2048, 8192, 40960, 131072])
+def test_the_first_length_leaves_room_for_an_answer(device, longest):
+    """The slider's largest value is what the model was made for, which has no room for question and answer."""
+    desk = Desk(SimpleNamespace(device=torch.device(device), look=lambda name: (None, longest)))
+    length = desk.length("any")
+    assert length == min(longest, 512) or length + 1024 <= longest
+    assert length == min({"cpu": 2048, "cuda": 32768}[device], max(512, longest - 1024))
 
 
 def test_model_output_is_text_and_not_html():

@@ -1,6 +1,6 @@
 """Pictures of the demo as it looks after a race, at desktop and phone width, in one file.
 
-    python tools/demo_screenshot.py [--model small] [--length 4096] [--out docs/demo.png]
+    python tools/demo_screenshot.py [--model small] [--length 2048] [--out docs/demo.png]
 
 Needs a Chromium (`make browser`).
 """
@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "demo.png")
     args = parser.parse_args()
