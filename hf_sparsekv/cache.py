@@ -195,6 +195,9 @@ class SparseCache(Cache):
         _check_kind(model_config)
         self.shared.check_model(model_config.get_text_config(decoder=True))
         stock = DynamicCache(config=model_config).layers
+        # Kinds of layers may be listed that are not run: assistant_early_exit has the first ones draft by themselves.
+        run = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", None)
+        stock = stock[:run]
         if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
             self.update_indexer()
         for index, layer in enumerate(stock):
@@ -372,7 +375,8 @@ class SparseCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Something is cached: models ask whether a pass is the first one (transformers' own leaves our layers out)."""
-        return self.get_seq_length() > 0
+        mine = [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+        return any(layer.get_seq_length() for layer in mine) if mine else super().is_initialized
 
     def first(self, layer: SparseLayer) -> bool:
         """``layer`` is the first one of ours."""

@@ -86,6 +86,15 @@ class GenerateWatch:
         if call is not None:
             call.caches.append(cache)
 
+    def decodes(self, cache: Cache, run: Callable[[], Any]) -> Any:
+        """``run()`` is the loop of a ``generate()`` over ``cache``, which may have come here by a way of its own."""
+
+        def loop() -> Any:
+            self.gets(cache)
+            return run()
+
+        return loop() if threading.get_ident() in self._calls else self._generate(loop)
+
     def _generate(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
         outer, call = self._calls.get(thread), _Call()

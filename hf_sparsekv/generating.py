@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,6 +187,8 @@ class CacheSource:
             self.watch.gets(theirs)
         if theirs is not None or not uses:
             return self.original(*args, **kwargs)
+        if given["generation_config"].is_assistant and not _attends(self.model):
+            return self.original(*args, **kwargs)
         _check_keeps_caches(self.model)
         inputs[GENERATE] = new_cache(self.model, uses[0].settings, given["generation_config"])
         self.watch.gets(inputs[GENERATE])
@@ -252,6 +255,13 @@ class CacheSource:
                 f"{type(self.model).__name__} computes its attention itself, not by transformers' AttentionInterface: "
                 "sparse decoding cannot take its place"
             )
+
+
+def _attends(model: PreTrainedModel) -> bool:
+    """Some layer that is run attends to its whole past. (``assistant_early_exit`` drafts with the first layers.)"""
+    text = model.config.get_text_config(decoder=True)
+    kinds = (getattr(text, "layer_types", None) or [])[: text.num_hidden_layers]
+    return not kinds or any(kind not in ("conv", "linear_attention", "mamba") for kind in kinds)
 
 
 def _check_keeps_caches(model: PreTrainedModel) -> None:
@@ -384,4 +394,5 @@ def generate(
         loop = getattr(type(model), name)
         if "inputs_tensor" in inspect.signature(loop).parameters:
             given["inputs_tensor"] = inputs_tensor
-        return loop(model, input_ids, generation_config=generation_config, **given)
+        run = partial(loop, model, input_ids, generation_config=generation_config, **given)
+        return model.__dict__[_METHOD].watch.decodes(given["past_key_values"], run)

@@ -31,9 +31,14 @@ class Imitation(StepRunner):
         frozen = [ring.cumulative_length for ring in rings]
         cache = saved[0].layer.owner
         table, held = cache.row_table, cache.row_table.rows
+        watch = self.watch
 
         class Graph:
             def replay(self):
+                with watch.ignoring():  # on a GPU a replay runs nothing of the model
+                    self.run()
+
+            def run(self):
                 now = [type(state)(state.layer) for state in saved]
                 lengths = [ring.cumulative_length for ring in rings]
                 rows, table.rows = table.rows, held
