@@ -87,7 +87,9 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(f"layers of kind {', '.join(unknown)} cannot be filled with keys and values")
-    return [options["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    if isinstance(options, dict):  # of all layers; later releases than transformers 5.17 give each layer its own
+        options = [options] * len(kinds)
+    return [own["sliding_window"] if kind == "sliding_attention" else None for kind, own in zip(kinds, options)]
 
 
 def parse_model(text: str) -> str:
