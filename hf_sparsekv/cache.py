@@ -622,6 +622,27 @@ class SparseCache(Cache):
                 super().crop(tokens)
                 self.row_table.trim(self._held())
 
+    def drop_tokens(self, valid: Tensor) -> bool:
+        """A mask hides cached columns: they are padding from here on, and all layers drop their tokens.
+
+        As in a batch of conversations, whose shorter answers were filled up with tokens that the next turn masks.
+
+        Args:
+            valid: bool ``[batch, columns]``, of all cached columns.
+
+        Returns:
+            False, and nothing has changed, unless it leaves each row its first tokens.
+        """
+        layers = [layer for layer in self.sparse_layers if layer.store is not None]
+        rows = self.row_table.masked(layers[0].store.held, valid)
+        if rows is None:
+            return False
+        with self._in_all("dropping masked tokens"):
+            for layer in layers:
+                layer.shorten(rows)
+            self.row_table.trim([rows])
+        return True
+
     def _crop_recent(self, tokens_to_remove: int) -> bool:
         """:meth:`crop` where it takes drafts back behind captured steps: a change of the table, and no other.
 

@@ -145,11 +145,51 @@ def _calls_interface(config_class: type) -> bool:
 def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
     """Validity of columns ``past .. length - 1``, bool ``[batch, q]``; ``None`` if the mask does not say.
 
-    A 4-D mask tells it by its last query, which sees every earlier column that is no padding.
+    In a 4-D mask a token sees itself, or the last query sees it. What the last query does not see may belong to another
+    text of a packed prompt, or lie outside of a band. The query of a padding column sees nothing; or all columns, in
+    masks that leave no query without a key.
     """
     if mask is None:
         return None
     if mask.ndim == 2:
         return mask[:, past:length].bool()
-    last = mask[:, 0, -1, past:length]
-    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    last = shows(mask[:, :, -1, past:length]).any(1)
+    own = shows(mask[..., past:length].diagonal(dim1=2, dim2=3)).any(1)
+    if mask.shape[2] > 1 and bool((own & ~last).any()):
+        own = own & ~shows(mask).any(1).all(-1)
+    return last | own
+
+
+def shows(mask: Tensor) -> Tensor:
+    """Where a mask, bool or additive, lets a query attend."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def seen_columns(mask: Tensor, past: int) -> Tensor:
+    """Which of the first ``past`` columns a token's query sees in a 4-D mask ``[batch, heads, q, n]``.
+
+    Returns:
+        bool ``[batch, past]``.
+    """
+    new = new_columns(mask, past, mask.shape[3])
+    return (shows(mask[..., :past]).any(1) & new[:, :, None]).any(1)
+
+
+def check_4d(mask: Tensor, queries: int, columns: int) -> Tensor:
+    """A 4-D mask as attention over a cache takes it, ``[batch or 1, heads or 1, queries, columns]``.
+
+    Raises:
+        ValueError: it is neither bool nor additive, or of other queries or columns.
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"a 4-D attention_mask must be bool (True: attend) or additive floats, got {mask.dtype}: pass mask.bool()"
+        )
+    if mask.shape[2] == 1 < queries:
+        mask = mask.expand(-1, -1, queries, -1)
+    if mask.shape[2:] != (queries, columns):
+        raise ValueError(
+            f"a 4-D attention_mask of {list(mask.shape)} does not fit {queries} queries over {columns} cached and new "
+            "columns: its last two dimensions must be these"
+        )
+    return mask

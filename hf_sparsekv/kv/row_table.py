@@ -435,14 +435,29 @@ class RowTable:
         return self._cropped[2]
 
     def _crop(self, rows: Rows, columns: int) -> Rows:
-        size, window = self.block_size, self.config.window
         known = rows.valid
         lengths = [length - (rows.columns - columns) for length in rows.lengths]
         if known is not None and columns < known.shape[1]:
             known = known[:, :columns]
             lengths = known.sum(1).tolist()
+        return self._shortened(rows, columns, lengths, known)
+
+    def masked(self, rows: Rows, valid: Tensor) -> Rows | None:
+        """The rows if of their columns those are tokens that are ``valid``, bool ``[batch, columns]``.
+
+        None, unless that takes nothing but last tokens from rows: then the rest stays where it is.
+        """
+        held = rows.valid_columns(valid.device)
+        lengths = valid.sum(1)
+        if not torch.equal(held & (held.cumsum(1) <= lengths[:, None]), valid):
+            return None
+        return self._shortened(rows, rows.columns, lengths.tolist(), valid.clone())
+
+    def _shortened(self, rows: Rows, columns: int, lengths: Sequence[int], valid: Tensor | None) -> Rows:
+        """The rows with their first ``lengths`` tokens."""
+        size, window = self.block_size, self.config.window
         sealed = [min(b, max(0, (length - window) // size)) for length, b in zip(lengths, rows.sealed)]
-        return Rows(size, columns, tuple(lengths), tuple(sealed), known)
+        return Rows(size, columns, tuple(lengths), tuple(sealed), valid)
 
     def trim(self, held: Iterable[Rows]) -> None:
         """Let go the blocks that no layer needs; ``held``: what each layer holds."""

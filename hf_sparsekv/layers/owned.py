@@ -59,6 +59,13 @@ class Owner(Protocol):
         """Validity of the step's columns, bool ``[batch, q]``; None if none is padding."""
         ...
 
+    def drop_tokens(self, valid: Tensor) -> bool:
+        """Of the cached columns only those are tokens from here on that are ``valid [batch, columns]``.
+
+        False, and nothing has changed, unless these are the first tokens of each row.
+        """
+        ...
+
     def new_rows(self, device: torch.device) -> Tensor | None:
         """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
         ...

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
-from ..attention.masks import is_whole
+from ..attention.masks import check_4d, is_whole, seen_columns
 from ..attention.mla import SAMPLE, Absorbed, absorb, calling_module, passes_on
 from ..kv.query_rows import QueryRows
 from ..kv.rows import Rows
@@ -202,7 +202,9 @@ class SparseLayer(Owned, CacheLayerMixin):
     ) -> Tensor:
         own = not step.committed
         one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
-        whole = mask if mask is not None and mask.ndim == 4 else None
+        whole = None
+        if mask is not None and mask.ndim == 4:
+            whole = mask = check_4d(mask, query.shape[2], step.length)
         exact = exact_attention if (absorbed := step.absorbed) is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
@@ -577,17 +579,29 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._look_ahead(query, absorbed)
 
     def _check_past(self, mask: Tensor | None, past: int) -> None:
-        """A mask that hides cached columns anew would make selection and attention disagree."""
-        if mask is None or mask.ndim != 2 or not self.owner.first(self):
+        """Hold the tokens that the mask shows, when a pass begins: selection and attention are to agree with it."""
+        if mask is None or not self.owner.first(self):
             return
         store = self.store
+        if mask.ndim == 4:
+            if store.padded and bool((seen_columns(mask, past) & ~store.valid_columns()).any()):
+                raise ValueError(
+                    "a 4-D attention_mask shows columns that were padding when they were cached, which keep no keys: "
+                    "hide them, or start a new cache"
+                )
+            return
         # Rows with padding may have been left out, or the columns that had it: then only the device knows.
-        same = (is_whole(mask) and not store.padded) or torch.equal(store.valid_columns(), mask[:, :past])
-        if not same:
-            raise ValueError(
-                "attention_mask differs from the one these tokens were cached with: padding is fixed when a token is "
-                "cached. Pass the same values for the cached columns, or start a new cache"
-            )
+        if is_whole(mask) and not store.padded:
+            return
+        held, shown = store.valid_columns(), mask[:, :past].bool().expand(store.batch, -1)
+        if torch.equal(held, shown) or self.owner.drop_tokens(shown):
+            return
+        what = "shows padding again" if bool((shown & ~held).any()) else "hides tokens before others that it shows"
+        raise ValueError(
+            f"attention_mask differs from the one these tokens were cached with: it {what}. A later mask may hide the "
+            "last tokens of a row, such as the padding after its answer, and nothing else: pass the same values for "
+            "the other cached columns, or start a new cache"
+        )
 
     @no_autocast
     def materialise(self, step: Step, which: str) -> Tensor:
@@ -704,6 +718,16 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self.last = None
         else:
             self.reset()  # the next prompt calibrates anew
+
+    @no_autocast
+    def shorten(self, rows: Rows) -> None:
+        """Hold ``rows``, which are those that are held without last tokens of some."""
+        sealed = self.store.held.sealed
+        self.policy.cropped()
+        self.store.crop_to(rows)
+        if rows.sealed != sealed:
+            self.policy.reopened()
+            self.last = None
 
     @no_autocast
     def map_rows(self, index: Tensor, rows: Rows) -> None:
