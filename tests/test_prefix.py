@@ -9,6 +9,7 @@ import torch
 from caches import ALL, FULL, TIGHT, two_level
 from captured import imitated
 from models import NEEDS_CONFIG, build, model, prompt, reference
+from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PrefixCache
 
@@ -34,6 +35,19 @@ def answer(ours, cache, inputs: dict) -> torch.Tensor:
     ids = torch.cat((inputs["input_ids"], torch.tensor([[5, 6, 7]] * batch)), dim=1)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
     return ours.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+
+
+def holds_what_a_stock_cache_does(cache, inputs: dict) -> None:
+    """Every key and value of every token: an answer need not depend on a single one."""
+    expected = DynamicCache()
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        reference("llama")(**inputs, position_ids=positions, past_key_values=expected)
+    n, real = inputs["input_ids"].shape[1], inputs["attention_mask"].bool()
+    for mine, theirs in zip(cache.layers, expected.layers, strict=True):
+        for found, wanted in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            found, wanted = (x[:, :, :n].transpose(1, 2)[real] for x in (found, wanted))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 LONG = [(name, 600) for name in ("host-block", "progressive-host")]  # more than a prefix keeps first queries of
@@ -64,6 +78,9 @@ def test_models_chunks_and_padding(family, chunk):
     prefix = prefixed(family, inputs, chunk)
     config = ours.config if family in NEEDS_CONFIG else None
     started = prefix.start(two_level(model_config=config, **FULL))
+    if family == "llama":
+        holds_what_a_stock_cache_does(started, inputs)
+        holds_what_a_stock_cache_does(prefix.full(), inputs)
     assert torch.equal(answer(ours, started, inputs), expected)
     assert torch.equal(answer(ours, prefix.full(), inputs), expected)
     assert torch.equal(answer(ours, copy.deepcopy(prefix), inputs), expected)
@@ -72,10 +89,12 @@ def test_models_chunks_and_padding(family, chunk):
 def test_the_prefix_itself_stays_as_it_is():
     inputs, ours = prompt(1, 150), model("llama")
     prefix = prefixed("llama", inputs)
+    holds_what_a_stock_cache_does(prefix, inputs)
     first = [answer(ours, make(), inputs) for make in (prefix.full, lambda: prefix.start(two_level(**FULL)))]
     again = [answer(ours, make(), inputs) for make in (lambda: copy.deepcopy(prefix), prefix.full)]
     assert all(torch.equal(first[0], other) for other in (*first, *again))
     assert prefix.get_seq_length() == 150
+    holds_what_a_stock_cache_does(prefix, inputs)
 
 
 def test_in_host_memory():
@@ -83,7 +102,10 @@ def test_in_host_memory():
     prefix = prefixed("llama", inputs, offload=OffloadConfig())
     assert prefix.memory_bytes()["host"] > 0
     expected = answer(reference("llama"), None, inputs)
-    assert torch.equal(answer(ours, prefix.start(two_level(False, **FULL)), inputs), expected)
+    for cache in (prefix.start(two_level(False, **FULL)), prefix.start(two_level(True, **FULL)), copy.deepcopy(prefix)):
+        holds_what_a_stock_cache_does(cache, inputs)
+        assert torch.equal(answer(ours, cache, inputs), expected)
+    holds_what_a_stock_cache_does(prefix, inputs)
 
 
 def test_a_copy_decodes_in_captured_steps():

@@ -58,6 +58,27 @@ def digits(place, n):
     return torch.where(scores.isnan(), 0.0, scores)
 
 
+FILL, GUARD = 12345, 16
+
+
+class Guarded:
+    """Memory for a result, with entries before, between and after its rows that nothing may write.
+
+    Attributes:
+        out: ``shape``, each row in one piece.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self._all = torch.full((*shape[:-1], GUARD + shape[-1] + GUARD), FILL, dtype=torch.int32, device=device)
+        self.out = self._all[..., GUARD : GUARD + shape[-1]]
+
+    def check(self) -> None:
+        """Nothing was written around it."""
+        around = self._all.clone()
+        around[..., GUARD : around.shape[-1] - GUARD] = FILL
+        assert (around == FILL).all(), "written outside of the result"
+
+
 SCORES = {
     "random": lambda place, n: place.randn(2, 2, n) * 100,
     "equal": lambda place, n: torch.tensor([3.5, -0.0], device=place.device)[:, None, None].repeat(1, 1, n),
@@ -85,9 +106,11 @@ COUNTS = {
 def test_against_reference(place32, kind, k, n, config):
     """Padded with -1 where fewer can be chosen: -inf and NaN never are."""
     scores, k = SCORES[kind](place32, n), COUNTS[k](n)
-    out = torch.full((*scores.shape[:2], k), 12345, dtype=torch.int32, device=scores.device)
-    scratch = torch.full((scratch_size(scores, k, config),), -99, dtype=torch.int32, device=scores.device)
+    guarded = Guarded((*scores.shape[:2], k), scores.device)
+    held = Guarded((scratch_size(scores, k, config),), scores.device)
+    out, scratch = guarded.out, held.out.fill_(-99)
     assert block_select(scores, k, out=out, scratch=scratch, config=config) is out
+    guarded.check(), held.check()
     got, scores = out.cpu(), scores.cpu()
     assert torch.equal(got, reference_block(scores, k))
     assert (scores.gather(-1, got.clamp_min(0).long())[got >= 0] > -math.inf).all()
@@ -110,10 +133,11 @@ def test_tokens(place32, wild, block_size, config):
     scores[0, 1] = -math.inf
     for ids in (blocks, None):
         expected = reference_token(scores.cpu(), None if ids is None else ids.cpu(), k, block_size)
-        out = torch.full((batch, heads, k), 12345, dtype=torch.int32, device=place32.device)
-        got = token_select(scores, ids, k, block_size, out=out, config=config)
-        assert got is out
+        guarded = Guarded((batch, heads, k), place32.device)
+        got = token_select(scores, ids, k, block_size, out=guarded.out, config=config)
+        assert got is guarded.out
         assert torch.equal(got.cpu(), expected)
+        guarded.check()
 
 
 def row_lengths(n, block_size):
@@ -138,8 +162,9 @@ def test_rows_of_their_own_length(place32, k, blocks, block_size, hole, config):
         behind = (torch.arange(width, device=clean.device) * tokens >= rows[:, 1:])[:, None].expand_as(clean)
         scores = clean.masked_fill(behind, hole)
         expected = reference_block(clean.masked_fill(behind, -math.inf).cpu(), k)
-        out = torch.full((*scores.shape[:2], k), 12345, dtype=torch.int32, device=scores.device)
-        scratch = torch.full((scratch_size(scores, k, config),), -99, dtype=torch.int32, device=scores.device)
+        guarded = Guarded((*scores.shape[:2], k), scores.device)
+        held = Guarded((scratch_size(scores, k, config),), scores.device)
+        out, scratch = guarded.out, held.out.fill_(-99)
         how = {"rows": rows, "out": out, "scratch": scratch, "config": config}
         if tokens == 1:
             token_select(scores, None, k, block_size, **how)
@@ -149,6 +174,7 @@ def test_rows_of_their_own_length(place32, k, blocks, block_size, hole, config):
             defined = reference_block(scores.cpu(), k, rows=rows.cpu(), block_size=block_size)
         assert torch.equal(defined, expected)
         assert torch.equal(out.cpu(), expected)
+        guarded.check(), held.check()
 
 
 @pytest.mark.parametrize("misled", [False, True])
