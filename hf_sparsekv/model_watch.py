@@ -304,13 +304,18 @@ class ModelWatch:
         return polled
 
     def end(self) -> None:
-        """Leave the modules as they were. (Dictionaries of hooks stay where there are some: handles know them.)"""
-        for module in list(self._modules):
+        """Leave the modules as they were. (Dictionaries of hooks stay where there are some: handles know them.)
+
+        After an interrupt, of this or of :meth:`begin`, a second call does the rest: what says that a module is watched
+        comes first and goes last.
+        """
+        for module in {*self._modules, *self.model.modules()}:
             held = module.__dict__
             watches = held.get(_KEY)
-            if watches is None or self not in watches:
+            if watches is None:
                 continue
-            watches.remove(self)
+            if self in watches:
+                watches.remove(self)
             if watches:
                 continue
             if isinstance(module, _Watched):
