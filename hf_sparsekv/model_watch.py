@@ -10,10 +10,10 @@ made, and a step compares one object:
 * the dictionaries in which a module keeps children, parameters, buffers and hooks tell of what is put in;
 * a weak reference to the memory of each parameter tells when that is free: ``parameter.data = other``.
 
-Configurations and hooks that were there before are compared in each step. Two things nobody tells of: ``.data = ``
-while someone else holds the memory that was there before (parameters that were joined, for one, hold each other's).
-That memory is not free, so nothing that is gone is read. For these a few addresses are asked in each step, and all of
-them in :meth:`ModelWatch.check`, which is for whoever has the time: before a prompt, or before a new graph.
+Configurations are compared in each step, and how many hooks there are where some were before. One change nobody tells
+of: ``.data =`` while somebody else holds the memory before it (joined parameters hold each other's). That memory is
+not free, so nothing that is gone is read. For it a few addresses are asked for in each step, and all of them in
+:meth:`ModelWatch.check`, which is for whoever has the time: before a prompt, or before a new graph.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
+from torch.utils.hooks import RemovableHandle
 
 _KEY = "_sparsekv_watches"  # an attribute of watched modules
 _DICTS = ("_modules", "_parameters", "_buffers")
@@ -197,6 +198,7 @@ class ModelWatch:
         self._state = object()
         self._free: list[weakref.ref] = []
         self._plain: tuple[list[dict], list[dict]] = [], []
+        self._hooks: tuple[list[dict], list[dict], list[int], int] = [], [], [], 0
         self._pieces: list[tuple[list[Tensor], list[int]]] = [([], [])]
         self._turn = 0
 
@@ -228,9 +230,15 @@ class ModelWatch:
         if self._state is not self._seen:
             return False
         live, known = self._plain
+        hooks, _, lengths, number = self._hooks
         tensors, addresses = self._pieces[self._turn]
         self._turn = (self._turn + 1) % len(self._pieces)
-        if (live == known or self._alike()) and [*map(_address, tensors)] == addresses:
+        if (
+            [*map(len, hooks)] == lengths
+            and (RemovableHandle.next_id == number or self._same_hooks())
+            and (live == known or self._alike())
+            and [*map(_address, tensors)] == addresses
+        ):
             return True
         self._clear()
         return False
@@ -243,6 +251,12 @@ class ModelWatch:
             return True
         self._clear()
         return False
+
+    def _same_hooks(self) -> bool:
+        """Somewhere hooks were registered, which have numbers of their own: here, too?"""
+        hooks, known, lengths, _ = self._hooks
+        self._hooks = hooks, known, lengths, RemovableHandle.next_id
+        return hooks == known
 
     def _alike(self) -> bool:
         """Only what does not matter to a captured step differs."""
@@ -265,12 +279,13 @@ class ModelWatch:
             return
         polled = self._take()
         configs = {id(one): one for m in self.model.modules() if hasattr(one := m.__dict__.get("config"), "__dict__")}
-        live = [*polled, of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks]
-        live += [config.__dict__ for config in configs.values()]
+        hooks = [*polled, of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks]
+        live = [config.__dict__ for config in configs.values()]
         tensors = list({id(t): t for module in self.model.modules() for t in _tensors(module)}.values())
         self._clear()
         state = self._state
         self._plain = live, [dict(one) for one in live]
+        self._hooks = hooks, [dict(one) for one in hooks], [*map(len, hooks)], RemovableHandle.next_id
         self._free = [weakref.ref(t.untyped_storage(), self._gone) for t in tensors]
         pieces = [tensors[i : i + _PIECE] for i in range(0, len(tensors), _PIECE)] or [[]]
         self._pieces = [(piece, [*map(_address, piece)]) for piece in pieces]

@@ -95,6 +95,14 @@ CHANGES = {
     "hook": (None, lambda net: net.model.layers[0].mlp.register_forward_hook(doubled)),
     "hook before": (None, lambda net: net.lm_head.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),
     "hook removed": (lambda net: net.lm_head.register_forward_hook(doubled), lambda net, made: made.remove()),
+    "hook beside another": (
+        lambda net: net.lm_head.register_forward_hook(lambda *given: None),
+        lambda net, _: net.lm_head.register_forward_hook(doubled),
+    ),
+    "hook in place of another": (
+        lambda net: net.lm_head.register_forward_hook(doubled),
+        lambda net, made: made.remove() or net.lm_head.register_forward_hook(lambda *given: given[2] * 3),
+    ),
     "forward": (None, own_forward),
     "parameter": (None, parameter),
     "buffer": (None, rotary),
@@ -142,6 +150,27 @@ def through(net, name: str) -> tuple[list[torch.Tensor], object]:
     counts = None if runner is None else (runner.captures, runner.replays)
     changed(name, net, first)
     return [step(net, cache) for _ in range(3)], counts
+
+
+def imitated_with(name: str):
+    """A model whose hooks were there before it was optimised."""
+    net = build("llama", "sparsekv")
+    first = CHANGES[name][0](net)
+    runner = Imitation(net)
+    runner.install()
+    return net, runner, first
+
+
+@pytest.mark.parametrize("name", ["hook removed", "hook beside another", "hook in place of another"])
+def test_hooks_that_were_there_before(name):
+    net, runner, first = imitated_with(name)
+    cache = begun(net)
+    nn.Linear(1, 1).register_forward_hook(doubled)  # another model's
+    step(net, cache)
+    captures, replays = runner.captures, runner.replays
+    changed(name, net, first)
+    step(net, cache)
+    assert (runner.captures, runner.replays) == (captures + 1, replays + 1)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -140,9 +140,9 @@ class StepRunner:
         for module in self.absorbed:
             absorb(module)
         self.rotary.install()
+        self.tap.install()
         defer(self.model)
         self.watch.begin()
-        self.tap.install()
 
     def remove(self) -> None:
         self._forget()
