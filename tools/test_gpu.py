@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, help="processes; default: by cores and memory")
     parser.add_argument("--csv", type=Path, default=ROWS, help="where the row is added")
+    parser.add_argument("--commit", help="what the row says, for a copy of the tree without its history")
     parser.add_argument("pytest", nargs="*", help="what pytest gets beside, after --: files, -k, ...")
     asked = parser.parse_args(argv)
 
@@ -98,7 +99,21 @@ def main(argv: list[str] | None = None) -> int:
         writer = csv.writer(file, lineterminator="\n")
         if new:
             writer.writerow(NAMES)
-        writer.writerow((day, commit(), card, gpus, workers, passed, failed, skipped, round(seconds), versions(), some))
+        writer.writerow(
+            (
+                day,
+                asked.commit or commit(),
+                card,
+                gpus,
+                workers,
+                passed,
+                failed,
+                skipped,
+                round(seconds),
+                versions(),
+                some,
+            )
+        )
     return code
 
 
