@@ -104,13 +104,13 @@ def _generating(model: torch.nn.Module) -> list[PreTrainedModel]:
     return parts or [found]
 
 
-def _hands_on(model: PreTrainedModel) -> bool:
+def _hands_on(model: Any) -> bool:
     """Its ``generate()`` is not that of transformers' loop, nor calls it."""
     method = inspect.unwrap(type(model).generate)
     return method is not inspect.unwrap(GenerationMixin.generate) and "super" not in method.__code__.co_names
 
 
-def _generating_parts(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+def _generating_parts(model: torch.nn.Module) -> Iterator[Any]:
     """The first ones on each way down that can ``generate()``."""
     for child in model.children():
         if isinstance(child, GenerationMixin):

@@ -18,13 +18,16 @@ FORKING = (
 
 def _group(nodeid: str) -> str:
     """Tests of a group share what is dear to make, so they run in one worker, and before all that are in none."""
-    file = nodeid.partition("::")[0].rpartition("/")[2]
+    path, _, test = nodeid.partition("::")
+    file = path.rpartition("/")[2]
     if file == "test_accuracy.py":
         return next((model for model in ("gqa", "mla") if f"[{model}" in nodeid), "real")
     if file in ("test_demo_browser.py", "test_small_model.py"):
         return file
     if file in FORKING:
         return "forked"
+    if test.startswith("test_chunks_on_a_gpu") or ("far_apart" in nodeid and "[cuda" in test):
+        return "large"  # several GB each: a GPU of 80 GB has no room for those of 15 workers at once
     return "demo" if file.startswith("test_demo") else nodeid
 
 

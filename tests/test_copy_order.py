@@ -54,7 +54,7 @@ class Place:
     """Where the tests run, and how copies are delayed there."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
+        self.device, self.late = device, LATE
         self.net = model("llama") if device == "cpu" else build("llama", "sparsekv").cuda()
 
     def inputs(self, rows: int, length: int, seed: int) -> dict[str, Tensor]:
@@ -76,6 +76,10 @@ class Place:
                 mask = torch.cat((mask, torch.ones_like(token)), 1)
             found.append(self.net(token, attention_mask=mask, past_key_values=cache).logits.clone())
         return torch.cat(found, 1)
+
+    def hurry(self) -> None:
+        """Copy streams that are made from here on are not delayed."""
+        self.late = 1
 
     def settle(self) -> None:
         """Do what is left of all copies."""
@@ -113,6 +117,7 @@ def _watch(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request, monkeypatch) -> Place:
+    here = Place(request.param)
     if request.param == "cpu":
         imitate(monkeypatch)
         _watch(monkeypatch)
@@ -121,10 +126,10 @@ def place(request, monkeypatch) -> Place:
 
         def init(self, *args):
             make(self, *args)
-            slow(self, LATE)
+            slow(self, here.late)
 
         monkeypatch.setattr(CopyStream, "__init__", init)
-    return Place(request.param)
+    return here
 
 
 def check(place: Place, kind: str, found: Tensor, given: dict[str, Tensor]) -> None:
@@ -214,6 +219,7 @@ def test_the_same_cache_again(place, way, kind, rows):
 def test_blocks_of_a_copy(place, way, kind):
     """A cache and its copy share block pools: what one gives up the other takes."""
     for turn in range(TIMES):
+        place.late = LATE
         first, more = place.inputs(1, 100, 1 + turn), prompt(1, 80, seed=8)["input_ids"].to(place.device)
         cache = KINDS[kind]()
         place.read(cache, first)
@@ -225,6 +231,7 @@ def test_blocks_of_a_copy(place, way, kind):
         else:
             del cache
             gc.collect()
+        place.hurry()
         own = prompt(1, 80, seed=9)["input_ids"].to(place.device)
         with torch.no_grad():
             place.net(own, past_key_values=other)
@@ -248,6 +255,7 @@ def test_blocks_of_a_copy(place, way, kind):
 def test_blocks_of_another_prompt(place, way, kind):
     """A prompt that ends while its blocks are on their way; the next one takes them, by a copy stream of its own."""
     for turn in range(TIMES):
+        place.late = LATE
         cache = KINDS[kind]()
         rows = cache.rows(3, 200)
         stays = rows.join(rows.prefill(place.net, place.inputs(1, 120, 1)["input_ids"]))
@@ -260,6 +268,7 @@ def test_blocks_of_another_prompt(place, way, kind):
                 rows.leave(rows.fork(row))
             rows.leave(row)
         del first
+        place.hurry()
         ids = place.inputs(1, 130, 3 + turn)["input_ids"]
         row = rows.join(rows.prefill(place.net, ids))
         found, alone = [], {}
@@ -270,7 +279,9 @@ def test_blocks_of_another_prompt(place, way, kind):
         place.settle()
         for number, length, seed in ((0, 120, 1), (1, 130, 3 + turn)):
             fresh, given = KINDS[kind](), {"input_ids": place.inputs(1, length, seed)["input_ids"]}
-            place.read(fresh, given)
+            calibrates = fresh.config.calibration_tokens  # rows calibrate on their first tokens alone
+            for piece in given["input_ids"].tensor_split([calibrates], 1):
+                place.read(fresh, {"input_ids": piece})
             place.settle()
             alone[number] = place.steps(fresh, given)[0]
         mine = torch.stack(found, 1)

@@ -8,6 +8,7 @@ from caches import FULL, SMALL
 from models import prompt
 
 from hf_sparsekv import Engine, Sampling, ServingConfig
+from hf_sparsekv.serving.prefill import chunks
 
 LENGTH = 400
 WHOLE = {**SMALL, **FULL}
@@ -18,6 +19,12 @@ SERVING = ServingConfig(max_rows=4, max_length=LENGTH, chunk=64, prefill_ms=0.5)
 def ids_of(n: int, seed: int) -> list[int]:
     """A prompt of ``n`` tokens."""
     return prompt(1, n, seed=seed)["input_ids"][0].tolist()
+
+
+def pieces(config, n: int) -> list[int]:
+    """A prompt of ``n`` tokens in pieces that label channels are calibrated on as an engine does: its first tokens."""
+    first = min(getattr(config, "calibration_tokens", 0), n)
+    return [first, *chunks(n - first, SERVING.chunk, first)] if first else [*chunks(n, SERVING.chunk)]
 
 
 def greedy(tokens: int, **settings) -> Sampling:

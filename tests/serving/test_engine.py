@@ -14,7 +14,7 @@ import pytest
 import torch
 from caches import SMALL
 from captured import imitated
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, pieces, quiet
 from models import VOCAB, build
 from waiting import wait_until
 
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 def alone(net, config, ids: list[int], tokens: int) -> list[int]:
     """The same tokens over a cache of its own, whose first chunk is what an engine calibrates label channels on."""
     cache, found, past = SparseCache(config, None), [], 0
-    first = min(getattr(config, "calibration_tokens", 0), len(ids))
-    for n in (first, *chunks(len(ids) - first, SERVING.chunk, first)) if first else chunks(len(ids), SERVING.chunk):
+    for n in pieces(config, len(ids)):
         logits = net(torch.tensor([ids[past : past + n]]), past_key_values=cache).logits
         past += n
     while True:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import SMALL
-from engines import SERVING, greedy, ids_of, quiet
+from engines import SERVING, greedy, ids_of, pieces, quiet
 from models import build
 
 from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, SparseCache, TwoLevelConfig
-from hf_sparsekv.serving.prefill import chunks
 
 NEAR = 0.02  # of logits whose spread is about 10: batches of other sizes round differently, and what is chosen may turn
 SHORT = {**SMALL, "dense_below": 0, "calibration_tokens": 64}
@@ -25,7 +24,7 @@ KINDS = {
 def worst(net, config, ids: list[int], answer: tuple[int, ...]) -> float:
     """By how much a token of the answer was worse than the best one behind the same tokens, in the worst case."""
     cache, given, past, found = SparseCache(config, None), torch.tensor([ids], device=net.device), 0, 0.0
-    for n in chunks(len(ids), SERVING.chunk):
+    for n in pieces(config, len(ids)):
         logits = net(given[:, past : past + n], past_key_values=cache).logits[0, -1]
         past += n
     for token in answer:
