@@ -217,7 +217,8 @@ class ModelWatch:
             yield
         finally:
             self._own = before
-            if self._mine and before is None:
+            hooks, _, lengths, _ = self._hooks
+            if before is None and (self._mine or [*map(len, hooks)] != lengths):
                 self._mine = False
                 if self._state is self._seen:  # other memory may be read from here on
                     self._seen = None

@@ -570,6 +570,8 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
     runner = Imitation(net)
     runner.install()
     cache = predictive(True, **TIGHT, predictor=f"layer:{place}")
+    for at, layer in enumerate(net.model.layers):  # before it is captured: later ones would have it captured anew
+        layer.mlp.register_forward_pre_hook(lambda *_, at=at: order.append(f"mlp {at}"))
     decode(cache, net, steps=1)
     ahead = Replay.ahead
 
@@ -584,8 +586,7 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
         monkeypatch.setattr(
             LayerAheadPolicy, name, lambda self, *a, does=does, n=name, **k: (order.append(n), does(self, *a, **k))[1]
         )
-    for at, layer in enumerate(net.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, at=at: order.append(f"mlp {at}"))
+    order.clear()
     go_on(cache, net, steps=1)
     if place == "mid":
         assert order == ["attend", "ahead", "foresee", "mlp 0", "wait", "attend", "mlp 1"]

@@ -15,7 +15,7 @@ from models import build, prompt
 from torch import nn
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, optimize, unoptimize
-from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of, unnoticed
 from hf_sparsekv.model_watch import ModelWatch, kind_of
 
 TOKEN = {**TIGHT, "level": "token", "lag": False}
@@ -53,7 +53,8 @@ def assign(net) -> None:
 
 
 def data(net) -> None:
-    net.model.layers[0].mlp.up_proj.weight.data = net.model.layers[0].mlp.up_proj.weight.data * 0.5
+    weight = net.model.layers[0].mlp.down_proj.weight  # not joined with another one
+    weight.data = weight.data * 0.5
 
 
 def head(net) -> None:
@@ -267,6 +268,28 @@ def test_memory_that_somebody_else_holds():
     begun(net)
     assert runner.captures > captures + 1
     assert other is not held
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["first", "beside others"])
+def test_hooks_that_are_said_to_do_nothing(others):
+    """Those that stop an engine's prompts between two layers: what is captured stays."""
+    net = build("llama", "sparsekv")
+    if others:
+        net.model.layers[0].register_forward_pre_hook(lambda *given: None)
+    runner = Imitation(net)
+    runner.install()
+    cache = begun(net)
+    captures = runner.captures
+    with unnoticed(net):
+        hook = net.model.layers[0].register_forward_pre_hook(lambda *given: None)
+    step(net, cache)
+    with unnoticed(net):
+        hook.remove()
+    step(net, cache)
+    assert runner.captures == captures
+    net.model.layers[0].register_forward_pre_hook(lambda *given: None)
+    step(net, cache)
+    assert runner.captures == captures + 1
 
 
 def test_optimize_again_says_that_something_has_changed():

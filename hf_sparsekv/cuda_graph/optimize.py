@@ -15,7 +15,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -864,3 +864,11 @@ def unoptimize(model: torch.nn.Module) -> torch.nn.Module:
 def runner_of(model: torch.nn.Module) -> StepRunner | None:
     """The runner that :func:`optimize` installed, with its counts ``captures`` and ``replays``."""
     return getattr(model.__dict__.get("forward"), "_sparsekv_runner", None)
+
+
+@contextlib.contextmanager
+def unnoticed(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, what this thread does to ``model`` is no change: hooks that do nothing in captured steps come or go."""
+    runner = runner_of(model)
+    with contextlib.nullcontext() if runner is None else runner.watch.ignoring():
+        yield

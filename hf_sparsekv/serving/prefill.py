@@ -124,9 +124,14 @@ class Segments:
 
     Args:
         layers: the model's decoder layers, in order.
+        quietly: makes what the hooks that stop them come and go in.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        quietly: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
         self._thread: threading.Thread | None = None
         self._ident: int | None = None
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -134,7 +139,9 @@ class Segments:
         self._left = 0
         self._over = self._cancelled = False
         self._error: BaseException | None = None
-        self._hooks = [layer.register_forward_pre_hook(self._between) for layer in layers]
+        self._quietly = quietly
+        with quietly():
+            self._hooks = [layer.register_forward_pre_hook(self._between) for layer in layers]
 
     def open(self, run: Callable[[], None], device: torch.device) -> None:
         """Begin ``run``, which waits for the first grant."""
@@ -210,8 +217,9 @@ class Segments:
             self._go.release()
             self._thread.join()
             self._thread = None
-        for hook in self._hooks:
-            hook.remove()
+        with self._quietly():
+            for hook in self._hooks:
+                hook.remove()
 
 
 def chunks(tokens: int, longest: int, past: int = 0) -> Iterator[int]:

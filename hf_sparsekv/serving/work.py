@@ -7,6 +7,7 @@ same at the same time (:mod:`.ranks`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..attention.parts import make_plans
 from ..cache_name import over
+from ..cuda_graph.optimize import unnoticed
 from ..row_batch import Batch, RowBatch, positions
 from ..tensors import sent
 from .config import ServingConfig
@@ -44,7 +46,8 @@ class Work:
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)
         self.pace = Pace(text)
-        self.segments = Segments(decoder_layers(model, text.num_hidden_layers))
+        layers = decoder_layers(model, text.num_hidden_layers)
+        self.segments = Segments(layers, partial(unnoticed, model))  # its hooks do nothing in captured steps
         self.reading: Reading | None = None
         self._moved = 0  # bytes over the link, of prompts that are over
         self._read_there: list[Tensor] = []  # and those that the device knows of
