@@ -364,7 +364,8 @@ def _plain_tensors(t: Tensor) -> Iterator[Tensor]:
     """``t``, or what it is made of (torchao's)."""
     if hasattr(t, "__tensor_flatten__"):
         for name in t.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(t, name))
+            if isinstance(one := getattr(t, name), Tensor):  # a DTensor lists its mesh, too
+                yield from _plain_tensors(one)
     elif not t.is_meta and t.layout is torch.strided:
         yield t
 

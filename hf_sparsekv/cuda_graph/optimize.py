@@ -163,6 +163,11 @@ class StepRunner:
 
     # ------------------------------------------------------------------ a call
 
+    def _eagerly(self, *args, **kwargs):
+        """The model's own forward. What it changes of the model is how it works: tensor parallel ones swap weights."""
+        with self.watch.ignoring():
+            return self.original(*args, **kwargs)
+
     def __call__(self, *args, **kwargs):
         if self._other_name in kwargs and self._cache_name not in kwargs:
             kwargs[self._cache_name] = kwargs.pop(self._other_name)
@@ -187,7 +192,7 @@ class StepRunner:
         if not new:
             if isinstance(cache, SparseCache):
                 self.watches.pop(cache, None)  # what it saw belongs to the tokens before
-            return self.original(*args, **kwargs)
+            return self._eagerly(*args, **kwargs)
         reason = self._why_not(given, cache)
         if self._talks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
             reason = reason or "another rank of the model runs them eagerly"
@@ -195,11 +200,11 @@ class StepRunner:
             if reason not in self._said:
                 self._said.add(reason)
                 warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
-            return self.original(*args, **kwargs)
+            return self._eagerly(*args, **kwargs)
         self.tap.hooks.meet(cache)
         layers = cache.sparse_layers
         if any(layer.broken for layer in layers):
-            return self.original(*args, **kwargs)  # which says so
+            return self._eagerly(*args, **kwargs)  # which says so
         cache._check_complete()
         rows = cache.joined_rows()
         if new > 1:
@@ -207,7 +212,7 @@ class StepRunner:
                 out = self._verify(given, cache, rows)
             if out is None:
                 self.watches.pop(cache, None)
-                out = self.original(*args, **kwargs)
+                out = self._eagerly(*args, **kwargs)
             return out
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
@@ -215,7 +220,7 @@ class StepRunner:
         asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
         plans = tuple([layer.prepare(asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
-            return self.original(*args, **kwargs)
+            return self._eagerly(*args, **kwargs)
         with self.lock:
             return self._step(given, cache, plans)
 
@@ -359,7 +364,7 @@ class StepRunner:
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         if rings and valid is not None:
-            return self.original(**given)  # a ring keeps columns, which are tokens from the first one on
+            return self._eagerly(**given)  # a ring keeps columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self._watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
@@ -393,7 +398,7 @@ class StepRunner:
             mine = valid if valid is None else valid[: len(ids)]
             step = self._first_capture(graphs, ids, positions, cache, rest, plans, kind, mine, drafts)
             if step is None:
-                return self.original(**given) if drafts is None else None
+                return self._eagerly(**given) if drafts is None else None
         graphs[key] = step  # the last one: the first one goes first
         before = self.last.get(cache)
         each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
