@@ -178,7 +178,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     given = {}
 
     def serve(*args) -> None:
-        given.update(zip(("model", "id", "listener", "key", "body", "answer", "settings"), args))
+        given.update(zip(("model", "id", "listener", "connections", "options", "settings"), args))
 
     monkeypatch.setattr(module, "_serve", serve)
     args = ["--port", "0", "--max-rows", "3", "--context", "2k", "--batch-tokens", "8k", "--max-waiting", "5"]
@@ -187,16 +187,31 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
         str(tiny), *args, "--no-prefix-cache", "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k"
     )
     assert done.exit_code == 0, done.output
-    assert (given["id"], given["key"], given["body"], given["answer"]) == ("tiny-llama", "k", 1000, 4096)
+    assert (given["id"], given["connections"]) == ("tiny-llama", 2048)
+    assert given["options"] == {"api_key": "k", "max_body": 1000, "max_answer": 4096, "allowed_hosts": ()}
     config, offload, serving, _, _ = given["settings"]
     assert (config.token_budget, config.num_blocks) == (64, 4)
     assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)
     assert (serving.max_rows, serving.max_length, serving.max_tokens) == (3, 2048, 8192)
     assert (serving.max_waiting, serving.max_wait_s, serving.prefill_ms) == (5, 1.5, 7.0)
     assert not serving.prefix_cache
-    run("small", "--port", "0", "--no-offload", "--model-id", "mine")
-    assert (given["id"], given["key"], given["settings"][1]) == ("mine", None, None)
+    names = ("--allow-host", "a.example", "--allow-host", "b.example")
+    run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", *names)
+    assert (given["id"], given["options"]["api_key"], given["settings"][1]) == ("mine", None, None)
+    assert (given["connections"], given["options"]["allowed_hosts"]) == (7, ("a.example", "b.example"))
     assert module._name("small") == "small" and module._name("org/model") == "org/model"
+
+
+def test_there_are_files_for_as_many_connections_as_may_be(monkeypatch, capsys):
+    import resource
+
+    limits = [(100, 5000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
+    assert module._connections(2048) == 2048 and limits[-1] == (2048 + module.OTHER_FILES, 5000)
+    limits.append((100, 1024))
+    assert module._connections(2048) == 1024 - module.OTHER_FILES and limits[-1] == (1024, 1024)
+    assert "this process may have 1024 (ulimit -n)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypatch):
@@ -255,7 +270,7 @@ def test_a_second_signal_tells_those_who_wait_and_ends_soon(tiny):
         asked = json.dumps({**body, "stream": True}).encode()
         deaf = socket.create_connection(("127.0.0.1", port))
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        head = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json")
+        head = ("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json")
         deaf.sendall("\r\n".join((*head, f"content-length: {len(asked)}", "", "")).encode() + asked)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             events = stream.iter_lines()
