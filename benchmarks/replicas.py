@@ -56,7 +56,7 @@ class Clock:
         step_s: between two tokens of a stream.
     """
 
-    tokenizer, max_length, failed, ready = None, 1 << 20, None, True
+    tokenizer, max_length, max_waiting, failed, ready = None, 1 << 20, 1 << 20, None, True
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

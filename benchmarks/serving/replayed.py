@@ -167,13 +167,16 @@ class RowQueries(ReplayedQueries):
 
 @contextmanager
 def replaying(keys: ReplayedKeys | None, model: torch.nn.Module) -> Iterator[None]:
-    """Batches that are made meanwhile replay ``keys``; None: they do not."""
-    plain = SparseCache.rows
+    """The first batch that is made meanwhile, an engine's, replays ``keys``; None: it does not.
+
+    The engine then tries the model itself, on rows of other caches.
+    """
+    plain, left = SparseCache.rows, [keys]
 
     def rows(cache: SparseCache, max_rows: int, max_length: int) -> RowBatch:
         batch = plain(cache, max_rows, max_length)
-        if keys is not None:
-            keys.install(batch, model)
+        if left and (mine := left.pop()) is not None:
+            mine.install(batch, model)
         return batch
 
     SparseCache.rows = rows
