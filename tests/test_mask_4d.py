@@ -36,6 +36,11 @@ def _unattended() -> torch.Tensor:
     return mask | ~mask.any(-1, keepdim=True)
 
 
+def _itself() -> torch.Tensor:
+    """The same, where such queries see themselves."""
+    return _padded() | torch.eye(LENGTH, dtype=torch.bool)
+
+
 def _prefix() -> torch.Tensor:
     """The first tokens see each other."""
     mask = causal()
@@ -54,11 +59,12 @@ MASKS = {
     "banded": lambda: causal() & ~causal().tril(-20),
     "padded": _padded,
     "unattended": _unattended,
+    "itself": _itself,
     "prefix": _prefix,
     "heads": _heads,
     "causal": causal,
 }
-PADDED = ("padded", "unattended")
+PADDED = ("padded", "unattended", "itself")
 
 
 def of_kind(mask: torch.Tensor, kind: str) -> torch.Tensor:

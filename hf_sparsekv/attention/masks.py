@@ -145,9 +145,9 @@ def _calls_interface(config_class: type) -> bool:
 def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
     """Validity of columns ``past .. length - 1``, bool ``[batch, q]``; ``None`` if the mask does not say.
 
-    In a 4-D mask a token sees itself, or the last query sees it. What the last query does not see may belong to another
-    text of a packed prompt, or lie outside of a band. The query of a padding column sees nothing; or all columns, in
-    masks that leave no query without a key.
+    In a 4-D mask the last query sees a token, or it may belong to another text of a packed prompt, or lie outside of a
+    band: then its own query sees it and others, or another query sees it. The query of a padding column sees nothing;
+    or itself, or all columns, in masks that leave no query without a key. (So a text of one token counts as padding.)
     """
     if mask is None:
         return None
@@ -155,9 +155,14 @@ def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
         return mask[:, past:length].bool()
     last = shows(mask[:, :, -1, past:length]).any(1)
     own = shows(mask[..., past:length].diagonal(dim1=2, dim2=3)).any(1)
-    if mask.shape[2] > 1 and bool((own & ~last).any()):
-        own = own & ~shows(mask).any(1).all(-1)
-    return last | own
+    if mask.shape[2] == 1 or not bool((own & ~last).any()):
+        return last
+    seen = shows(mask).any(1)  # [batch, queries, columns]
+    some = ~seen.all(-1)  # [batch, queries]
+    own = own & some & (seen.sum(-1) > 1)
+    others = seen[..., past:length] & some[..., None]
+    others.diagonal(dim1=1, dim2=2).fill_(False)
+    return last | own | others.any(1)
 
 
 def shows(mask: Tensor) -> Tensor:
