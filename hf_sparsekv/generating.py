@@ -395,4 +395,4 @@ def generate(
         if "inputs_tensor" in inspect.signature(loop).parameters:
             given["inputs_tensor"] = inputs_tensor
         run = partial(loop, model, input_ids, generation_config=generation_config, **given)
-        return model.__dict__[_METHOD].watch.decodes(given["past_key_values"], run)
+        return model.__dict__[_METHOD].watch.decodes(given_cache(given), run)
