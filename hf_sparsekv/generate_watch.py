@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache
 
 from .attention.interface import NAME
 from .cache import SparseCache
+from .cache_name import NAMES
 
-_NAMES = ("past_key_values", "cache")  # transformers 5.24 calls it ``cache``
 _BATCHING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
 
@@ -112,9 +112,9 @@ class GenerateWatch:
         return out
 
     def _prepare(self, original: Callable, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict:
-        given = next((kwargs[name] for name in _NAMES if kwargs.get(name) is not None), None)
+        given = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
         out = original(input_ids, *args, **kwargs)
-        if isinstance(given, SparseCache) and not any(isinstance(out.get(name), Cache) for name in _NAMES):
+        if isinstance(given, SparseCache) and not any(isinstance(out.get(name), Cache) for name in NAMES):
             out = self._again(original, input_ids, given, args, kwargs)
         call = self._calls.get(threading.get_ident())
         if call is not None and given is not None and given.get_seq_length():
@@ -135,7 +135,7 @@ class GenerateWatch:
                 "that is longer than that from the beginning"
             )
         cache.reset()
-        name = next(name for name in _NAMES if kwargs.get(name) is not None)
+        name = next(name for name in NAMES if kwargs.get(name) is not None)
         mask = kwargs.get("attention_mask")
         more: dict[str, Any] = {"next_sequence_length": None, "is_first_iteration": True, name: None}
         if kwargs.get("position_ids") is not None:
