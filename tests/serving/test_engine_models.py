@@ -20,6 +20,7 @@ ROTARY = {kind: (lambda kind=kind: rotary_llama(kind)) for kind in KINDS} | {"ph
 SWITCHING = ("longrope", "phi3", "phimoe")
 # (tokens of the prompt, of the answer): short; short, and past the switch in its answer; long, in several chunks.
 SHORT, GROWS, LONG = (20, 10), (57, 12), (100, 8)
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def answers(engine, *asked: tuple[int, int]) -> list[list[int]]:
 @torch.no_grad()
 def alone(net, n: int, tokens: int) -> list[int]:
     """What generate() decodes. Those of Phi-3 and PhiMoE lose their cache at the switch: what they would decode."""
-    ids = torch.tensor([prompt(n)])
+    ids = torch.tensor([prompt(n)], device=net.device)
     if hasattr(net.config, "original_max_position_embeddings") and n <= SWITCH < n + tokens:
         return loop(net, ids, tokens)
     found = net.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
@@ -60,10 +61,11 @@ def loop(net, ids: torch.Tensor, tokens: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:the rotary factors of")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROTARY)
-def test_rotary_kinds(name):
+def test_rotary_kinds(name, place):
     """Together, after a shared prefix, in chunks, and past the switch: as alone, with the factors of max_length."""
-    net = ROTARY[name]()
+    net = ROTARY[name]().to(place)
     with fixed_rotary(net, LENGTH):
         expected = [alone(net, *one) for one in (SHORT, GROWS, LONG)]
     with opened(net) as engine:
@@ -80,11 +82,12 @@ def test_rotary_kinds(name):
 
 
 @pytest.mark.filterwarnings("ignore:the rotary factors of")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", SWITCHING)
-def test_nothing_beside_a_request_changes_it(name):
+def test_nothing_beside_a_request_changes_it(name, place):
     found = []
     for beside in ([], [LONG], [LONG, GROWS, (200, 30)]):
-        with opened(ROTARY[name](), prefix_cache=False) as engine:
+        with opened(ROTARY[name]().to(place), prefix_cache=False) as engine:
             found.append(answers(engine, *beside, SHORT)[-1])
     assert found[0] == found[1] == found[2]
 
