@@ -23,6 +23,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
+Made = tuple[str, float, float]  # an attack, its begin and its end
+
+
 class Wrong(Exception):
     """The server has answered in a way that it should not."""
 
@@ -375,12 +378,13 @@ async def attack(name: str, address: Address, size: int) -> None:
 
 
 def attack_for(address: Address, seconds: float, seed: int, size: int, clients: int, results: object) -> None:
-    """In a process of its own: attacks of all kinds, ``clients`` at a time; then puts counts and what was wrong.
+    """In a process of its own: attacks of all kinds, ``clients`` at a time.
 
     Args:
-        results: a multiprocessing queue.
+        results: a multiprocessing queue, which gets counts, what was wrong, and each attack with its time.
     """
     counts: Counter[str] = Counter()
+    made: list[Made] = []
     wrong: list[str] = []
     rng = random.Random(seed)
     until = time.monotonic() + seconds
@@ -388,14 +392,16 @@ def attack_for(address: Address, seconds: float, seed: int, size: int, clients: 
     async def client() -> None:
         while time.monotonic() < until:
             name = rng.choice(NAMES)
+            began = time.monotonic()
             try:
                 await attack(name, address, rng.choice((1000, 100_000, size)))
             except (Wrong, OSError, asyncio.TimeoutError) as error:
                 wrong.append(f"{name}: {type(error).__name__}: {error}"[:400])
             counts[name] += 1
+            made.append((name, began, time.monotonic()))
 
     async def all_of_them() -> None:
         await asyncio.gather(*(client() for _ in range(clients)))
 
     asyncio.run(all_of_them())
-    results.put((dict(counts), wrong))
+    results.put((dict(counts), wrong, made))

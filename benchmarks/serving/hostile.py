@@ -33,6 +33,7 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -58,7 +59,7 @@ class Honest:
     def __init__(self, url: str) -> None:
         self.url = url
         self.right: dict[int, str] = {}
-        self.gaps: list[float] = []  # the longest of each answer
+        self.gaps: list[tuple[float, float]] = []  # the longest of each answer, and when it ended (monotonic seconds)
         self.busy = 0
         self.wrong: list[str] = []
 
@@ -69,7 +70,7 @@ class Honest:
 
     async def ask(self, client: httpx.AsyncClient, number: int) -> str | None:
         """A whole answer; None if too many wait. Notes the longest time between two of its pieces."""
-        text, last, longest = "", None, 0.0
+        text, last, longest = "", None, (0.0, 0.0)
         async with client.stream("POST", "/v1/completions", json=self.body(number)) as answer:
             if answer.status_code == 429:
                 return None
@@ -82,7 +83,7 @@ class Honest:
                         raise attacks.Wrong(str(piece["error"]))
                     now = time.monotonic()
                     if last is not None:
-                        longest = max(longest, now - last)
+                        longest = max(longest, (now - last, now))
                     last = now
                     text += "".join(choice["text"] for choice in piece["choices"])
         self.gaps.append(longest)
@@ -97,7 +98,7 @@ class Honest:
                     raise attacks.Wrong(f"question {number}, alone: {self.right.get(number)!r}, then {text!r}")
         gaps = self.gaps[-QUESTIONS:]
         del self.gaps[-2 * QUESTIONS :]  # they are not those beside others
-        return max(gaps)
+        return max(gaps)[0]
 
     async def client(self, until: float, seed: int) -> None:
         """One question after the other."""
@@ -115,6 +116,10 @@ class Honest:
                     await asyncio.sleep(BUSY_S)
                 elif text != self.right[number]:
                     self.fail(f"question {number}: {text!r} instead of {self.right[number]!r}")
+
+    def longest(self) -> float:
+        """Seconds between two pieces of an answer."""
+        return max(self.gaps, default=(0.0, 0.0))[0]
 
     def fail(self, text: str) -> None:
         """Note what should not have been."""
@@ -135,7 +140,7 @@ async def _beside(honest: Honest, args: Namespace, server: psutil.Process, attac
                 told = now
                 print(
                     f"{(now - began) / 60:6.1f} min  {resident[-1] / 1e6:7.1f} MB  {len(honest.gaps)} answers, "
-                    f"longest gap {1e3 * max(honest.gaps, default=0):.0f} ms, {honest.busy} busy",
+                    f"longest gap {1e3 * honest.longest():.0f} ms, {honest.busy} busy",
                     flush=True,
                 )
             await asyncio.sleep(1.0)
@@ -218,6 +223,26 @@ def holds(size: int, tries: int = 3) -> list[tuple[str, float]]:
     return sorted(found, key=lambda one: -one[1])
 
 
+def cores(text: str) -> set[int]:
+    """Numbers of processor cores."""
+    return {int(one) for one in text.split(",")}
+
+
+@contextlib.contextmanager
+def on_cores(which: set[int] | None) -> Iterator[None]:
+    """Processes that are started inside run there; others, and this one afterwards, on the remaining cores."""
+    if which is None:
+        yield
+        return
+    process = psutil.Process()
+    others = set(process.cpu_affinity()) - which
+    if not others:
+        raise SystemExit("--cores leaves none for the clients")
+    process.cpu_affinity(sorted(which))
+    yield
+    process.cpu_affinity(sorted(others))
+
+
 def arguments() -> ArgumentParser:
     """Its own options."""
     parser = new_parser("serving", __doc__)
@@ -226,6 +251,7 @@ def arguments() -> ArgumentParser:
     add("--minutes", type=float, default=60)
     add("--honest", type=int, default=2, help="clients that stream, at the same time")
     add("--hostile", type=int, default=4, help="clients that attack, at the same time")
+    add("--cores", type=cores, help="processor cores of the server alone, as 0,1; clients get the others")
     add("--size", type=int, default=15 << 20, help="bytes of the largest bodies")
     add("--growth", type=float, default=0.1, help="of memory that is none yet, as a share")
     add("--seed", type=int, default=0)
@@ -246,11 +272,12 @@ def main(argv: list[str]) -> int:
         return report.close()
     with tempfile.TemporaryDirectory() as folder, Report("serving", serve[0], rows_file(args), None) as report:
         options = [tiny(Path(folder)), *serve[1:]] if serve[0] == "tiny" else serve
-        server, url = served(options)
+        with on_cores(args.cores):
+            server, url = served(options)
         honest, kept = Honest(url), []
         draining = threading.Thread(target=lambda: kept.extend(server.stderr), daemon=True)
         draining.start()  # or a full pipe would stop it
-        attacked: tuple[dict[str, int], list[str]] = ({}, [])
+        attacked: tuple[dict[str, int], list[str], list[attacks.Made]] = ({}, [], [])
         process = psutil.Process(server.pid)
         try:
             with report.measuring(args.honest, 0, f"hostile:minutes={args.minutes:g}"):
@@ -287,7 +314,7 @@ def main(argv: list[str]) -> int:
 
 def judge(report, honest, attacked, alone, start, resident, args) -> None:
     """Rows, and what was wrong."""
-    counts, wrong = attacked
+    counts, wrong, made = attacked
     for text in wrong:
         honest.fail(text)
     quarter = max(1, len(resident) // 4)
@@ -297,10 +324,13 @@ def judge(report, honest, attacked, alone, start, resident, args) -> None:
     report.add("attacks", sum(counts.values()), "count")
     report.add("kinds", len(counts), "count")
     report.add("longest_gap_alone", 1e3 * alone)
-    report.add("longest_gap", 1e3 * max(honest.gaps, default=float("nan")))
+    report.add("longest_gap", 1e3 * honest.longest())
     for name, value in (("start", start), ("warm", warm), ("end", end), ("peak", max(resident))):
         report.add(f"{name}_mb", value / 1e6, "MB")
     report.add("wrong", len(honest.wrong), "count")
     if end > warm * (1 + args.growth):
         honest.fail(f"memory grows: {warm / 1e6:.1f} MB when warm, {end / 1e6:.1f} at the end")
     print(dict(Counter(counts).most_common()), file=sys.stderr)
+    for seconds, end in sorted(honest.gaps, reverse=True)[:10]:
+        during = sorted({name for name, began, ended in made if began < end and ended > end - seconds})
+        print(f"{1e3 * seconds:7.0f} ms without a token during: {', '.join(during)}", file=sys.stderr)
