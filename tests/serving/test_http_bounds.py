@@ -17,8 +17,7 @@ from http_server import serving
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from hf_sparsekv.serving.http import app as app_module
-from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.http import bodies, create_app, prompts, schema, shapes
 from hf_sparsekv.serving.http import tools as tools_module
 from hf_sparsekv.serving.http.tools import ToolReader
 from hf_sparsekv.serving.request import Output
@@ -87,9 +86,7 @@ LONG = "x" * 300_000
 )
 def test_what_is_long_is_quoted_shortly_and_compared_with_nothing(url, fields, monkeypatch):
     compared = []
-    monkeypatch.setattr(
-        app_module.schema.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or []
-    )
+    monkeypatch.setattr(schema.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
     response = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI, **fields})
     assert len(message(response, 404 if "model" in fields else 400)) < 900
     assert all(len(name) < 100 for name in compared)
@@ -152,12 +149,12 @@ def test_a_text_that_is_far_too_long_is_tokenised_in_pieces(monkeypatch):
         )
         body = {"messages": [{"role": "user", "content": text}]}
         assert "more tokens than max_length=1000" in message(httpx.post(f"{url}/v1/chat/completions", json=body), 400)
-        assert seen and max(seen) <= app_module.COUNTED
+        assert seen and max(seen) <= prompts.COUNTED
 
 
 def test_a_long_text_of_few_tokens_is_served(monkeypatch):
     """Texts are counted, not guessed at."""
-    monkeypatch.setattr(app_module, "LIKELY", 1)
+    monkeypatch.setattr(prompts, "LIKELY", 1)
     with FakeEngine(byte_level()) as engine, serving(create_app(engine, "m")) as url:
         text = "the" * 600  # a token each
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
@@ -189,7 +186,7 @@ def test_who_still_sends_hears_why_it_is_refused(url):
 
 
 def test_open_bodies_are_bounded_and_small_ones_go_on(engine, monkeypatch):
-    monkeypatch.setattr(app_module, "OPEN_BODIES", 2)
+    monkeypatch.setattr(bodies, "OPEN_BODIES", 2)
     with serving(create_app(engine, "m", max_body=1 << 20)) as url:
         where = urlsplit(url)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -502,7 +499,7 @@ def test_a_failed_request_has_a_name_in_the_log_and_in_its_error(stream, caplog)
 
 
 def test_a_defect_has_a_name_in_the_log_and_in_its_error(engine, monkeypatch, caplog):
-    monkeypatch.setattr(app_module._Completion, "answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(shapes.Completion, "answer", lambda *_: 1 / 0)
     with serving(create_app(engine, "m")) as url:
         said = message(httpx.post(f"{url}/v1/completions", json={"prompt": "ab"}), 500)
         name = said.partition("(")[2].partition(" ")[0]

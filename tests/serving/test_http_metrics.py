@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from hf_sparsekv.serving.http import app, create_app, metrics
+from hf_sparsekv.serving.http import create_app, metrics, shapes
 from hf_sparsekv.serving.request import EngineStats, Samples
 
 P = metrics.PREFIX
@@ -68,7 +68,7 @@ def test_an_answer_is_counted_once(engine, monkeypatch, stream):
     def fails(*args):
         raise AttributeError("a defect")
 
-    monkeypatch.setattr(app._Completion, "last" if stream else "answer", fails)
+    monkeypatch.setattr(shapes.Completion, "last" if stream else "answer", fails)
     with serving(create_app(engine, "m")) as url:
         body = {"prompt": "abc", "max_tokens": 5, "stream": stream}
         if stream:

@@ -15,8 +15,7 @@ from fake_engine import FakeEngine
 from http_server import openai_client, serving
 from tokenizers_made import byte_level, word_pieces
 
-from hf_sparsekv.serving.http import app as app_module
-from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.http import bodies, create_app
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -271,7 +270,7 @@ def test_a_body_that_says_it_is_shorter_than_it_is_or_nonsense(url):
 
 
 def test_a_body_that_does_not_come(url, monkeypatch):
-    monkeypatch.setattr(app_module, "BODY_S", 0.2)
+    monkeypatch.setattr(bodies, "BODY_S", 0.2)
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

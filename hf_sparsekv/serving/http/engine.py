@@ -1,0 +1,33 @@
+"""The part of an engine that the server uses.
+
+It is a protocol, so that the server runs without a model: replicas and tests put other engines behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from ..request import EngineStats, Handle, Sampling
+
+
+class Engine(Protocol):
+    """What the server needs of :class:`hf_sparsekv.Engine`."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    max_length: int
+
+    @property
+    def max_waiting(self) -> int: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def failed(self) -> BaseException | None: ...
+
+    def submit(self, prompt: str | Sequence[int], sampling: Sampling) -> Handle: ...
+
+    def stats(self) -> EngineStats: ...

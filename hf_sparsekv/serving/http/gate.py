@@ -1,0 +1,113 @@
+"""Who is let in: the API key, and the names that a server without a key answers to. Counts answers by status.
+
+It is ASGI middleware, apart from the endpoints: a request without the key is refused before its body is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..request import shown
+from .errors import ApiError
+
+OPEN = ("/health", "/ready", "/metrics")  # without a key
+
+
+class Gate:
+    """Keeps those without the key out, before a body is read, and counts answers by their status.
+
+    Without a key, on a loopback address, it keeps out those who have another name for this machine: pages of a browser.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, allowed_hosts: Sequence[str], count: Callable[[str, int], None]
+    ) -> None:
+        self._app = app
+        self._hosts = {host.lower().rstrip(".") for host in allowed_hosts}
+        self._key = None if api_key is None else api_key.strip().encode()  # of a file, its line's end is none of it
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        counting = Counting(send, lambda status: self._count(scope["path"], status))
+        if self._key is None and (host := self._foreign(scope)) is not None:
+            message = f"this server is not {shown(host)}: ask it by its address, or allow the name (--allow-host)"
+            error = ApiError(403, message, code="host_not_allowed")
+            return await error.response()(scope, receive, counting)
+        if self._key is None or scope["path"] in OPEN or self._admits(scope):
+            try:
+                return await self._app(scope, receive, counting)
+            except Exception:
+                counting.ended(500)  # told by the server, outside of this; or a stream that breaks off
+                raise
+            finally:
+                counting.ended()
+        message = "the API key is missing or wrong: send `Authorization: Bearer KEY`"
+        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return await error.response()(scope, receive, counting)
+
+    def _foreign(self, scope: Scope) -> str | None:
+        """The name that a request is for, if it came to a loopback address and that is not its name."""
+        address = (scope.get("server") or ("",))[0] or ""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if "*" in self._hosts or not _is_loopback(address):
+            return None
+        for host in given:  # HTTP/1.0 has none, and no browser speaks it
+            name = _host_name(host)
+            if name != "localhost" and name not in self._hosts and not _is_address(name):
+                return host
+        return None
+
+    def _admits(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _host_name(header: str) -> str:
+    """Of a Host header: without its port, and without the brackets of IPv6."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0].lower().rstrip(".") if ":" in header else header.lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+
+
+class Counting:
+    """``send`` of one answer, which is counted once: when it ends, by the status that it began with or failed with."""
+
+    def __init__(self, send: Send, count: Callable[[int], None]) -> None:
+        self._send = send
+        self._count = count
+        self._status: int | None = None  # that it began with
+        self._over = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif not message.get("more_body", False):
+            self.ended()  # before who asked has all of it, and looks at the metrics
+        await self._send(message)
+
+    def ended(self, status: int | None = None) -> None:
+        """It has come to its end, with ``status`` if that is another one; nobody counts what has not begun."""
+        status = status or self._status
+        if status is not None and not self._over:
+            self._over = True
+            self._count(status)

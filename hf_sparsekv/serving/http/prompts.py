@@ -1,0 +1,111 @@
+"""From a parsed body to submitted requests: chat templates, tokenising, and limits of length.
+
+All of it runs on a thread, apart from the event loop: with a long prompt it takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..request import Handle
+from . import schema
+from .engine import Engine
+from .errors import ApiError, told
+from .scan import Scan
+from .tools import ToolReader
+
+LIKELY = 8  # characters a token: a text with more of them than that for the whole context is counted in pieces first
+COUNTED = 1 << 18  # characters of a piece
+CUT = 16  # tokens that a piece may have more because it is cut out
+
+
+class Prompts:
+    """Submits what a body asks for. Any thread may call it.
+
+    Args:
+        engine: serves the requests.
+        model_id: the name that clients ask for.
+        max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
+    """
+
+    def __init__(self, engine: Engine, model_id: str, max_answer: int | None) -> None:
+        self._engine = engine
+        self._model_id = model_id
+        self._max_answer = max_answer
+
+    def submit(
+        self,
+        body: bytes,
+        scan: Scan,
+        parse: Callable[[dict[str, Any], Scan], schema.Asked],
+        handles: list[Handle],
+    ) -> tuple[schema.Asked, ToolReader | None]:
+        """On a thread: all that takes long with a long prompt. Adds to ``handles``."""
+        fields = schema.loads(body)
+        schema.check_model(fields, self._model_id)
+        asked, tools = parse(fields, scan), None
+        try:
+            if asked.messages is not None:
+                prompts, default = [self._rendered(asked)], self._max_answer
+                if "tools" in asked.template:
+                    tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
+            else:
+                self._check_count(len(asked.prompts))
+                prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
+            for prompt in prompts:
+                sampling = asked.sampled(len(prompt), self._engine.max_length, default)
+                handles.append(self._engine.submit(prompt, sampling))
+        except ValueError as error:
+            where = "messages" if asked.messages is not None else "prompt"
+            raise ApiError(400, str(error), where) from error
+        except RuntimeError as error:
+            raise told(error) from error
+        return asked, tools
+
+    def _check_count(self, prompts: int) -> None:
+        """400 for a list that would never be taken, as 429 says that it will be later."""
+        most = max(1, self._engine.max_waiting)
+        if prompts > most:
+            message = f"prompt has {prompts:,} prompts: {most:,} may wait here at a time. Send them in several requests"
+            raise ApiError(400, message, "prompt")
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._engine.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
+        self._check_length(prompt)
+        return self._engine.tokenizer(prompt, verbose=False)["input_ids"]
+
+    def _check_length(self, text: str) -> None:
+        """400 for a text of far more tokens than the context has.
+
+        Tokenising it whole takes some hundred bytes a token: 16 MB of text for a context of 2,000 tokens took 400 MB.
+        """
+        most, tokens = self._engine.max_length, 0
+        if len(text) <= LIKELY * most:
+            return
+        for at in range(0, len(text), COUNTED):
+            ids = self._engine.tokenizer(text[at : at + COUNTED], add_special_tokens=False, verbose=False)["input_ids"]
+            tokens += max(0, len(ids) - CUT)
+            if tokens > most:
+                why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
+                raise ApiError(400, why, "prompt")
+
+    def _rendered(self, asked: schema.Asked) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
+        schema.check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        try:
+            if sum(len(message["content"]) for message in asked.messages) > LIKELY * self._engine.max_length:
+                self._check_length(
+                    tokenizer.apply_chat_template(asked.messages, **asked.template, **{**options, "tokenize": False})
+                )
+            return tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
+        except ApiError:
+            raise
+        except Exception as error:  # templates raise whatever they like
+            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
