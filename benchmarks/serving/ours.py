@@ -15,7 +15,8 @@ import torch
 from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
-from hf_sparsekv.serving.request import EngineStats, Handle, Sampling
+from hf_sparsekv.serving.request import Handle, Sampling
+from hf_sparsekv.serving.stats import EngineStats
 
 from ..report import Report
 from ..traffic import Meter

@@ -32,7 +32,8 @@ from .config import ServingConfig
 from .loop import Loop, Request
 from .opening import opened
 from .ranks import SharedWork, Wire
-from .request import Busy, Closed, EngineStats, Handle, Output, Piece, Sampling
+from .request import Busy, Closed, Handle, Output, Piece, Sampling
+from .stats import EngineStats
 from .text import Detokenizer
 from .work import Work
 

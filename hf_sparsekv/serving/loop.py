@@ -28,8 +28,9 @@ from ..telemetry.working_set import STEPS
 from .admission import Candidate, admit, room_for
 from .prefill import Reading
 from .prefix import Channels, Match, PrefixIndex
-from .request import Busy, Closed, Handle, Output, Piece, SampleCounter, Sampling
+from .request import Busy, Closed, Handle, Output, Piece, Sampling
 from .sampler import Sampler
+from .stats import SampleCounter
 from .text import Detokenizer, TextStream
 from .work import Work
 
@@ -90,7 +91,7 @@ class Record:
 
 @dataclass
 class Counts:
-    """What :class:`.request.EngineStats` counts."""
+    """What :class:`.stats.EngineStats` counts."""
 
     requests: int = 0
     finished: int = 0

@@ -40,7 +40,8 @@ from .http.metrics import COUNTS, NOW, PREFIX
 from .loading import load
 from .rank_processes import RankProcesses, Served
 from .ranks import RanksApart
-from .request import EngineStats, Sampling
+from .request import Sampling
+from .stats import EngineStats
 from .turns import short_turns
 
 KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state

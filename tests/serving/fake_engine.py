@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from hf_sparsekv.serving.request import (
     Busy,
     Closed,
-    EngineStats,
     Handle,
     Output,
     Piece,
-    SampleCounter,
     Sampling,
 )
+from hf_sparsekv.serving.stats import EngineStats, SampleCounter
 from hf_sparsekv.serving.text import Detokenizer, TextStream
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)

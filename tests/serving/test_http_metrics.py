@@ -17,7 +17,7 @@ from tokenizers_made import byte_level
 from waiting import wait_until
 
 from hf_sparsekv.serving.http import create_app, metrics, shapes
-from hf_sparsekv.serving.request import EngineStats, Samples
+from hf_sparsekv.serving.stats import EngineStats, Samples
 
 P = metrics.PREFIX
 

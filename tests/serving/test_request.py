@@ -17,11 +17,10 @@ from hf_sparsekv.serving.request import (
     Handle,
     Output,
     Piece,
-    SampleCounter,
-    Samples,
     Sampling,
     merged,
 )
+from hf_sparsekv.serving.stats import SampleCounter, Samples
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from ..request import EngineStats, Handle, Sampling
+from ..request import Handle, Sampling
+from ..stats import EngineStats
 
 
 class Engine(Protocol):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..request import EngineStats, Samples
+from ..stats import EngineStats, Samples
 
 PREFIX = "hf_sparsekv_"
 

@@ -1,0 +1,126 @@
+"""Counts of an engine as others read them: a snapshot, and histograms of times.
+
+Apart from requests and handles: the server's metrics, Ray's replicas and benchmarks read these alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a Prometheus histogram is made of.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending, without infinity.
+        counts: samples in each bucket alone, not accumulated; one more than bounds, the last one above all of them.
+        sum: of all samples.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        finite = all(math.isfinite(bound) for bound in self.bounds)
+        if not finite or list(self.bounds) != sorted(set(self.bounds)):
+            raise ValueError(f"bounds must be finite and ascending, got {self.bounds}")
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(f"counts must be one more than the {len(self.bounds)} bounds, got {len(self.counts)}")
+
+    @property
+    def count(self) -> int:
+        """Of all samples."""
+        return sum(self.counts)
+
+
+class SampleCounter:
+    """Counts samples into buckets; thread-safe.
+
+    Args:
+        bounds: as in :class:`Samples`.
+    """
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+        self.samples()  # the bounds are checked
+
+    def add(self, value: float) -> None:
+        """Count one sample; a sample that equals a bound is in that bound's bucket."""
+        place = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += 1
+            self._sum += value
+
+    def samples(self) -> Samples:
+        """All so far."""
+        with self._lock:
+            return Samples(self._bounds, tuple(self._counts), self._sum)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of an engine; counts since its start unless it says "now".
+
+    Attributes:
+        running: rows that decode, now.
+        waiting: requests that have not begun, now.
+        held: rows that are held back, now: their working set does not fit beside the others'.
+        prefilling: prompts that are being read, now.
+        requests: that were accepted.
+        finished: that came to their end by themselves.
+        cancelled: that were cancelled.
+        failed: that ended with an error.
+        refused: that were not accepted, by reason: ``"waiting"``, ``"wait_s"``, ``"closed"``.
+        prompt_tokens: of requests whose prompts were read.
+        generated_tokens: of all answers.
+        cached_tokens: of prompts, found in the prefix cache.
+        steps: decode steps.
+        step_s: seconds in them.
+        prefill_s: seconds in prompts.
+        captures: captured graphs, those made at the start included.
+        device_tokens: slots for copies of tokens on the device, now (offloaded).
+        device_tokens_used: of them in use, now.
+        host_bytes: of keys and values in host memory, now.
+        host_limit: bytes that they may take; ``None``: no limit.
+        link_bytes: of keys and values, between host and device both ways: copied, or read in host memory (offloaded).
+            Of this process, as last counted: asking has the loop count anew, once a second at most.
+        queue_s: seconds from arrival to prefill.
+        ttft_s: seconds from arrival to the first token.
+        between_s: seconds between two tokens of a request.
+        total_s: seconds from arrival to the end.
+    """
+
+    running: int
+    waiting: int
+    held: int
+    prefilling: int
+    requests: int
+    finished: int
+    cancelled: int
+    failed: int
+    refused: Mapping[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    steps: int
+    step_s: float
+    prefill_s: float
+    captures: int
+    device_tokens: int
+    device_tokens_used: int
+    host_bytes: int
+    host_limit: int | None
+    link_bytes: int
+    queue_s: Samples
+    ttft_s: Samples
+    between_s: Samples
+    total_s: Samples
