@@ -29,7 +29,8 @@ from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
 from ..ranks import ranks_of
 from .config import ServingConfig
-from .loop import Loop, Request
+from .in_flight import Request
+from .loop import Loop
 from .opening import opened
 from .ranks import SharedWork, Wire
 from .request import Busy, Closed, Handle, Output, Piece, Sampling
@@ -73,8 +74,6 @@ class Engine:
                 "hf_sparsekv.serving.ranks.follow() here, with the same arguments"
             )
         self._refused: Counter[str] = Counter()
-        self._draining = False
-        self._closed = False
         self._closing = threading.Lock()
         self._ids = itertools.count(1)
         with contextlib.ExitStack() as stack:
@@ -82,16 +81,16 @@ class Engine:
             self.model, self.tokenizer, self.serving = model, tokenizer, made.serving
             self.max_length, self.vocabulary, self._blocks = made.max_length, made.vocabulary, made.blocks
             self._limit = made.limit
-            detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+            self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
             wire = None if ranks is None else Wire(ranks)
             if wire is None:
                 work = Work(model, made.rows, made.serving)
             else:
                 work = SharedWork(model, made.rows, made.serving, wire)
             stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
-            self._loop = Loop(work, self._blocks, self._eos(), detokenizer, self.vocabulary)
+            self._loop = Loop(work, self._blocks, self._eos(), self.vocabulary)
             self._stack = stack.pop_all()
-        self._cache, self._rows = made.cache, made.rows
+        self._cache, self._rows, self._intake = made.cache, made.rows, self._loop.intake
         self._loop.start()
         if wire is not None:
             wire.watch(self._loop.lost)
@@ -103,7 +102,7 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self.failed else "ready" if self.ready else "draining"
+        state = "closed" if self._intake.closed else "failed" if self.failed else "ready" if self.ready else "draining"
         return (
             f"Engine({type(self.model).__name__}, {self._cache.config.brief()}, max_rows={self.serving.max_rows}, "
             f"max_length={self.max_length}, {state})"
@@ -123,7 +122,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """It takes requests."""
-        return not (self._closed or self._draining or self.failed)
+        return self._intake.refusal is None
 
     @property
     def max_waiting(self) -> int:
@@ -133,7 +132,7 @@ class Engine:
     @property
     def failed(self) -> BaseException | None:
         """What a decode step has failed with: no request is served any more."""
-        return self._loop.failed
+        return self._intake.failed
 
     def submit(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Handle:
         """Take a request.
@@ -150,9 +149,9 @@ class Engine:
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a Sampling or None, got {type(sampling).__name__}")
-        if not self.ready:
+        if (why := self._intake.refusal) is not None:  # before a long prompt is looked at
             self._refused["closed"] += 1
-            raise Closed(f"the engine takes no requests: it {self._why_closed()}")  # before a long prompt is looked at
+            raise Closed(f"the engine takes no requests: it {why}")
         ids = self._encode(prompt)
         total = len(ids) + sampling.max_tokens
         if total > self.max_length:
@@ -162,22 +161,23 @@ class Engine:
             )
         size = self._cache.config.block_size
         blocks = -(-total // size) + 1
-        if self.serving.max_wait_s is not None and (wait := self._loop.wait_s()) > self.serving.max_wait_s:
+        if self.serving.max_wait_s is not None and (wait := self._intake.wait_s) > self.serving.max_wait_s:
             self._refused["wait_s"] += 1
             raise Busy(
                 f"it would wait some {wait:.1f} s, more than max_wait_s={self.serving.max_wait_s:g}",
                 wait - self.serving.max_wait_s,
             )
-        handle = Handle(f"request-{next(self._ids)}", len(ids), self._loop.look)
+        handle = Handle(f"request-{next(self._ids)}", len(ids), self._intake.look)
         text = None
-        if self._loop.detokenizer is not None:
-            text = self._loop.detokenizer.stream(ids, sampling.stop)
+        if self._detokenizer is not None:
+            text = self._detokenizer.stream(ids, sampling.stop)
         elif sampling.stop:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         keys: list[bytes] = []
-        if self._loop.index is not None:  # blocks that are full before the last tokens, which are read anew
+        index = self._loop.blocks.index
+        if index is not None:  # blocks that are full before the last tokens, which are recomputed
             config = self._cache.config
-            keys = self._loop.index.keys(ids, max(0, (len(ids) - config.window - config.max_draft) // size))
+            keys = index.keys(ids, max(0, (len(ids) - config.window - config.max_draft) // size))
         try:
             self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
         except (Busy, Closed) as error:
@@ -275,13 +275,6 @@ class Engine:
             raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {known}")
         return ids
 
-    def _why_closed(self) -> str:
-        if self._closed:
-            return "is closed"
-        if self.failed is not None:
-            return f"has failed ({type(self.failed).__name__}: {self.failed})"
-        return "drains"
-
     # ------------------------------------------------------------------ the end
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -293,11 +286,9 @@ class Engine:
         Returns:
             Whether they have.
         """
-        self._draining = True
-        self._loop.drain()  # who has found it ready before is refused from here on
+        self._intake.drain()  # who has found it ready before is refused from here on
         until = None if timeout is None else time.monotonic() + timeout
-        loop = self._loop
-        while not ((loop.idle and loop.all_told) or self.failed or self._closed):
+        while not (self._loop.idle or self.failed or self._intake.closed):
             if until is not None and time.monotonic() >= until:
                 return False
             time.sleep(0.01)
@@ -308,20 +299,21 @@ class Engine:
 
         From several threads: the first one does it, and the others wait for that.
         """
-        self._closed = True
+        self._intake.close()
         with self._closing, self._stack:  # which is empty the second time
             self._loop.stop()
 
     def stats(self) -> EngineStats:
         """What it does and has done; cheap, from any thread."""
-        loop, counts = self._loop, self._loop.counts
+        loop, counts, rows = self._loop, self._loop.counts, self._rows
+        running = list(loop.room.running)
         runner = runner_of(self.model)
         used, limit = (0, None) if self._cache.budget is None else (self._cache.budget.used, self._cache.budget.limit)
         return EngineStats(
-            running=sum(request.candidate.runs for request in list(loop.running)),
-            waiting=loop.queued,
-            held=sum(not request.candidate.runs for request in list(loop.running)),
-            prefilling=int(loop.reading is not None),
+            running=sum(request.candidate.runs for request in running),
+            waiting=self._intake.queued,
+            held=sum(not request.candidate.runs for request in running),
+            prefilling=int(loop.order.reading is not None),
             requests=counts.requests,
             finished=counts.finished,
             cancelled=counts.cancelled,
@@ -334,13 +326,13 @@ class Engine:
             step_s=counts.step_s,
             prefill_s=1e-3 * loop.work.pace.spent_ms,
             captures=0 if runner is None else runner.captures,
-            device_tokens=loop.rows.slots,
-            device_tokens_used=loop.rows.slots - loop.rows.free_slots,
+            device_tokens=rows.slots,
+            device_tokens_used=rows.slots - rows.free_slots,
             host_bytes=used,
             host_limit=limit,
-            link_bytes=loop.link_bytes(),
-            queue_s=loop.queue_s.samples(),
-            ttft_s=loop.ttft_s.samples(),
-            between_s=loop.between_s.samples(),
-            total_s=loop.total_s.samples(),
+            link_bytes=loop.link.bytes(),
+            queue_s=counts.queue_s.samples(),
+            ttft_s=counts.ttft_s.samples(),
+            between_s=counts.between_s.samples(),
+            total_s=counts.total_s.samples(),
         )

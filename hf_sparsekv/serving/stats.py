@@ -9,7 +9,9 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 minutes: bounds of the histograms
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,32 @@ class SampleCounter:
         """All so far."""
         with self._lock:
             return Samples(self._bounds, tuple(self._counts), self._sum)
+
+
+def _times() -> SampleCounter:
+    return SampleCounter(TIMES)
+
+
+@dataclass
+class Counts:
+    """What an engine counts for :class:`EngineStats`, from its start.
+
+    The loop's thread counts. Threads that submit count ``requests``, one at a time; the output thread counts ends.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    queue_s: SampleCounter = field(default_factory=_times)
+    ttft_s: SampleCounter = field(default_factory=_times)
+    between_s: SampleCounter = field(default_factory=_times)
+    total_s: SampleCounter = field(default_factory=_times)
 
 
 @dataclass(frozen=True)

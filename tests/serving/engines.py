@@ -35,12 +35,12 @@ def greedy(tokens: int, **settings) -> Sampling:
 def quiet(engine: Engine) -> None:
     """Nothing is left of any request."""
     until = time.monotonic() + 10
-    while not (engine._loop.idle and engine._loop.all_told) and time.monotonic() < until:
+    while not engine._loop.idle and time.monotonic() < until:
         time.sleep(0.01)
     loop = engine._loop
-    assert (loop.idle, loop.used, loop.rows.rows, loop.reading, loop._open) == (True, 0, (), None, {})
+    assert (loop.idle, loop.blocks.used, loop.rows.rows, loop.order.reading) == (True, 0, (), None)
     table = loop.rows.cache.row_table
-    pinned, kept = (0, 0) if loop.index is None else (loop.index.pinned, len(loop.index))
+    pinned, kept = (0, 0) if (index := loop.blocks.index) is None else (index.pinned, len(index))
     assert (table.host == -1).all() and pinned == 0
     assert table.ids._references.sum() == kept  # blocks that somebody has
 

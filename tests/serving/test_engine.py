@@ -19,7 +19,7 @@ from models import VOCAB, build
 from waiting import wait_until
 
 from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
-from hf_sparsekv.serving import Busy, Closed, loop
+from hf_sparsekv.serving import Busy, Closed, link_meter, room
 from hf_sparsekv.serving.admission import Candidate
 from hf_sparsekv.serving.prefill import chunks
 from hf_sparsekv.telemetry.working_set import STEPS
@@ -158,7 +158,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
     work.read, work.overtake = wait_and_read, overtake_once
     work.pace.tokens_in = lambda ms, past: most
     handle = engine.submit(ids or ids_of(301, 301), greedy(tokens))
-    wait_until(lambda: engine._loop.reading is not None)
+    wait_until(lambda: engine._loop.order.reading is not None)
     try:
         yield handle, turns
     finally:
@@ -200,7 +200,7 @@ def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(others, setting
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
         with a_long_prompt(engine, tokens=30, most=most) as (_, turns):
             handles = [engine.submit(ids_of(n, 1), greedy(30)) for n in others]
-            wait_until(lambda: engine._loop.queued >= len(others))
+            wait_until(lambda: engine._loop.intake.queued >= len(others))
         for handle in handles:
             handle.result(60)
         quiet(engine)
@@ -213,10 +213,10 @@ def test_a_place_more_stays_free_where_rows_may_be_held_back():
     for offload, passed in ((None, True), (OffloadConfig(device_pool=120_000), False)):
         with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**BUDGET), offload, serving) as engine:
             loop = engine._loop
-            assert loop._by_need == (offload is not None)
+            assert loop.room.by_need == (offload is not None)
             with a_long_prompt(engine) as (_, turns):
                 handles = [engine.submit(ids_of(n, n), greedy(4)) for n in (290, 280, 9)]
-                wait_until(lambda loop=loop: loop.queued >= 3)
+                wait_until(lambda loop=loop: loop.intake.queued >= 3)
             for handle in handles:
                 handle.result(60)
         assert (turns[1] == 9) == passed
@@ -246,10 +246,10 @@ def test_short_prompts_teach_nothing_about_long_ones():
         loop.work.pace.learn = lambda tokens, *rest: learnt.append(tokens) or learn(tokens, *rest)
         with a_long_prompt(engine) as (_, turns):
             handles = [engine.submit(ids_of(n, n), greedy(3)) for n in (7, 8, 9)]
-            since.append(loop._last)
+            since.append(loop.intake._last)
         assert [handle.result(30).finish_reason for handle in handles] == ["length"] * 3
         assert {7, 8, 9} < set(turns) and learnt and min(learnt) > 40
-        assert loop._last == since[0] and engine.stats().prefill_s > 0
+        assert loop.intake._last == since[0] and engine.stats().prefill_s > 0
 
 
 def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
@@ -265,7 +265,7 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
 
         monkeypatch.setattr(engine.model, "forward", forward)
         orders, step = [], engine._loop._step
-        engine._loop._step = lambda: orders.append([one.order for one in engine._loop.running]) or step()
+        engine._loop._step = lambda: orders.append([one.order for one in engine._loop.room.running]) or step()
         with a_long_prompt(engine, tokens=30) as (long, turns):
             unlucky, gone, fine = (engine.submit(ids_of(n, 2), greedy(40)) for n in (33, 34, 35))
             gone.cancel()
@@ -282,7 +282,8 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
 def test_a_short_prompt_that_has_a_row_and_fails_leaves_it(monkeypatch):
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
         with a_long_prompt(engine) as (long, turns):
-            monkeypatch.setattr(engine._loop.sampler, "set", once(engine._loop.sampler.set, RuntimeError("unlucky")))
+            sampler = engine._loop.room.sampler
+            monkeypatch.setattr(sampler, "set", once(sampler.set, RuntimeError("unlucky")))
             unlucky, fine = (engine.submit(ids_of(n, n), greedy(4)) for n in (33, 34))
         with pytest.raises(RuntimeError, match="unlucky"):
             unlucky.result(10)
@@ -374,7 +375,7 @@ def test_blocks_that_are_shared_are_counted_once():
         engine.submit([*document, 7, 7], greedy(1)).result(20)
         together, loop = [], engine._loop
         plain = loop._step
-        loop._step = lambda: together.append(len(loop.running)) or plain()
+        loop._step = lambda: together.append(len(loop.room.running)) or plain()
         handles = [engine.submit([*document, k, k], greedy(30)) for k in range(4)]
         assert all(handle.result(30).cached_tokens > 200 for handle in handles)
         assert max(together) >= 3
@@ -407,7 +408,7 @@ def test_what_is_kept_gives_way(expected):
             output = engine.submit(ids_of(150, seed), greedy(20)).result(20)
             assert list(output.token_ids) == expected(150, seed, 20)
             quiet(engine)
-            assert len(engine._loop.index) <= engine._blocks
+            assert len(engine._loop.blocks.index) <= engine._blocks
         assert engine.submit(ids_of(150, 5), greedy(20)).result(20).cached_tokens > 0
         assert engine.submit(ids_of(150, 0), greedy(20)).result(20).cached_tokens == 0
 
@@ -454,7 +455,7 @@ def test_a_prompt_is_cancelled_in_the_middle(engine):
     busy = engine.submit(ids_of(10, 2), greedy(60))
     handle = engine.submit(ids_of(390, 1), greedy(2))
     until = time.monotonic() + 10
-    while engine._loop.reading is None and time.monotonic() < until:
+    while engine._loop.order.reading is None and time.monotonic() < until:
         time.sleep(0.001)
     handle.cancel()
     assert handle.result(10).finish_reason in ("cancelled", "length")  # it may have been quick
@@ -515,7 +516,7 @@ def moved(net, config, ids: list[int], tokens: int) -> int:
 
 def test_bytes_over_the_link(monkeypatch):
     """Of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
-    monkeypatch.setattr(loop, "LINK_S", 0.0)
+    monkeypatch.setattr(link_meter, "LINK_S", 0.0)
     net, config = build("llama", "sparsekv"), TwoLevelConfig(**WHOLE)
     with Engine(net, None, config, OffloadConfig(), replace(SERVING, prefix_cache=False)) as engine:
         total = 0
@@ -544,7 +545,7 @@ def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
         while not handle.done:
             engine.stats()
             time.sleep(0.001)  # the engine needs the interpreter, too
-        assert len(counted) <= 2 + (time.monotonic() - began) / loop.LINK_S
+        assert len(counted) <= 2 + (time.monotonic() - began) / link_meter.LINK_S
         wait_until(lambda: counted)
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
         engine.submit(ids_of(60, 1), greedy(4)).result(30)
@@ -566,7 +567,7 @@ def test_no_more_memory_is_taken_than_was_reserved(layers):
     with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
         loop, ids = engine._loop, engine._cache.row_table.ids
         most, plain = [], loop._step
-        loop._step = lambda: most.append((ids.used, loop.used + len(loop.index))) or plain()
+        loop._step = lambda: most.append((ids.used, loop.blocks.used + len(loop.blocks.index))) or plain()
         asked = [(draw.randint(5, 350), draw.randint(1, 40)) for _ in range(30)]
         for handle in [engine.submit(ids_of(n, seed), greedy(tokens)) for seed, (n, tokens) in enumerate(asked)]:
             handle.result(60)
@@ -736,10 +737,10 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
         return len(request.ids) + request.sampling.max_tokens
 
     def step() -> bool:
-        held.append(sum(not request.candidate.runs for request in loop.running))
+        held.append(sum(not request.candidate.runs for request in loop.room.running))
         rooms.append(sum(loop.rows.room(row) for row in loop.rows.rows))
-        assert all(loop.rows.room(r.row) == 0 for r in loop.running if not r.candidate.runs)
-        decoding = [r for r in loop.running if r.candidate.runs]
+        assert all(loop.rows.room(r.row) == 0 for r in loop.room.running if not r.candidate.runs)
+        decoding = [r for r in loop.room.running if r.candidate.runs]
         if sum(r.candidate.need for r in decoding) <= loop.rows.slots:  # not the oldest one, which runs anyway
             lacks = [r for r in decoding if loop.rows.room(r.row) < 0.75 * min(r.candidate.need, most_of(r)) - 16]
             lacking.append(len(lacks))
@@ -778,7 +779,7 @@ def test_a_row_that_has_just_come_gets_what_others_have_too_much(before, after):
         for row in range(4)
     ]
     mine = SimpleNamespace(rows=rows, work=SimpleNamespace(give=give), running=running)
-    loop.Loop._share_room(mine)
+    room.Room._share_room(mine)
     assert tuple(rooms.values()) == after
 
 
@@ -790,7 +791,7 @@ def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
         had = loop.rows.room(row)
         give(row, tokens)
         if loop.rows.room(row) > had:
-            request = next(one for one in loop.running if one.row == row)
+            request = next(one for one in loop.room.running if one.row == row)
             grown[request] = request.launched
 
     def counted():
@@ -798,16 +799,16 @@ def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
         return working_sets()
 
     loop.work.give, loop.rows.working_sets = gave, counted
-    measured = loop._measured
+    measured = loop.room.measured
 
-    def looked() -> bool:
+    def looked(steps: int) -> bool:
         before = len(asked)
-        found = measured()
+        found = measured(steps)
         if len(asked) > before:
-            asked[-1] = [one.launched - grown[one] for _, one in loop._sets[1]]
+            asked[-1] = [one.launched - grown[one] for _, one in loop.room._sets[1]]
         return found
 
-    loop._measured = looked
+    loop.room.measured = looked
     for seed in range(12):
         crowded.submit(ids_of(150, seed), greedy(18 + 7 * (seed % 5)))
     crowded.drain()
@@ -847,10 +848,10 @@ def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
     def step() -> bool:
         seen.append((mine.rows.active, mine.rows.width, len(mine.rows.rows)))
         if len(seen) == 30:
-            mine.look()
+            mine.room.changed = True
         return plain()
 
-    monkeypatch.setattr(loop, "admit", chosen)
+    monkeypatch.setattr(room, "admit", chosen)
     mine._step = step
     asked = [(ids_of(90 + seed, seed), 60) for seed in range(7)]
     outputs = [handle.result(100) for handle in [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]]
@@ -858,4 +859,4 @@ def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
     expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
     assert [list(output.token_ids) for output in outputs] == expected
     assert ((0, 1), 2, 5) in seen, "the fourth and fifth, in the places of the first two"
-    assert all(width == loop.width(len(active), 6) for active, width, _ in seen if active)
+    assert all(width == room.width(len(active), 6) for active, width, _ in seen if active)

@@ -17,7 +17,7 @@ from tokenizers_made import byte_level
 
 from hf_sparsekv import Engine, OffloadConfig, TwoLevelConfig
 from hf_sparsekv.serving import Busy, Closed
-from hf_sparsekv.serving import loop as loop_module
+from hf_sparsekv.serving import drawn as drawn_module
 from hf_sparsekv.serving import work as work_module
 from hf_sparsekv.serving.prefix import PrefixIndex, block_keys
 
@@ -54,20 +54,20 @@ def test_an_error_behind_a_join_leaves_no_row(where, monkeypatch):
         place, name = {
             "room": (loop.work, "give"),
             "channels": (loop.work, "channels"),
-            "settings": (loop.sampler, "set"),
-            "draw": (loop, "_record"),
+            "settings": (loop.room.sampler, "set"),
+            "draw": (loop.drawn, "_record"),
             "token": (loop.work, "tokens_are_there"),
         }[where]
         with monkeypatch.context() as patch:
             if where in ("draw", "token"):  # which steps have, too
                 plain, failing = loop._join, once(getattr(place, name), error)
-                patch.setattr(loop, "_join", lambda request: patch.setattr(place, name, failing) or plain(request))
+                patch.setattr(loop, "_join", lambda *read: patch.setattr(place, name, failing) or plain(*read))
             else:
                 patch.setattr(place, name, once(getattr(place, name), error))
             with pytest.raises(torch.OutOfMemoryError, match="no memory for a row"):
                 engine.submit(ids_of(50, 3), greedy(200)).result(20)
             wait_for(lambda: loop.rows.rows == () or len(loop.rows.rows) == 1)
-            assert engine.ready and [request.handle for request in loop.running] in ([busy], [])
+            assert engine.ready and [request.handle for request in loop.room.running] in ([busy], [])
         assert len(busy.result(60).token_ids) == 200
         assert engine.submit(ids_of(60, 2), greedy(3)).result(20).token_ids == expected
         quiet(engine)
@@ -253,7 +253,7 @@ def test_blocks_of_a_prompt_without_a_distribution_are_not_offered_again(tokens,
         assert len(sharing.result(20).token_ids) == 100
         assert engine.submit([*document, 8], greedy(2)).result(10).cached_tokens > 0  # what was read anew
         quiet(engine)
-        assert loop.index.evict(len(loop.index)) >= 0 and len(loop.index) == 0
+        assert (index := loop.blocks.index).evict(len(index)) >= 0 and len(index) == 0
 
 
 # ---------------------------------------------------------------------- text
@@ -267,7 +267,7 @@ class Panic(BaseException):
 def test_a_failure_in_detokenising_ends_one_request(error):
     tokenizer = byte_level()
     with engine_of(tokenizer=tokenizer) as engine:
-        loop, detokenizer = engine._loop, engine._loop.detokenizer
+        loop, detokenizer = engine._loop, engine._detokenizer
         before = engine.submit("the cat", greedy(300, ignore_eos=True))
         next(iter(before))
         plain, calls = detokenizer.decode, []
@@ -325,7 +325,7 @@ def test_a_request_that_comes_while_the_engine_ends(end, monkeypatch):
         ended.set()
         late.join(10)
         assert len(found) == 1 and isinstance(found[0], Closed), found
-        assert engine._loop._open == {} and engine.stats().refused == {"closed": 1}
+        assert engine._loop.intake.open == [] and engine.stats().refused == {"closed": 1}
 
 
 def test_many_come_while_it_drains():
@@ -384,7 +384,7 @@ def test_a_stream_that_nobody_has_begun_to_read_is_cancelled_too():
         assert sum(len(piece.token_ids) for piece in engine.stream(ids_of(20, 1), greedy(5))) == 5
 
 
-@pytest.mark.parametrize("where", [(loop_module, "Sampler"), (work_module, "make_plans")], ids=["sampler", "plans"])
+@pytest.mark.parametrize("where", [(drawn_module, "Sampler"), (work_module, "make_plans")], ids=["sampler", "plans"])
 def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeypatch):
     net = build("llama", "sdpa")
 
@@ -452,7 +452,7 @@ def test_no_more_wait_than_may_whoever_asks_at_once(most):
     with engine_of(max_waiting=most, max_rows=1) as engine:
         plain, there, go, found = engine._loop._once, threading.Event(), threading.Event(), []
         engine._loop._once = lambda: there.set() or (go.wait(10) and plain())
-        engine._loop.look()
+        engine._loop.intake.look()
         assert there.wait(10)  # and no turn is under way
         barrier = threading.Barrier(12)
 
@@ -493,7 +493,7 @@ def test_clients_are_told_of_a_failure_when_the_engine_says_so(also, monkeypatch
         handles = [engine.submit(ids_of(30, seed), greedy(300)) for seed in range(6)]
         for handle in handles:
             handle.listen(listen)
-        wait_for(lambda: len(loop.running) >= 2)
+        wait_for(lambda: len(loop.room.running) >= 2)
         if also == "ranks":
             monkeypatch.setattr(loop.work, "failed", once(loop.work.failed, OSError("nobody listens")))
         elif also == "prompt":  # whose thread does not come back

@@ -88,18 +88,18 @@ def test_a_row_that_is_held_back_is_overtaken_a_few_times_and_comes_back():
         loop, room = engine._loop, engine._rows.slots
         expected = engine.submit(ids_of(200, 2), greedy(40)).result(60).token_ids
         seen: list[tuple[bool, int, int]] = []  # of the long one: it runs, was overtaken, later ones that run
-        plain, long = loop._choose, []
+        plain, long = loop.room.choose, []
 
         def choose() -> None:
-            for request in loop.running:  # what they need is known here, whatever was measured
+            for request in loop.room.running:  # what they need is known here, whatever was measured
                 request.need = {20: room // 8, 60: room * 5 // 8, 200: room // 2}[len(request.ids)]
             plain()
-            for request in loop.running:
+            for request in loop.room.running:
                 if request.handle in long:
-                    later = sum(one.candidate.runs for one in loop.running if one.order > request.order)
+                    later = sum(one.candidate.runs for one in loop.room.running if one.order > request.order)
                     seen.append((request.candidate.runs, request.candidate.overtaken, later))
 
-        loop._choose = choose
+        loop.room.choose = choose
         oldest = engine.submit(ids_of(60, 1), greedy(300))
         next(iter(oldest))
         with a_stream_of_short_ones(engine, 3, 8) as short:

@@ -1,0 +1,89 @@
+"""Blocks of memory: reserved by requests that decode or are read, and kept of those that have ended.
+
+Reserved and kept blocks share one limit. So one object knows both, apart from who decodes and who is read.
+"""
+
+from __future__ import annotations
+
+from .in_flight import Request
+from .prefix import PrefixIndex
+from .work import Work
+
+
+class Blocks:
+    """Reserves blocks for requests, and keeps full ones for prompts that begin alike.
+
+    Only the loop's thread may call it, but for :meth:`fits`, which any thread may.
+
+    Args:
+        work: on the model and its rows.
+        total: blocks that all requests in the batch may take together, and what is kept of those that have ended.
+
+    Attributes:
+        index: of the blocks that are kept; None: none are.
+        used: blocks that are spoken for, beside those of the index.
+    """
+
+    def __init__(self, work: Work, total: int) -> None:
+        self.work, self.rows, self.total = work, work.rows, total
+        size, alike = self.rows.cache.row_table.block_size, self.rows.alike_tokens
+        self.index = PrefixIndex(work, size, alike) if work.serving.prefix_cache and alike is not None else None
+        self.used = 0
+
+    def fits(self, request: Request, others: int = 0) -> bool:
+        """There is memory for it, and for ``others`` blocks, if the index lets go what nobody uses."""
+        used = self.used + others
+        if self.index is None:
+            return used + request.blocks <= self.total
+        if request.known[0] != self.index.changes:
+            request.known = self.index.changes, *self.index.known(request.keys)
+        _, found, unused = request.known
+        return used + request.blocks - found + self.index.pinned + unused <= self.total
+
+    def reserve(self, request: Request) -> None:
+        """Its memory is spoken for, and what it shares with others is its own, too."""
+        if self.index is not None:
+            request.match = self.index.match(request.keys)
+            request.blocks -= len(request.match.blocks)
+            over = self.used + request.blocks + len(self.index) - self.total
+            if over > 0:
+                self.index.evict(over)
+        self.used += request.blocks
+        if request.match.blocks:
+            request.channels = request.match.blocks[0].channels
+            request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
+
+    def keep(self, request: Request, reading: Request | None) -> None:
+        """The index keeps a row's full blocks, which stay at least as long as the row.
+
+        Args:
+            reading: the request whose prompt is being read, if there is one.
+        """
+        if self.index is None or request.provisional:  # who goes on from them would choose by its channels
+            return
+        if reading is not None and reading is not request:
+            # What the prompt that is being read brings, too, is kept with that one's channels: behind others all that
+            # is further on in it would be lost.
+            first = len(reading.match.blocks)
+            if len(reading.keys) > first and request.keys[: first + 1] == reading.keys[: first + 1]:
+                return
+        if request.channels is None:
+            request.channels = self.work.channels(request.row)
+        ids, known = self.rows.blocks(request.row), request.ids + request.tokens
+        n = min(len(ids), len(known) // self.rows.cache.config.block_size)
+        if n > len(request.keys):
+            request.keys += self.index.keys(known, n, request.keys)
+        new = self.index.keep(request.keys[:n], ids[:n], request.channels, request.match)
+        request.blocks -= new  # which the index has from here on
+        self.used -= new
+
+    def release(self, request: Request) -> None:
+        """It needs its memory no more."""
+        self.used -= request.blocks
+        if self.index is not None:
+            self.index.release(request.match)
+
+    def withdraw(self, request: Request) -> None:
+        """What is kept of its blocks may be wrong: who begins with them would perhaps fail alike."""
+        if self.index is not None:
+            self.index.withdraw(request.keys)

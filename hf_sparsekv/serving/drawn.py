@@ -1,0 +1,95 @@
+"""Tokens from logits: drawn on the device for the next step, and on their way to the host.
+
+The loop reads them one step late, when the device has written them. So this is apart from what it does with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .in_flight import Request
+from .sampler import Sampler
+from .work import Work
+
+
+@dataclass
+class Record:
+    """Tokens that the device writes, and whose they are: read when it has."""
+
+    requests: list[tuple[int, Request]]  # place among the tokens
+    host: Tensor  # [2, n]
+    event: torch.cuda.Event | None
+    marks: tuple | None = None  # of the clock: the step's beginning and end
+
+
+class DrawnTokens:
+    """Draws the tokens of steps and of prompts that have been read. Only the loop's thread may call it.
+
+    Args:
+        work: on the model and its rows.
+        vocabulary: logits of a row.
+    """
+
+    def __init__(self, work: Work, vocabulary: int) -> None:
+        self.work, self.rows, self.device, self.tokens = work, work.rows, work.device, work.tokens
+        self.sampler = Sampler(self.rows.max_rows, vocabulary, self.device)
+        self._records: deque[Record] = deque()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def step(self, active: dict[int, Request]) -> None:
+        """Launch a step of all active rows, whose requests these are."""
+        began = self.work.clock.mark()
+        logits = self.work.step()
+        n = len(logits)
+        drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)])
+        valid = self.rows.valid(self.device)
+        if valid is None:
+            self.tokens[:n].copy_(drawn)
+        else:
+            torch.where(valid[:n, 0], drawn, self.tokens[:n], out=self.tokens[:n])
+        self.work.tokens_are_there()
+        self._record(self.sampler.last, list(active.items()), (began, self.work.clock.mark()))
+
+    def first(self, request: Request, logits: Tensor) -> None:
+        """The first token of a request that has just got its row; ``logits``: of the prompt's end."""
+        row = request.row
+        self.sampler.set(row, request.sampling, request.ids)
+        self.sampler(logits, [row])
+        self.tokens[row : row + 1].copy_(self.sampler.last[0])
+        self.work.tokens_are_there()
+        self._record(self.sampler.last, [(0, request)])
+
+    def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
+        """Read ``last [2, n]`` once the device has written it."""
+        event = None
+        if last.is_cuda:
+            host = torch.empty(last.shape, dtype=last.dtype, pin_memory=True)
+            host.copy_(last, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host = last.clone()
+        self._records.append(Record(requests, host, event, marks))
+
+    def written(self, keep: int) -> Iterator[Record]:
+        """What the device has written, up to the last ``keep`` records; these too, if they are there."""
+        while self._records:
+            record = self._records[0]
+            if record.event is not None and not record.event.query():
+                if len(self._records) <= keep:
+                    return
+                record.event.synchronize()
+            elif record.event is None and len(self._records) <= keep:
+                return
+            yield self._records.popleft()
+
+    def clear(self) -> None:
+        """Forget what is on its way."""
+        self._records.clear()

@@ -1,0 +1,27 @@
+"""Errors as they are told and kept: one line for who asked, and a traceback without the memory of its frames.
+
+Apart, because the loop's thread, the output thread and those that submit all report errors.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+def described(error: BaseException) -> str:
+    """An error's type and message in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+def clear_frames(error: BaseException) -> None:
+    """Nothing is kept of the variables where it came from: they hold activations of a chunk, caches and their blocks.
+
+    The traceback itself stays, lines and all. Frames that still run keep theirs.
+    """
+    todo, seen = [error], set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]

@@ -1,0 +1,115 @@
+"""Answers on their way out: text, pieces and ends, told by a thread of its own.
+
+It is apart from the loop, whose thread owns the GPU: detokenising and listeners never delay a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+from .failures import clear_frames
+from .in_flight import Request
+from .request import Output, Piece
+from .stats import Counts
+
+
+class Teller:
+    """Tells handles what has become of their requests, in the order in which it is given.
+
+    Any thread may call :meth:`tell`, :meth:`end` and :meth:`stop`. All else runs on the output thread, in :meth:`run`.
+
+    Args:
+        counts: of the engine; the ends are counted here.
+        look: called when a request needs no more steps, which the loop does not know yet.
+        told: called when a request's end has been told.
+    """
+
+    def __init__(self, counts: Counts, look: Callable[[], None], told: Callable[[Request], None]) -> None:
+        self.counts = counts
+        self._look, self._told = look, told
+        self._news: queue.SimpleQueue = queue.SimpleQueue()
+
+    def tell(self, request: Request, token: int, how: str | None) -> None:
+        """A token has come; ``how``: the request has ended with it."""
+        self._news.put((request, [token], how))
+
+    def end(self, request: Request, how: str | BaseException) -> None:
+        """Its end is told behind what was told before. Again: nothing happens."""
+        if not request.ended:
+            request.ended = True
+            if isinstance(how, BaseException):
+                clear_frames(how)
+            self._news.put((request, [], how))
+
+    def stop(self) -> None:
+        """Let :meth:`run` return after what was given."""
+        self._news.put(None)
+
+    def run(self) -> None:
+        """What the output thread does: text, pieces, ends."""
+        while (news := self._news.get()) is not None:
+            request, tokens, how = news
+            try:
+                self._tell_one(request, tokens, how)
+            except BaseException as error:  # tokenizers panics with what is no Exception
+                clear_frames(error)
+                request.ended = True
+                self._look()  # it needs no more steps
+                self._finish(request, error)
+
+    def _tell_one(self, request: Request, tokens: list[int], how: str | BaseException | None) -> None:
+        if request.handle.done:
+            return
+        shown = ""
+        if request.text is not None and not isinstance(how, BaseException):
+            for token in tokens:
+                shown += request.text.push(token)
+            if request.text.stopped:
+                how = "stop"
+                if not request.ended:
+                    request.ended = True
+                    self._look()
+            elif how is not None:
+                shown += request.text.end()
+            request.shown.append(shown)
+        request.told += len(tokens)
+        if shown or tokens:
+            request.handle.push(Piece(shown, tuple(tokens)))
+        if how is not None:
+            self._finish(request, how)
+
+    def _finish(self, request: Request, how: str | BaseException) -> None:
+        now = time.perf_counter()
+        self.counts.total_s.add(now - request.arrived)
+        try:
+            self._answer(request, how, now)
+        finally:
+            self._told(request)
+
+    def _answer(self, request: Request, how: str | BaseException, now: float) -> None:
+        """Counted first: whoever hears the end finds it counted."""
+        if request.handle.done:
+            return
+        if isinstance(how, BaseException):
+            self.counts.failed += 1
+            request.handle.fail(how)
+            return
+        n = request.told
+        output = Output(
+            text="".join(request.shown),
+            token_ids=tuple(request.tokens[:n]),
+            finish_reason=how,
+            prompt_tokens=len(request.ids),
+            cached_tokens=request.cached,
+            queued_s=max(request.begun - request.arrived, 0.0),
+            ttft_s=request.times[0] - request.arrived if request.times else 0.0,
+            total_s=now - request.arrived,
+            token_times=tuple(request.times[:n]),
+        )
+        if how == "cancelled":
+            self.counts.cancelled += 1
+        else:
+            self.counts.finished += 1
+        request.handle.finish(output)

@@ -1,0 +1,204 @@
+"""The rows of the batch: who decodes, with how much memory for copies of chosen tokens, and in which rows.
+
+It is apart from prompts: those change the batch when they join it, this looks at all rows that are there.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from ..row_batch import WorkingSets, width
+from ..telemetry.working_set import STEPS
+from .admission import admit, room_for
+from .in_flight import Request
+from .sampler import Sampler
+from .work import Work
+
+SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4 to 0.6 ms (rows.csv)
+SOON = 4  # tokens: the host knows of a row's tokens some steps late
+
+
+class Room:
+    """Shares rows and their memory among the requests that have joined the batch.
+
+    Only the loop's thread may call it, but for :meth:`has_place`, which any thread may. Others may read ``running``.
+
+    Args:
+        work: on the model and its rows.
+        sampler: has the settings of each row.
+
+    Attributes:
+        running: requests that have a row, in the order of their arrival.
+        changed: somebody has come or gone since the last :meth:`choose`.
+    """
+
+    def __init__(self, work: Work, sampler: Sampler) -> None:
+        self.work, self.rows, self.serving, self.sampler = work, work.rows, work.serving, sampler
+        self.running: list[Request] = []
+        self.changed = False
+        self._sets: tuple[WorkingSets, list[tuple[int, Request]]] | None = None  # being counted
+        self._next_sets = 0
+
+    @property
+    def by_need(self) -> bool:
+        """Chosen tokens have copies on the device, whose memory is shared out by the working sets of the rows."""
+        return bool(self.rows.slots) and self.serving.working_set
+
+    # ------------------------------------------------------------------ coming and going
+
+    def has_place(self, passes: int = 0) -> bool:
+        """There is a row for one more request; and then for so many that it ``passes``, too."""
+        there = len(self.rows.rows) + passes
+        # While rows are held back no prompt takes the last place: they have to get out of the way of those that decode.
+        held = len(self.rows.rows) > len(self.rows.active)
+        return there < self.rows.max_rows - (held or (bool(passes) and self.by_need))  # some may be by then
+
+    def enter(self, request: Request, row: int) -> None:
+        """It has a row, which gets room as soon as it is to decode."""
+        request.row = row
+        bisect.insort(self.running, request, key=lambda one: one.order)  # in the order of arrival
+        if not self.serving.working_set:
+            self._even_room(row)
+        self.changed = True
+        request.provisional = not request.cached and len(request.ids) < self.rows.calibration_tokens
+
+    def leave(self, request: Request) -> None:
+        """Its row is free."""
+        self.work.leave(request.row)
+        self.sampler.clear(request.row)
+        self.running.remove(request)
+        request.row = None
+        self.changed = True
+
+    def active(self) -> dict[int, Request]:
+        """Requests that decode, by their rows."""
+        return {request.row: request for request in self.running if request.candidate.runs}
+
+    def to_calibrate(self) -> list[Request]:
+        """Rows of short prompts whose label channels are due, before any token of theirs is left out.
+
+        Or, where fewer tokens than that are chosen, as soon as there are enough to calibrate on.
+
+        As late as that: it costs a pass over these tokens, for which all rows wait, and few answers become so long.
+        """
+        provisional = [one for one in self.running if one.provisional and one.candidate.runs]
+        if not provisional:
+            return []
+        due = max(self.rows.calibration_tokens, self.rows.whole_tokens - SOON)
+        return [one for one in provisional if len(one.ids) + len(one.tokens) >= due]
+
+    # ------------------------------------------------------------------ who decodes
+
+    def choose(self) -> None:
+        """Who decodes from here on, with how much room for copies, and in which rows."""
+        self.changed = False
+        rows = self.rows
+        if self.by_need:
+            for request in self.running:
+                request.candidate.need = self._needed(request)
+            runs = admit([request.candidate for request in self.running], rows.slots)
+        else:
+            runs = [True] * len(self.running)
+        for request, goes in zip(self.running, runs):
+            request.candidate.runs = goes
+            if goes != (request.row in rows.active):
+                self.work.resume(request.row) if goes else self.work.hold(request.row)
+        if self.by_need:
+            self._share_room()
+        self._close_up()
+
+    def measured(self, steps: int) -> bool:
+        """Every few steps the rows' working sets are counted; True: what they need has changed.
+
+        ``steps``: that have been launched.
+        """
+        if not self.by_need:
+            return False
+        if self._sets is None:
+            if self.running and steps >= self._next_sets:
+                self._next_sets = steps + SETS_EVERY
+                known = [one for one in self.running if one.candidate.runs and one.launched - one.roomier >= STEPS]
+                self._sets = self.rows.working_sets(), [(one.row, one) for one in known]
+            return False
+        sets, asked = self._sets
+        if not sets.ready:
+            return False
+        self._sets, found, changed = None, sets.read(), False
+        for row, request in asked:
+            if request.row != row:  # it has moved, or left
+                continue
+            request.need = max(found[row], 1)
+            changed |= abs(self._needed(request) - request.candidate.need) > request.candidate.need // 8
+        return changed
+
+    def _needed(self, request: Request) -> int:
+        """Room for copies that it should have to decode."""
+        tokens = len(request.ids) + len(request.tokens)
+        return room_for(request.need, tokens) or self.rows.expected_working_set(tokens)
+
+    # ------------------------------------------------------------------ how much memory
+
+    def _even_room(self, row: int) -> None:
+        """As much for each row as for any other, whatever it needs."""
+        if self.rows.slots:
+            self.work.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
+
+    def _share_room(self) -> None:
+        """Rows that decode get room for what they need and an equal share of what is left over; the others get none.
+
+        No row has room for more tokens than its request may come to have. The oldest one decodes even where it needs
+        more than there is: it gets what is there.
+        """
+        size = self.rows.cache.config.block_size
+        decoding = [request for request in self.running if request.candidate.runs]
+        needed = sum(request.candidate.need for request in decoding)
+        spare = max(0, self.rows.slots - needed) // max(1, len(decoding))
+        wanted = {request.row: 0 for request in self.running}
+        for request in decoding:
+            most = len(request.ids) + request.sampling.max_tokens
+            # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
+            wanted[request.row] = min(request.candidate.need + spare, most) // size * size
+        had = {row: self.rows.room(row) for row in wanted}
+        more = {row: wanted[row] - had[row] for row in wanted}
+        # A quarter more or less is not worth the copies, as long as nobody lacks it: a row that has just begun would
+        # otherwise find next to nothing free, and read what it chooses over the link until the others' needs change.
+        grow = sorted((row for row in more if more[row] > had[row] // 4), key=more.get)
+        lacking = sum(more[row] for row in grow) - self.rows.free_slots
+        for row in sorted((row for row in more if more[row] < 0), key=more.get):
+            if lacking > 0 or -more[row] > had[row] // 4:
+                self.work.give(row, wanted[row])
+                lacking += more[row]
+        mine = {request.row: request for request in self.running}
+        for row in grow:
+            self.work.give(row, min(wanted[row], had[row] + self.rows.free_slots))
+            if self.rows.room(row) > had[row]:
+                mine[row].roomier = mine[row].launched
+
+    # ------------------------------------------------------------------ which rows
+
+    def _close_up(self) -> None:
+        """Rows that decode move to the front, if a step of fewer rows then serves them; who is in their way, behind."""
+        rows, active = self.rows, self.rows.active
+        if not active or (fewer := width(len(active), rows.max_rows)) >= rows.width:
+            return
+        there, mine = set(rows.rows), {request.row: request for request in self.running}
+        holes = [row for row in range(fewer) if row not in there]
+        waiting = [row for row in range(fewer) if row in there and row not in active]
+        aside = next((row for row in range(fewer, rows.max_rows) if row not in there), None)
+        if aside is None and not holes:
+            return  # there is no place that those in the way could take
+
+        def move(row: int, to: int) -> None:
+            self.work.move(row, to)
+            self.sampler.move(row, to)
+            mine[row].row = to
+            mine[to] = mine.pop(row)
+
+        for row in [row for row in active if row >= fewer]:
+            if holes:
+                move(row, holes.pop(0))
+            else:
+                front = waiting.pop(0)
+                move(front, aside)
+                move(row, front)
+            aside = row  # where nobody is any more
