@@ -21,7 +21,7 @@ class Blocks:
 
     Attributes:
         index: of the blocks that are kept; None: none are.
-        used: blocks that are spoken for, beside those of the index.
+        used: blocks that requests have reserved, without those of the index.
     """
 
     def __init__(self, work: Work, total: int) -> None:
@@ -31,17 +31,19 @@ class Blocks:
         self.used = 0
 
     def fits(self, request: Request, others: int = 0) -> bool:
-        """There is memory for it, and for ``others`` blocks, if the index lets go what nobody uses."""
-        used = self.used + others
+        """There is memory for a request and for ``others`` blocks, if the index evicts all that no request uses."""
+        reserved = self.used + others
         if self.index is None:
-            return used + request.blocks <= self.total
+            return reserved + request.blocks <= self.total
         if request.known[0] != self.index.changes:
             request.known = self.index.changes, *self.index.known(request.keys)
-        _, found, unused = request.known
-        return used + request.blocks - found + self.index.pinned + unused <= self.total
+        _, shared, unused = request.known
+        new = request.blocks - shared
+        pinned = self.index.pinned + unused  # kept blocks that requests use, with those that only this one would
+        return reserved + new + pinned <= self.total
 
     def reserve(self, request: Request) -> None:
-        """Its memory is spoken for, and what it shares with others is its own, too."""
+        """Reserve memory for a request, and pin the kept blocks that its prompt begins with."""
         if self.index is not None:
             request.match = self.index.match(request.keys)
             request.blocks -= len(request.match.blocks)
@@ -59,14 +61,10 @@ class Blocks:
         Args:
             reading: the request whose prompt is being read, if there is one.
         """
-        if self.index is None or request.provisional:  # who goes on from them would choose by its channels
+        if self.index is None or request.provisional:  # a prompt that continues them would choose by its channels
             return
-        if reading is not None and reading is not request:
-            # What the prompt that is being read brings, too, is kept with that one's channels: behind others all that
-            # is further on in it would be lost.
-            first = len(reading.match.blocks)
-            if len(reading.keys) > first and request.keys[: first + 1] == reading.keys[: first + 1]:
-                return
+        if reading is not None and reading is not request and _begin_alike(request, reading):
+            return  # kept when that prompt is read, with its channels: otherwise the rest of it could not be
         if request.channels is None:
             request.channels = self.work.channels(request.row)
         ids, known = self.rows.blocks(request.row), request.ids + request.tokens
@@ -74,16 +72,22 @@ class Blocks:
         if n > len(request.keys):
             request.keys += self.index.keys(known, n, request.keys)
         new = self.index.keep(request.keys[:n], ids[:n], request.channels, request.match)
-        request.blocks -= new  # which the index has from here on
+        request.blocks -= new  # the index counts them from here on
         self.used -= new
 
     def release(self, request: Request) -> None:
-        """It needs its memory no more."""
+        """A request needs its memory no more."""
         self.used -= request.blocks
         if self.index is not None:
             self.index.release(request.match)
 
     def withdraw(self, request: Request) -> None:
-        """What is kept of its blocks may be wrong: who begins with them would perhaps fail alike."""
+        """Offer the blocks of a request no more: they may be wrong, and prompts that begin with them would fail too."""
         if self.index is not None:
             self.index.withdraw(request.keys)
+
+
+def _begin_alike(request: Request, reading: Request) -> bool:
+    """A request has the first block that the prompt being read will add to those it shares."""
+    shared = len(reading.match.blocks)
+    return len(reading.keys) > shared and request.keys[: shared + 1] == reading.keys[: shared + 1]

@@ -15,7 +15,7 @@ from .in_flight import Request
 from .request import Busy, Closed
 from .stats import Counts
 
-IDLE_S = 0.5  # looked around at least so often, for what nobody tells
+IDLE_S = 0.5  # seconds after which the idle loop looks around, whether or not it was woken
 
 
 class Intake:
@@ -44,7 +44,8 @@ class Intake:
         self._draining = self.closed = False
         self._looked = False  # something was cancelled, or has ended
         self.failed: BaseException | None = None
-        self._interval, self._last = 0.0, 0.0  # seconds from one prompt's beginning to the next one's, while some wait
+        self._interval = 0.0  # seconds from one prompt's beginning to the next one's, while some wait
+        self._last = 0.0  # when the last prompt began
 
     # ------------------------------------------------------------------ from any thread
 
@@ -71,7 +72,7 @@ class Intake:
         """Take a request.
 
         Args:
-            begins_at_once: a request that finds the queue empty does not wait in it.
+            begins_at_once: a request that finds the queue empty does not have to wait.
 
         Raises:
             Closed: no more are taken.
@@ -80,12 +81,12 @@ class Intake:
         with self._wake:
             if (why := self.refusal) is not None:
                 raise Closed(f"the engine takes no requests: it {why}")
-            waiting, most = self.queued, self.max_waiting
-            if waiting >= most and not (most == 0 and not waiting and begins_at_once(request)):
-                told = "no request may wait, and this one cannot start at once"
-                if most:
-                    told = f"{waiting} requests wait already, which is as many as may"
-                raise Busy(told, self.wait_s)
+            waiting = self.queued
+            if self.max_waiting == 0:
+                if waiting or not begins_at_once(request):
+                    raise Busy("no request may wait, and this one cannot start at once", self.wait_s)
+            elif waiting >= self.max_waiting:
+                raise Busy(f"{waiting} requests wait already, which is as many as may", self.wait_s)
             request.order = next(self._order)
             self._open[request.order] = request
             self._inbox.append(request)
@@ -161,6 +162,7 @@ class Intake:
         return cancelled
 
     def begun(self, request: Request) -> None:
-        """A request has begun, when it was the first of the queue: so long may others wait."""
-        since = request.begun - max(self._last, request.arrived)
-        self._interval, self._last = since if not self._interval else 0.7 * self._interval + 0.3 * since, request.begun
+        """The first request of the queue has begun: :attr:`wait_s` is estimated from how long that took."""
+        waited = request.begun - max(self._last, request.arrived)
+        self._interval = 0.7 * self._interval + 0.3 * waited if self._interval else waited
+        self._last = request.begun

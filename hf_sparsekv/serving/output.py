@@ -36,7 +36,7 @@ class Teller:
         self._news.put((request, [token], how))
 
     def end(self, request: Request, how: str | BaseException) -> None:
-        """Its end is told behind what was told before. Again: nothing happens."""
+        """Tell the end of a request, after what was told before. The second time nothing happens."""
         if not request.ended:
             request.ended = True
             if isinstance(how, BaseException):
@@ -48,7 +48,7 @@ class Teller:
         self._news.put(None)
 
     def run(self) -> None:
-        """What the output thread does: text, pieces, ends."""
+        """Tell text, pieces and ends, until :meth:`stop`."""
         while (news := self._news.get()) is not None:
             request, tokens, how = news
             try:
@@ -56,7 +56,7 @@ class Teller:
             except BaseException as error:  # tokenizers panics with what is no Exception
                 clear_frames(error)
                 request.ended = True
-                self._look()  # it needs no more steps
+                self._look()
                 self._finish(request, error)
 
     def _tell_one(self, request: Request, tokens: list[int], how: str | BaseException | None) -> None:
@@ -73,7 +73,8 @@ class Teller:
                     self._look()
             elif how is not None:
                 shown += request.text.end()
-            request.shown.append(shown)
+            if shown:
+                request.shown.append(shown)
         request.told += len(tokens)
         if shown or tokens:
             request.handle.push(Piece(shown, tuple(tokens)))

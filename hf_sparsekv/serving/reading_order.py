@@ -56,10 +56,10 @@ class ReadingOrder:
         """The first prompt of the queue may begin."""
         return bool(self.waiting) and self.begins_at_once(self.waiting[0])
 
-    def _has_room(self, request: Request, passes: Sequence[Request] = ()) -> bool:
-        """There is a place and memory for it; and then for those that it ``passes``, too."""
-        others = sum(one.blocks for one in passes if one is not self.reading)
-        return self.room.has_place(len(passes)) and self.blocks.fits(request, others)
+    def _has_room(self, request: Request, overtaken: Sequence[Request] = ()) -> bool:
+        """There are a row and memory for a request, and after it for those that it has ``overtaken``."""
+        others = sum(one.blocks for one in overtaken if one is not self.reading)  # which has reserved its own
+        return self.room.has_place(len(overtaken)) and self.blocks.fits(request, others)
 
     def begin(self) -> Request | None:
         """The first prompt of the queue begins, if it may: it is to be read from here on."""
@@ -72,7 +72,7 @@ class ReadingOrder:
         return request
 
     def _book(self, request: Request) -> None:
-        """Work on it begins."""
+        """Work on a request begins."""
         self.blocks.reserve(request)
         request.begun = time.perf_counter()
         self.intake.counts.queue_s.add(request.begun - request.arrived)
@@ -80,7 +80,7 @@ class ReadingOrder:
     # ------------------------------------------------------------------ reading on
 
     def turn(self) -> Request | None:
-        """Whose prompt is read now: the one that is being read, or a short one that overtakes it. None: nobody's."""
+        """Whose prompt is read now: the one that is being read, or a short one that overtakes it. None: no prompt."""
         if self.reading is None:
             return None
         short = self._next_short()
@@ -91,22 +91,28 @@ class ReadingOrder:
         return short
 
     def _next_short(self) -> Request | None:
-        """The first prompt that may overtake the one that is being read, and those that wait before it.
+        """The first short prompt that may overtake the one that is being read, and those that wait before it.
 
-        It is read at once, and takes no longer than the turn of reading that it has instead. Every other turn is that
-        of the longer one, and all that it passes find their places and memory all the same.
+        It is read at once, in no more time than the turn that it takes. Every other turn is the longer prompt's. All
+        that are overtaken find their rows and memory all the same.
         """
-        if not self.waiting or self._overtook or not math.isfinite(self.serving.prefill_ms):
+        takes_turns = math.isfinite(self.serving.prefill_ms)
+        if not self.waiting or self._overtook or not takes_turns:
             return None
-        most = min(self.work.pace.tokens_in(self._turn_ms, 0), self.serving.chunk, self.work.reading.left - 1)
-        size, passes = self.work.rows.cache.config.block_size, [self.reading]
+        in_a_turn = self.work.pace.tokens_in(self._turn_ms, 0)
+        shorter = self.work.reading.left - 1
+        longest = min(in_a_turn, self.serving.chunk, shorter)
+        overtaken = [self.reading]
         for request in self.waiting:
-            fits = len(request.ids) <= most and self._has_room(request, passes)
-            # A single token that is not known yet would be a decode step, for which a graph is captured.
-            if fits and len(request.ids) > 1 + size * request.known[1]:
+            if len(request.ids) <= longest and self._has_room(request, overtaken) and self._is_prefill(request):
                 return request
-            passes.append(request)
+            overtaken.append(request)
         return None
+
+    def _is_prefill(self, request: Request) -> bool:
+        """More than one token has to be read. A single one would be a decode step, for which a graph is captured."""
+        _, shared_blocks, _ = request.known
+        return len(request.ids) - shared_blocks * self.work.rows.cache.config.block_size > 1
 
     @property
     def _turn_ms(self) -> float:
@@ -133,12 +139,12 @@ class ReadingOrder:
         return row, reading.logits
 
     def has_read(self, request: Request) -> None:
-        """Its turn is over: if it has overtaken another one, it leaves the queue."""
+        """The turn of a prompt is over: if it has overtaken another one, it leaves the queue."""
         if self._overtook:
             self.waiting.remove(request)  # now that other threads find it elsewhere
 
     def give_up(self) -> None:
-        """The prompt that is being read is not wanted any more."""
+        """Drop the prompt that is being read, if there is one."""
         if self.reading is not None:
             self.reading = None
             self.work.give_up()

@@ -6,6 +6,7 @@ It is apart from prompts: those change the batch when they join it, this looks a
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
@@ -46,24 +47,26 @@ class Room:
 
     # ------------------------------------------------------------------ coming and going
 
-    def has_place(self, passes: int = 0) -> bool:
-        """There is a row for one more request; and then for so many that it ``passes``, too."""
-        there = len(self.rows.rows) + passes
-        # While rows are held back no prompt takes the last place: they have to get out of the way of those that decode.
-        held = len(self.rows.rows) > len(self.rows.active)
-        return there < self.rows.max_rows - (held or (bool(passes) and self.by_need))  # some may be by then
+    def has_place(self, overtaken: int = 0) -> bool:
+        """There is a row for one more request, and after it for as many as it has ``overtaken``."""
+        taken = len(self.rows.rows)
+        some_wait = taken > len(self.rows.active)
+        some_may_wait = overtaken > 0 and self.by_need  # when the overtaken requests join
+        # A row that waits moves out of the way of those that decode, so one place stays free for it.
+        kept_free = 1 if some_wait or some_may_wait else 0
+        return taken + 1 + overtaken + kept_free <= self.rows.max_rows
 
     def enter(self, request: Request, row: int) -> None:
-        """It has a row, which gets room as soon as it is to decode."""
+        """A request has joined the batch in ``row``, which gets memory for copies as soon as it is to decode."""
         request.row = row
-        bisect.insort(self.running, request, key=lambda one: one.order)  # in the order of arrival
+        bisect.insort(self.running, request, key=lambda one: one.order)
         if not self.serving.working_set:
             self._even_room(row)
         self.changed = True
         request.provisional = not request.cached and len(request.ids) < self.rows.calibration_tokens
 
     def leave(self, request: Request) -> None:
-        """Its row is free."""
+        """A request needs its row no more."""
         self.work.leave(request.row)
         self.sampler.clear(request.row)
         self.running.remove(request)
@@ -75,11 +78,10 @@ class Room:
         return {request.row: request for request in self.running if request.candidate.runs}
 
     def to_calibrate(self) -> list[Request]:
-        """Rows of short prompts whose label channels are due, before any token of theirs is left out.
+        """Requests with short prompts whose label channels are due.
 
-        Or, where fewer tokens than that are chosen, as soon as there are enough to calibrate on.
-
-        As late as that: it costs a pass over these tokens, for which all rows wait, and few answers become so long.
+        They are due before the first token of the row is left out, but not before there are enough to calibrate on.
+        Calibrating costs a pass over these tokens, for which all rows wait. Few answers become so long.
         """
         provisional = [one for one in self.running if one.provisional and one.candidate.runs]
         if not provisional:
@@ -117,8 +119,8 @@ class Room:
         if self._sets is None:
             if self.running and steps >= self._next_sets:
                 self._next_sets = steps + SETS_EVERY
-                known = [one for one in self.running if one.candidate.runs and one.launched - one.roomier >= STEPS]
-                self._sets = self.rows.working_sets(), [(one.row, one) for one in known]
+                filled = [one for one in self.running if one.candidate.runs and one.launched - one.roomier >= STEPS]
+                self._sets = self.rows.working_sets(), [(one.row, one) for one in filled]
             return False
         sets, asked = self._sets
         if not sets.ready:
@@ -144,27 +146,19 @@ class Room:
             self.work.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
 
     def _share_room(self) -> None:
-        """Rows that decode get room for what they need and an equal share of what is left over; the others get none.
+        """Give each row the room that :func:`wanted_room` says. A quarter more or less is not worth the copies.
 
-        No row has room for more tokens than its request may come to have. The oldest one decodes even where it needs
-        more than there is: it gets what is there.
+        Rows shrink first, from the largest change on. Then rows grow as far as room is free.
         """
-        size = self.rows.cache.config.block_size
-        decoding = [request for request in self.running if request.candidate.runs]
-        needed = sum(request.candidate.need for request in decoding)
-        spare = max(0, self.rows.slots - needed) // max(1, len(decoding))
-        wanted = {request.row: 0 for request in self.running}
-        for request in decoding:
-            most = len(request.ids) + request.sampling.max_tokens
-            # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
-            wanted[request.row] = min(request.candidate.need + spare, most) // size * size
+        wanted = wanted_room(self.running, self.rows.slots, self.rows.cache.config.block_size)
         had = {row: self.rows.room(row) for row in wanted}
         more = {row: wanted[row] - had[row] for row in wanted}
-        # A quarter more or less is not worth the copies, as long as nobody lacks it: a row that has just begun would
-        # otherwise find next to nothing free, and read what it chooses over the link until the others' needs change.
         grow = sorted((row for row in more if more[row] > had[row] // 4), key=more.get)
+        shrink = sorted((row for row in more if more[row] < 0), key=more.get)
         lacking = sum(more[row] for row in grow) - self.rows.free_slots
-        for row in sorted((row for row in more if more[row] < 0), key=more.get):
+        for row in shrink:
+            # If another row lacks room, a quarter is worth it. A row that has just begun would find next to nothing
+            # free, and read what it chooses over the link until the needs of others change.
             if lacking > 0 or -more[row] > had[row] // 4:
                 self.work.give(row, wanted[row])
                 lacking += more[row]
@@ -177,16 +171,19 @@ class Room:
     # ------------------------------------------------------------------ which rows
 
     def _close_up(self) -> None:
-        """Rows that decode move to the front, if a step of fewer rows then serves them; who is in their way, behind."""
+        """Rows that decode move to the front, if a narrower step then serves them. Rows in their way move back."""
         rows, active = self.rows, self.rows.active
-        if not active or (fewer := width(len(active), rows.max_rows)) >= rows.width:
+        if not active:
+            return
+        fewer = width(len(active), rows.max_rows)
+        if fewer >= rows.width:
             return
         there, mine = set(rows.rows), {request.row: request for request in self.running}
         holes = [row for row in range(fewer) if row not in there]
         waiting = [row for row in range(fewer) if row in there and row not in active]
         aside = next((row for row in range(fewer, rows.max_rows) if row not in there), None)
         if aside is None and not holes:
-            return  # there is no place that those in the way could take
+            return  # rows in the way have no place to move to
 
         def move(row: int, to: int) -> None:
             self.work.move(row, to)
@@ -201,4 +198,21 @@ class Room:
                 front = waiting.pop(0)
                 move(front, aside)
                 move(row, front)
-            aside = row  # where nobody is any more
+            aside = row  # free now
+
+
+def wanted_room(running: Sequence[Request], slots: int, block_size: int) -> dict[int, int]:
+    """Tokens that each row should have room for: rows that decode share ``slots``, the others get none.
+
+    A row gets what its request needs and an equal share of what is left over, but no more than prompt and answer may
+    have. The oldest row decodes even where it needs more than there is.
+    """
+    decoding = [request for request in running if request.candidate.runs]
+    needed = sum(request.candidate.need for request in decoding)
+    spare = max(0, slots - needed) // max(1, len(decoding))
+    wanted = {request.row: 0 for request in running}
+    for request in decoding:
+        most = len(request.ids) + request.sampling.max_tokens
+        # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
+        wanted[request.row] = min(request.candidate.need + spare, most) // block_size * block_size
+    return wanted
