@@ -1,6 +1,6 @@
-"""Blocks of memory: reserved by requests that decode or are read, and kept of those that have ended.
+"""Blocks of memory: reserved by requests in the batch, and kept for prompts that begin like one that has ended.
 
-Reserved and kept blocks share one limit. So one object knows both, apart from who decodes and who is read.
+Reserved and kept blocks share one limit, so one object counts both. Which request is next is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tokens from logits: drawn on the device for the next step, and on their way to the host.
+"""Tokens from logits: drawn on the device for the next step, and copied to the host.
 
-The loop reads them one step late, when the device has written them. So this is apart from what it does with them.
+The host reads them one step late, after the device has written them. Here they are in flight; the loop reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .work import Work
 
 @dataclass
 class Record:
-    """Tokens that the device writes, and whose they are: read when it has."""
+    """Tokens in flight to the host, and the requests that they belong to."""
 
     requests: list[tuple[int, Request]]  # place among the tokens
     host: Tensor  # [2, n]
@@ -67,7 +67,7 @@ class DrawnTokens:
         self._record(self.sampler.last, [(0, request)])
 
     def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
-        """Read ``last [2, n]`` once the device has written it."""
+        """Copy ``last [2, n]`` to the host, without waiting for it."""
         event = None
         if last.is_cuda:
             host = torch.empty(last.shape, dtype=last.dtype, pin_memory=True)
@@ -79,7 +79,7 @@ class DrawnTokens:
         self._records.append(Record(requests, host, event, marks))
 
     def written(self, keep: int) -> Iterator[Record]:
-        """What the device has written, up to the last ``keep`` records; these too, if they are there."""
+        """Records that the device has written, oldest first. Waits for all but the last ``keep``."""
         while self._records:
             record = self._records[0]
             if record.event is not None and not record.event.query():
@@ -91,5 +91,5 @@ class DrawnTokens:
             yield self._records.popleft()
 
     def clear(self) -> None:
-        """Forget what is on its way."""
+        """Forget the tokens in flight."""
         self._records.clear()

@@ -1,6 +1,6 @@
-"""One request on its way through the engine, from its submission to the end of its answer.
+"""One request in flight: what the engine knows of it, from its submission to the end of its answer.
 
-It is apart from :mod:`.request`, whose types users see: all parts of the loop share this one.
+It is apart from :mod:`.request`, whose types users see. All parts of the loop share this one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from .text import TextStream
 
 @dataclass(eq=False)
 class Request:
-    """One request on its way through the engine.
+    """A request that was submitted, with what it holds.
 
-    The loop's thread writes it, but for what the output thread does: ``told``, ``shown``, ``text``, and ``ended`` if it
-    finds the end itself.
+    The loop's thread writes it. Only the output thread writes ``text``, ``told`` and ``shown``. Both set ``ended``.
     """
 
     handle: Handle
@@ -35,7 +34,7 @@ class Request:
     row: int | None = None
     launched: int = 0  # tokens of the answer that steps were launched for
     over: bool = False  # the loop gives it no more steps
-    ended: bool = False  # its end is on its way to who asked
+    ended: bool = False  # its end is known, and told or about to be
     begun: float = 0.0
     cached: int = 0
     tokens: list[int] = field(default_factory=list)  # of the answer, with when the host learned of each
@@ -45,4 +44,4 @@ class Request:
     candidate: Candidate = field(default_factory=Candidate)
     need: int = 0  # its working set, as counted; 0: not known yet
     provisional: bool = False  # its label channels are those of a prompt that was too short to calibrate on
-    roomier: int = 0  # `launched` when it got more room for copies, which fills up in the steps behind that
+    roomier: int = 0  # `launched` when it got more room for copies, which fills up in the steps after that

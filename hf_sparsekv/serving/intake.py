@@ -1,6 +1,6 @@
-"""Requests that have been submitted and have not begun, and whether more are taken.
+"""Requests that were submitted and have not begun, and whether more are taken.
 
-It is the side of the loop that other threads see: what they write is behind one lock, and wakes the loop's thread.
+It is the part of the loop that other threads write to, so it alone has a lock. What they write wakes the loop's thread.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class Intake:
     # ------------------------------------------------------------------ the loop's thread
 
     def take(self, wait: bool) -> bool:
-        """Let what has come wait in the queue; True: something was cancelled, or has ended.
+        """Put new requests into the queue. True: some request was cancelled, or has ended.
 
         Args:
-            wait: for a while, if nothing has come.
+            wait: for a while, unless there is news.
 
         Raises:
             BaseException: what :meth:`fail` was given.

@@ -1,11 +1,11 @@
-"""The loop that owns the GPU: joins and leaves, a decode step of all rows, a piece of a prompt, again.
+"""The loop that owns the GPU: requests join and leave, all rows decode a step, a prompt is read on, again.
 
-The host is one step behind. A step's tokens go into the next one on the device; what they were, whether one was the
-last, is read while the next step runs. So a row may have run one step too many when it ends: that token is dropped.
-How many tokens a request may have is known beforehand, and its row leaves with its last step.
-
-Four objects decide, each alone: which requests there are (:mod:`.intake`), whose prompt is read
+Four objects decide, and the loop does what they say: which requests there are (:mod:`.intake`), whose prompt is read
 (:mod:`.reading_order`), who decodes with how much memory (:mod:`.room`), and what is told (:mod:`.output`).
+
+The host is one step late. A step's tokens go into the next step on the device, and the host reads them while that runs.
+So a row may have run one step too many when its answer ends: that token is dropped. The largest number of tokens is
+known beforehand, so a row that reaches it leaves with its last step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Decodes what is submitted, until it is told to stop.
+    """Decodes what is submitted, until :meth:`stop`.
 
-    Any thread may call the methods of its first part. All else runs on the loop's thread, in :meth:`_run`.
+    Any thread may call the public methods. All others run on the loop's thread, in :meth:`_run`.
 
     Args:
         work: on the model and its rows.
@@ -64,7 +64,7 @@ class Loop:
     # ------------------------------------------------------------------ from other threads
 
     def start(self) -> None:
-        """Begin."""
+        """Start the loop's thread and the output thread."""
         for thread in self._threads:
             thread.start()
 
@@ -73,19 +73,19 @@ class Loop:
         self.intake.submit(request, self.order.begins_at_once)
 
     def stop(self) -> None:
-        """End the threads; what runs is cancelled."""
+        """Cancel what runs, and wait until both threads have ended."""
         self.intake.close()
         for thread in self._threads:
             thread.join()
         self.work.close()
 
     def lost(self, error: BaseException) -> None:
-        """The model can run no more, whatever the loop's thread is waiting for: no request is served from here on."""
+        """The model can run no more: all requests fail at once, even if the loop's thread waits for the device."""
         self._fail_open(self.intake.fail(error))
 
     @property
     def idle(self) -> bool:
-        """There is nothing to do, and whoever asked has heard the end."""
+        """There is nothing to do, and the end of every request has been told."""
         return self.intake.empty and not (self.order.reading or self.room.running or self.drawn or self.intake.open)
 
     # ------------------------------------------------------------------ the loop
@@ -103,7 +103,7 @@ class Loop:
             self.teller.stop()
 
     def _once(self) -> bool:
-        """One turn; False: it is over."""
+        """One turn. False: the loop is closed."""
         looked = self.intake.take(wait=not self._busy)
         if self.intake.closed:
             self._cancel_all()
@@ -125,7 +125,7 @@ class Loop:
         return bool(self.room.running or self.room.changed or self.order.reading or self.drawn or self.order.can_begin)
 
     def _try(self, request: Request, do: Callable[..., None], *args: object) -> None:
-        """An error is that of this request only: it is lost, the others know nothing of it."""
+        """Do something for one request. An error ends that request, and the others go on."""
         try:
             do(*args)
         except Exception as error:
@@ -156,7 +156,7 @@ class Loop:
             self._join(request, *read)
 
     def _join(self, request: Request, row: int, logits: Tensor) -> None:
-        """It has a row, and its first token."""
+        """A request whose prompt has been read takes its row and draws its first token."""
         self.room.enter(request, row)
         self.counts.prompt_tokens += len(request.ids)
         self.counts.cached_tokens += request.cached
@@ -176,7 +176,7 @@ class Loop:
     # ------------------------------------------------------------------ steps
 
     def _step(self) -> bool:
-        """Launch a step of all active rows; False: there is none."""
+        """Launch a step of all rows that decode. False: there are none."""
         active = self.room.active()
         if not active:
             return False
@@ -187,13 +187,13 @@ class Loop:
         return True
 
     def _launched(self, request: Request) -> None:
-        """One more token of it is on its way."""
+        """One more token of a request is in flight. With its last one it leaves the batch."""
         request.launched += 1
         if request.launched == request.sampling.max_tokens:
             self._drop(request)
 
     def _collect(self, keep: int) -> None:
-        """Look at what the device has written, up to the last ``keep`` records; at these too, if they are there."""
+        """Read tokens that the device has written. Wait for all but the last ``keep`` records."""
         for record in self.drawn.written(keep):
             now = time.perf_counter()
             if record.marks is not None:
@@ -203,6 +203,7 @@ class Loop:
                 self._heard(request, tokens[place], bad[place], now)
 
     def _heard(self, request: Request, token: int, bad: int, now: float) -> None:
+        """The host has read a token of a request. ``bad``: its logits were no distribution."""
         if request.ended:  # a step too many
             return
         if bad:
@@ -231,7 +232,7 @@ class Loop:
     # ------------------------------------------------------------------ going
 
     def _drop(self, request: Request, keep: bool = True) -> None:
-        """It needs no more steps: what it holds is free. ``keep``: its full blocks are good for others."""
+        """A request needs no more steps: free what it holds. ``keep``: offer its full blocks to other prompts."""
         if request.over:
             return
         request.over = True
@@ -244,16 +245,18 @@ class Loop:
     def _drop_cancelled(self) -> None:
         for request in self.intake.take_cancelled():
             self.teller.end(request, "cancelled")
-        if (request := self.order.reading) is not None and request.handle.cancelled.is_set():
+        reading = self.order.reading
+        if reading is not None and reading.handle.cancelled.is_set():
             self._give_up_reading()
-            self.teller.end(request, "cancelled")
+            self.teller.end(reading, "cancelled")
         for request in [one for one in self.room.running if one.handle.cancelled.is_set() or one.ended]:
             self._drop(request)
             self.teller.end(request, "cancelled")
 
     def _give_up_reading(self) -> None:
-        """The prompt that is being read is not wanted any more."""
-        if (request := self.order.reading) is not None:
+        """Stop reading the prompt that is being read, if there is one, and free what its request holds."""
+        request = self.order.reading
+        if request is not None:
             self.order.give_up()
             self._drop(request)
 
@@ -268,7 +271,7 @@ class Loop:
         self.intake.waiting.clear()
         self.drawn.clear()
         self.order.reading, self.room.running = None, []
-        # Before what follows, which may fail as well, or wait for a prompt that does not come back.
+        # Told first: what follows may fail too, or wait for a prompt's thread that does not return.
         self._fail_open(error)
         try:
             self.work.failed()

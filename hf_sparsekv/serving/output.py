@@ -1,6 +1,6 @@
-"""Answers on their way out: text, pieces and ends, told by a thread of its own.
+"""Answers: text, pieces and ends, told to handles by a thread of its own.
 
-It is apart from the loop, whose thread owns the GPU: detokenising and listeners never delay a step.
+It is apart from the loop, whose thread owns the GPU, so that detokenising and listeners never delay a step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Teller:
             self._told(request)
 
     def _answer(self, request: Request, how: str | BaseException, now: float) -> None:
-        """Counted first: whoever hears the end finds it counted."""
+        """End the handle. The end is counted first, so that who hears it finds it counted."""
         if request.handle.done:
             return
         if isinstance(how, BaseException):
