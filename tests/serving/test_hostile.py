@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ from waiting import wait_until
 
 from benchmarks.serving import attacks, hostile, soak
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.turns import ASIDE, step_aside
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
 
@@ -128,14 +131,35 @@ def test_a_few_seconds_of_the_benchmark(tmp_path, capsys, monkeypatch):
     assert status == 0 and "nothing was wrong" in said and "longest_gap_alone" in said, said
 
 
-def test_a_wrong_answer_and_memory_that_grows_are_told():
+def test_a_wrong_answer_and_memory_that_grows_are_told(capsys):
     honest = hostile.Honest("http://127.0.0.1:1")
     args = hostile.arguments().parse_args([])
     from benchmarks.report import Report
 
+    honest.gaps = [(0.3, 10.0), (0.2, 20.0)]
+    made = [("n", 9.8, 9.9), ("TLS", 9.0, 9.6), ("UTF-16", 19.0, 25.0)]
     with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
-        hostile.judge(report, honest, ({"n": 3}, ["n: not refused"]), 0.01, 100, [100] * 5 + [200] * 15, args)
+        hostile.judge(report, honest, ({"n": 3}, ["n: not refused"], made), 0.01, 100, [100] * 5 + [200] * 15, args)
     assert len(honest.wrong) == 1 and "not refused" in honest.wrong[0]
+    told = capsys.readouterr().err
+    assert "300 ms without a token during: n\n" in told and "200 ms without a token during: UTF-16\n" in told
     with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
-        hostile.judge(report, honest, ({}, []), 0.01, 100, [100] * 10 + [200] * 10, args)
+        hostile.judge(report, honest, ({}, [], []), 0.01, 100, [100] * 10 + [200] * 10, args)
     assert "memory grows" in honest.wrong[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_threads_that_read_requests_step_aside():
+    found = []
+
+    def read() -> None:
+        for _ in range(2):
+            step_aside()
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    step_aside()  # not the main thread
+    assert found == [max(before, ASIDE)] * 2 and os.getpriority(os.PRIO_PROCESS, 0) == before

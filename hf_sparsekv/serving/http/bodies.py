@@ -9,15 +9,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import anyio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from ..request import shown
+from ..turns import step_aside
 from .errors import ApiError
 from .scan import PIECE, Scan
 
 BODY_S = 60.0  # that a client may take to send its body
 OPEN_BODIES = 16  # of the largest size, which may be held in memory at a time
+INLINE = 1 << 13  # bytes that are looked at where they arrive: a thread costs more
 SMALL_BODY = 1 << 16  # bytes that each may have beside that, so that large bodies do not keep small ones out
 
 
@@ -31,6 +34,12 @@ class Bodies:
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
         self._held = 0  # bytes of bodies, beside what each may have
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    def _one_at_a_time(self) -> anyio.CapacityLimiter:
+        if self._limiter is None:  # belongs to the loop
+            self._limiter = anyio.CapacityLimiter(1)
+        return self._limiter
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, scan: Scan) -> AsyncIterator[bytes]:
@@ -63,10 +72,10 @@ class Bodies:
                     continue
                 try:
                     hold(len(part))
-                    for at in range(0, len(part), PIECE):
-                        scan.feed(part[at : at + PIECE])
-                        if at:
-                            await asyncio.sleep(0)  # streams have their turn
+                    if len(part) <= INLINE:
+                        scan.feed(part)
+                    else:
+                        await anyio.to_thread.run_sync(_look, scan, part, limiter=self._one_at_a_time())
                     parts.append(part)
                 except ApiError as error:
                     refused, parts = error, []
@@ -84,6 +93,13 @@ class Bodies:
             yield body
         finally:
             self._held -= max(0, total - SMALL_BODY)
+
+
+def _look(scan: Scan, part: bytes) -> None:
+    """On a thread: streams have the event loop, and steps the cores."""
+    step_aside()
+    for at in range(0, len(part), PIECE):
+        scan.feed(part[at : at + PIECE])
 
 
 def _check_type(request: Request) -> None:

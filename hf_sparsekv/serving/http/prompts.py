@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..request import Handle
+from ..turns import step_aside
 from . import schema
 from .engine import Engine
 from .errors import ApiError, told
@@ -42,6 +43,7 @@ class Prompts:
         handles: list[Handle],
     ) -> tuple[schema.Asked, ToolReader | None]:
         """On a thread: all that takes long with a long prompt. Adds to ``handles``."""
+        step_aside()
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
         asked, tools = parse(fields, scan), None
