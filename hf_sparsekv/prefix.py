@@ -123,6 +123,6 @@ class PrefixCache(SparseCache):
 
     def _filled(self) -> None:
         self._check_complete()
-        self._check_passes(0)
+        self.linear_passes.check(0, self.layers, self.model_config)
         if not self.get_seq_length():
             raise ValueError("the prefix is empty: run the model over the context with it first")

@@ -47,8 +47,9 @@ def described(name: str, value: object) -> list[str]:
                 lines.append(f"    {field.name}: {field.type}{default}")
     elif "__init__" in vars(value):
         lines.append(f"    __init__{signature(value.__init__)}")
-    hidden = [base for base in value.__mro__[1:] if ours(base) and base.__name__ not in hf_sparsekv.__all__]
-    return list(dict.fromkeys(lines + [line for kind in (value, *hidden) for line in members(kind)]))
+    public = [base for base in value.__mro__[1:] if base.__name__ in hf_sparsekv.__all__]
+    hidden = [base for base in value.__mro__[1:] if ours(base) and not any(issubclass(one, base) for one in public)]
+    return list(dict.fromkeys(lines + sorted(line for kind in (value, *hidden) for line in members(kind))))
 
 
 def members(kind: type) -> list[str]:

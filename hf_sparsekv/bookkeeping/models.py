@@ -1,0 +1,73 @@
+"""Which models a sparse cache serves, and which layers transformers gives their caches.
+
+Apart from the cache because it says something of models only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionAndFullAttentionLayer
+
+
+def check_kind(config) -> None:
+    """Raise for the configuration of an encoder-decoder, a whole model's or that of one of its attention modules."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            "sparse caches serve decoder-only models; for an encoder-decoder leave past_key_values out (its "
+            "cross-attention cache is not supported)"
+        )
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
+    if getattr(text, "cross_attention_layers", None):
+        raise ValueError(
+            f"some layers of this {text.model_type} model attend to an image, whose keys lie in the same cache, and "
+            "are passed over without one: sparse caches do not serve that; leave past_key_values out"
+        )
+
+
+def indexed(cache: str) -> ValueError:
+    """The error of a cache of this class in a model that selects tokens by itself."""
+    return ValueError(
+        "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
+        "has to hold), and caches expanded keys and values: selecting from its selection would only lose tokens. "
+        f"Leave past_key_values out; {cache} serves MLA models without an indexer"
+    )
+
+
+def prefix_tuning(cache: str) -> ValueError:
+    """The error of a cache of this class where PEFT's prefix tuning asks for its length."""
+    return ValueError(
+        "PEFT's prefix tuning keeps its prefix in a DynamicCache of its own, which would take the place of "
+        f"{cache}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
+        "tuning, which work with sparse caches. (For the length of a cache: get_max_length())"
+    )
+
+
+def need_config(model_config: PreTrainedConfig | None, cache: str) -> None:
+    """Raise for a cache of this class, without the configuration, whose model has linear-attention layers."""
+    if model_config is None:
+        raise ValueError(
+            f"this model has linear-attention layers: make the cache with {cache}(..., model_config=model.config)"
+        )
+
+
+def stock_layers(model_config: PreTrainedConfig) -> list[CacheLayerMixin]:
+    """Transformers' own layers for a model."""
+    stock = DynamicCache(config=model_config).layers
+    # Kinds of layers may be listed that are not run: assistant_early_exit has the first ones draft by themselves.
+    run = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return stock[:run]
+
+
+def why_dense(model_config: PreTrainedConfig, layers: Sequence[CacheLayerMixin]) -> str:
+    """Why none of these layers of a model is made sparse."""
+    if any(isinstance(layer, LinearAttentionAndFullAttentionLayer) for layer in layers):
+        return (
+            f"the layers of this {model_config.model_type} model that attend to their whole past hold a state "
+            "of linear attention (Mamba) as well, and such layers stay transformers' own: right, but dense"
+        )
+    return (
+        f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
+        "linear attention only)"
+    )
