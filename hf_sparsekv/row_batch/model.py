@@ -1,0 +1,70 @@
+"""What rows that come and go need of a model: positions of their own, and layers that are all ours.
+
+Apart from the rows because it is asked of a model before there are any.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from .protocol import Batch
+
+
+def check_kinds(cache: Batch) -> None:
+    """All layers that the cache knows of are ours."""
+    if len(cache.sparse_layers) < len(cache.layers):
+        raise ValueError(
+            "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
+            "linear attention keep no rows of their own"
+        )
+
+
+def check_layers(cache: Batch) -> None:
+    """A prompt has come to all layers, and all are ours."""
+    check_kinds(cache)
+    if cache.model_config is None:
+        raise ValueError(
+            "rows that come and go need a model that attends by attn_implementation='sparsekv': this one reads the "
+            "keys and values itself"
+        )
+    empty = [layer.index for layer in cache.sparse_layers if layer.store is None]
+    if empty:
+        total = len(cache.layers)
+        raise ValueError(
+            f"the model's configuration names {total} layers, and its decoder has stored keys in "
+            f"{total - len(empty)}: layers {empty} hold nothing. Set num_hidden_layers to what the decoder has"
+        )
+
+
+def open_layers(cache: Batch, like: Batch, rows: int) -> bool:
+    """Make the stores of the cache's layers for so many rows, as those of ``like``; False: all were there."""
+    if not cache.layers:
+        cache.bind(like.model_config)
+    new = [(layer, other) for layer, other in zip(cache.sparse_layers, like.sparse_layers) if layer.store is None]
+    for layer, other in new:
+        layer.open(rows, other)
+    return bool(new)
+
+
+def positions(start: int, end: int, device: torch.device) -> Tensor:
+    """Positions of a row's tokens ``start`` to ``end - 1``, int64 ``[1, n]``.
+
+    Given with every pass: what a model counts without them may begin elsewhere (RoBERTa behind its padding's index).
+    """
+    return torch.arange(start, end, device=device)[None]
+
+
+def no_positions(model: nn.Module) -> str | None:
+    """Why rows of ``model`` cannot have positions of their own; None: its forward takes ``position_ids``."""
+    generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    given = inspect.signature(type(generating).forward).parameters
+    if "position_ids" in given or not isinstance(generating, GenerationMixin):
+        return None
+    return (
+        "the model's forward takes no position_ids: it counts positions by itself, the same for all rows of a batch, "
+        "which have different lengths. Use generate()"
+    )

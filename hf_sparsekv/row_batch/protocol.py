@@ -1,0 +1,74 @@
+"""What rows need of the cache that decodes them, and what a prompt is once it has been read.
+
+Apart from the rows because their parts hand these to each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ..config import OffloadConfig, SparseConfig
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows
+from ..layers.sparse_layer import SparseLayer
+from ..policies.base import Policy
+
+if TYPE_CHECKING:
+    from .batch import RowBatch
+
+
+class Batch(Protocol):
+    """What rows need of the cache that decodes them, and of caches that are prefilled for it."""
+
+    config: SparseConfig
+    offload_config: OffloadConfig | None
+    layers: list[CacheLayerMixin]
+    row_table: RowTable
+    changes: int
+    model_config: PreTrainedConfig | None
+    row_batch: RowBatch | None
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that are ours."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Columns cached."""
+        ...
+
+    def beside(self) -> Batch:
+        """An empty cache over the same block pools."""
+        ...
+
+    def joined_rows(self) -> Rows:
+        """What all layers hold; from here on they follow the table."""
+        ...
+
+    def bind(self, model_config) -> None:
+        """Make the layers that the model's configuration asks for."""
+        ...
+
+    def make_policy(self, layer_idx: int) -> Policy:
+        """The selection policy of one layer."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
+        ...
+
+
+class Prefilled(NamedTuple):
+    """A prompt that has been read.
+
+    Args:
+        cache: one row, over the pools of the batch that it was made for.
+        logits: ``[1, vocabulary]`` of its last token.
+    """
+
+    cache: Batch
+    logits: Tensor

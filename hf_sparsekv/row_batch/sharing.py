@@ -1,0 +1,70 @@
+"""Full blocks that rows share, and the label channels that they are indexed by.
+
+Apart from joining because it is about whose tokens the channels are of, which decides what may be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ..policies.base import Policy
+from .protocol import Batch
+
+Channels = Sequence[Tensor | None]  # of each layer, int32 ``[H, r]``; None where there are no labels
+
+
+class Calibration(NamedTuple):
+    """Which tokens the label channels of rows are of: see the attributes of :class:`.RowBatch`."""
+
+    calibration_tokens: int
+    alike_tokens: int | None
+    whole_tokens: int
+
+
+def calibration_of(cache: Batch, policy: Policy, max_length: int) -> Calibration:
+    """That of rows of up to ``max_length`` tokens, whose layers have such a policy."""
+    labels, offload = policy.labels, cache.offload_config
+    online = labels is not None and labels.fixed is None
+    wanted = cache.config.calibration_tokens if online else 0
+    tokens = wanted if wanted <= max_length else 0
+    alike = (tokens or None) if online and max_length > policy.whole_tokens else 0
+    whole = 0 if offload is not None and offload.kv_dtype == "int8" else policy.whole_tokens
+    return Calibration(tokens, alike, whole)
+
+
+def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable[[Batch], None]) -> Batch:
+    """A cache of one row beside a batch that begins with these blocks: see :meth:`.RowBatch.begin`.
+
+    If it cannot be filled, ``drop`` ends it.
+    """
+    cache = batch.beside()
+    cache.bind(batch.model_config)
+    for layer, mine, one in zip(cache.sparse_layers, batch.sparse_layers, channels):
+        layer.open(1, mine)
+        if one is not None:
+            layer.policy.labels.channels[0].copy_(one)
+    cache.row_table.begin(ids)
+    try:
+        for layer in cache.sparse_layers:
+            layer.store.read_sinks()
+    except BaseException:
+        drop(cache)
+        raise
+    return cache
+
+
+def channels_of(cache: Batch, row: int) -> Channels:
+    """Label channels of a row in each layer."""
+    labels = [layer.policy.labels for layer in cache.sparse_layers]
+    return tuple(None if one is None else one.channels[row] for one in labels)
+
+
+def give_channels(batch: Batch, row: int, channels: Channels) -> None:
+    """A row has these from here on; the labels of its full blocks are still those of the old ones."""
+    for layer, one in zip(batch.sparse_layers, channels):
+        if one is not None:
+            layer.policy.labels.channels[row].copy_(one)
