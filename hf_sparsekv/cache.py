@@ -22,7 +22,8 @@ from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseCo
 from .kv.row_table import RowTable
 from .layers.sparse_layer import SparseLayer
 from .offload.page_table import DevicePools
-from .persistence.cache_file import load_cache, save_cache
+from .persistence.loading import load_cache
+from .persistence.saving import save_cache
 from .policies.watch import BlockWatch
 from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect

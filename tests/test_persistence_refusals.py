@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from saved_files import IDS, feed, rewrite, same, state
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, SparseCache, TwoLevelConfig
-from hf_sparsekv.persistence import cache_file as persistence
+from hf_sparsekv.persistence import checks as persistence
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from hf_sparsekv.evaluation.cache_specs import known, parse_cache
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.kv.state import Held
-from hf_sparsekv.persistence.cache_file import free_fields
+from hf_sparsekv.persistence.configuration import free_fields
 from hf_sparsekv.policies import registry
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.registry import method_of, methods, names, register

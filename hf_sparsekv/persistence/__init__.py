@@ -1,1 +1,1 @@
-"""Filled caches in files."""
+"""Filled caches in files: ``cache.save(path)`` and ``SparseCache.load(path)``."""

@@ -1,0 +1,144 @@
+"""What of a file may be believed: its parts agree with each other, with the configuration and the memory it may take.
+
+Apart from loading because a file may be damaged, or made to do harm: kernels would follow whatever it points at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kv.rows import Rows
+from ..kv.store import ring_tokens
+from ..layers.sparse_layer import SparseLayer
+from ..offload.host_limit import readable
+from ..policies.registry import method_of
+from .configuration import keeps_queries
+from .container import Layer, Reader, damaged, dtype_name
+from .filed_cache import FiledCache, kept_index
+
+_STORED = {"near_kv"}  # what a store has beside its blocks; the rest is the policy's
+# Memory that the configuration in a file may reserve beyond what the file holds: so many bytes, or so many times its
+# size. Enough for a prompt of 2k tokens with max_length=32k.
+_RESERVED, _RESERVED_TIMES = 1 << 28, 16
+
+
+def check_header(cache: FiledCache, file: Reader) -> None:
+    """What the header says of the layers agrees with itself and the configuration, before memory is taken for it."""
+    latent = {record.latent for record in file.layers if record.window is None}
+    first = file.layers[0]
+    blocks = next((record.blocks for record in file.layers if record.window is None), 0)
+    for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
+        fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
+        if isinstance(layer, SparseLayer):
+            fits |= {"latent": len(latent) == 1 and (not record.latent or record.heads == 1)}
+            fits["blocks"] = record.blocks == blocks
+            _refuse(file, index, fits)
+            fits |= _sparse_fits(layer, record, file.state["rows"]["sealed"], fits["length"], keeps_queries(file))
+        else:
+            fits |= _sliding_fits(record, cache._record_past)
+        _refuse(file, index, fits)
+
+
+def _sparse_fits(layer: SparseLayer, record: Layer, sealed: list[int], length: bool, queries: bool) -> dict[str, bool]:
+    config, policy = layer.owner.config, layer.policy
+    labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
+    return {
+        "length": length,
+        "near buffer": record.near == config.sinks + ring_tokens(config),
+        "blocks": (record.blocks > 0) == (sum(sealed) > 0) and record.blocks <= sum(sealed),
+        "index": record.blocks > 0 or not record.index,
+        "policy": record.policy == policy.saved_as,
+        "channels": (record.channels is not None) == (labels is not None and tokens is None),
+        "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
+        "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
+        "ring": (record.ring is not None) == (queries and "queries" in policy.PARTS)
+        and (record.ring is None or record.ring[0] % record.heads == 0),
+        **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
+    }
+
+
+def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
+    shown = record.length if record.window == 1 else min(record.length, record.window - 1)
+    recorded = record_past and record.record_past
+    return {
+        "record_past": record_past or not record.record_past,
+        "kept": 0 < record.kept <= record.length if recorded else record.kept == shown,
+    }
+
+
+def check_reserved(cache: FiledCache, file: Reader) -> None:
+    """A small file may not ask for much memory: that is up to who passes a configuration."""
+    config, size = cache.config, 0
+    chosen = method_of(config).policy.reserves(config, cache.offload_config is not None)
+    for record in file.layers:
+        if record.window is None:
+            token = record.heads * (record.key_dim + record.value_dim) * getattr(torch, record.dtype).itemsize
+            size += record.batch * ((config.max_length or 0) * token + chosen * record.heads * 4)
+    most = max(_RESERVED, _RESERVED_TIMES * file.nbytes)
+    if size > most:
+        raise ValueError(
+            f"{file.path} reserves {readable(size)} (max_length={config.max_length}, {chosen} blocks or tokens chosen "
+            f"a step), more than the {readable(most)} that a file of {readable(file.nbytes)} may ask for: pass config, "
+            "with as much as you want reserved"
+        )
+
+
+def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str, Tensor], file: Reader) -> None:
+    """Nothing may point at what is not there: kernels would follow."""
+    store, policy = layer.store, layer.policy
+    labels = policy.labels
+    calibrates = labels is not None and record.channels is None
+    index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in kept_index(layer, calibrates).items()}
+    # What a cache that has just begun would write is always there; beside it what this policy knows.
+    kept, always = held.keys() - _STORED, policy.to_file((0,) * rows.batch).keys()
+    if not keeps_queries(file):  # and this one's predictor begins without any
+        always = always - {"queries", "queries_from"}
+    fits = {
+        "index": record.blocks == 0 or record.index == index,
+        "channels": labels is None or calibrates or record.channels == labels.r,
+        **{name: name in kept for name in always},
+        **{name: name in policy.file_names() for name in kept - always},
+    }
+    _refuse(file, layer.index, fits)
+    sealed, lengths = (torch.tensor(of, dtype=torch.int64).view(-1, 1, 1) for of in (rows.sealed, rows.lengths))
+    limits = {
+        "previous": (-1, sealed),
+        "channels": (0, record.query_dim),
+        "chosen": (-1, sealed * store.block_size),
+        "queries_from": (0, lengths[:, 0, 0] + 1),
+    }
+    for name, (low, high) in limits.items():
+        if name in held and not ((low <= held[name]) & (held[name] < high)).all():
+            raise damaged(file.path, f"{name} in layer {layer.index} is out of range")
+    fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
+    if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
+        fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
+    _refuse(file, layer.index, fits)
+
+
+def _refuse(file: Reader, index: int, fits: dict[str, bool]) -> None:
+    for name, fit in fits.items():
+        if not fit:
+            raise damaged(file.path, f"{name} in layer {index} does not fit the rest")
+
+
+def refuse_rows(file: Reader, fits: dict[str, bool]) -> None:
+    for name, fit in fits.items():
+        if not fit:
+            raise damaged(file.path, f"{name} of the rows does not fit the rest")
+
+
+def _distinct(ids: Tensor) -> bool:
+    """No number but -1 comes twice in a row."""
+    ids = ids.sort(-1).values
+    return not bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any())
+
+
+def names_each_block(table: np.ndarray, blocks: int) -> bool:
+    """Each block has a row that names it, and rows that share it have it at the same place."""
+    place = np.full(blocks, -1)
+    row, column = (table >= 0).nonzero()
+    place[table[row, column]] = column
+    return bool((place >= 0).all() and (place[table[row, column]] == column).all())

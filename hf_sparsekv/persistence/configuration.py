@@ -1,0 +1,102 @@
+"""A cache's configuration as its file has it, and a cache of that, or of another one that agrees with it.
+
+Apart from loading because it asks for no tensor but a channel file's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+
+from ..config import BY_LAYER, OffloadConfig, SparseConfig
+from ..predictor.channels import LabelChannels
+from ..removed import removed
+from .container import Reader, damaged
+from .filed_cache import FiledCache
+
+_DEFAULT = "default"  # a predictor that nobody named
+
+
+def config_fields(config: SparseConfig) -> dict:
+    """The configuration as JSON holds it; its predictor: None for one of the user's own, ``_DEFAULT`` for None."""
+    found = {field.name: getattr(config, field.name) for field in fields(config)}
+    if "predictor" in found and not isinstance(found["predictor"], str):
+        found["predictor"] = _DEFAULT if found["predictor"] is None else None
+    return found
+
+
+def empty_cache(
+    made: type[FiledCache],
+    saved_as: type[SparseConfig],
+    file: Reader,
+    config: SparseConfig | None,
+    offload: OffloadConfig | None,
+) -> FiledCache:
+    """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
+    named = _without_removed(saved_as, file, config)
+    try:
+        if named.get("predictor", "") is None:
+            if config is None:
+                raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
+            del named["predictor"]
+        elif named.get("predictor") == _DEFAULT:
+            named["predictor"] = None
+        saved = saved_as(**named)
+        if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
+            raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
+        if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
+            raise ValueError("channel_file does not fit the rest")
+        about, channels = file.state["channel_file"], None
+        if about is not None:  # the file itself may be gone, or another
+            about = {name: value for name, value in about.items() if name != "shape"}
+            channels = LabelChannels(file.tensor("channel_file"), **about)
+    except (TypeError, ValueError) as error:
+        raise damaged(file.path, f"its configuration: {error}") from None
+    if config is None:
+        cache = made(saved if channels is None else replace(saved, channel_file=None), offload)
+        if channels is not None:
+            cache.config = cache.shared.config = saved
+            cache.shared.channels = channels
+        return cache
+    cache = made(config, offload)
+    if type(config) is not saved_as:
+        raise TypeError(f"config must be a {saved_as.__name__}, as {file.path} has it, got {type(config).__name__}")
+    free = free_fields(saved_as)
+    for name in (field.name for field in fields(config)):
+        theirs, ours = getattr(saved, name), getattr(config, name)
+        same = theirs == ours
+        if name == "channel_file":  # contents count, not names
+            held = (channels, cache.shared.channels)
+            same = held == (None, None) or (None not in held and torch.equal(*(c.ranking for c in held)))
+        if name not in free and not same:
+            raise ValueError(
+                f"{file.path} was saved with {name}={theirs!r}, which its contents depend on; got {ours!r}. Leave "
+                f"config out, change only {', '.join(free)}, or prefill again"
+            )
+    return cache
+
+
+def _without_removed(made: type[SparseConfig], file: Reader, config: SparseConfig | None) -> dict:
+    """The saved configuration without options that are gone; their values must stand for what happens now.
+
+    Where nothing that is stored depends on such an option, a ``config`` of the loader's may take its place.
+    """
+    named, gone = dict(file.state["config"]), removed(made)
+    for name in named.keys() & gone.keys():
+        value, option = named.pop(name), gone[name]
+        if not option.means_now(value) and (option.stored or config is None):
+            way = "prefill again" if option.stored else "pass config to load it without"
+            raise ValueError(f"{file.path} was saved with {name}={value!r}, which is gone: {option.instead} ({way})")
+    return named
+
+
+def free_fields(config: type[SparseConfig]) -> list[str]:
+    """Fields that only later steps depend on: ``FREE`` of the class and of those that it inherits from."""
+    lists = (vars(kind).get("FREE", ()) for kind in config.__mro__)
+    return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def keeps_queries(file: Reader) -> bool:
+    """The predictor that the cache was saved with follows the queries of its steps."""
+    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)

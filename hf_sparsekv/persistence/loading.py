@@ -1,0 +1,203 @@
+"""``SparseCache.load(path)``: a cache of the saved layers and rows, filled with the saved tensors.
+
+Apart from :mod:`.checks`, which say what of a file may be believed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..config import OffloadConfig, SparseConfig
+from ..kv.pool import BlockPool
+from ..kv.rows import Rows
+from ..layers.sparse_layer import SparseLayer
+from ..policies.registry import method_of, methods
+from ..predictor.channels import describe
+from ..tensors import no_inference_mode
+from .checks import check_header, check_reserved, check_tensors, names_each_block, refuse_rows
+from .configuration import empty_cache
+from .container import PIECE, Layer, Reader, damaged
+from .filed_cache import FiledCache, Kinds, kv_dtype_of
+
+
+@no_inference_mode
+@torch.no_grad()
+def load_cache(
+    kind: type[FiledCache],
+    kinds: Kinds,
+    path: str | os.PathLike[str],
+    config: SparseConfig | None,
+    offload: OffloadConfig | Literal["default"] | None,
+    model_config,
+    device: torch.device | str | None,
+) -> FiledCache:
+    """See :meth:`SparseCache.load`; ``kinds`` are the classes that files name."""
+    with Reader(path) as file:
+        state = file.state
+        made = next((known for known in kinds if known.__name__ == state["cache"]), None)
+        if made is None or not issubclass(made, kind):
+            raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
+        named = None if made.config_type is None else method_of(made.config_type()).name
+        name = state["method"]
+        if named not in (None, name):
+            raise damaged(path, f"method {name!r} is not that of a {made.__name__}")
+        if name not in methods():
+            raise ValueError(f"{path} holds a cache of an unknown method {name!r}: import what registers it first")
+        if offload == "default":
+            offload = inspect.signature(made).parameters["offload"].default
+        cache = empty_cache(made, methods()[name].config, file, config, offload)
+        cache.shared.check_file(loading=True)
+        _bind(cache, file, model_config)
+        check_header(cache, file)
+        if config is None:
+            check_reserved(cache, file)
+        rows = _rows(cache, file, device)
+        for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
+            where = _device(file, record, device)
+            if isinstance(layer, SparseLayer):
+                _fill(layer, record, rows, file, f"layers.{index}.", where)
+            else:
+                keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
+        if cache.sparse_layers:
+            cache.joined_rows()
+    return cache
+
+
+def _bind(cache: FiledCache, file: Reader, model_config) -> None:
+    """Give the cache its layers, which must be of the saved kinds."""
+    cache._record_past = file.state["record_past"]
+    windows = [record.window for record in file.layers]
+    if model_config is None:
+        if any(windows):
+            raise ValueError(
+                f"{file.path} holds sliding-window layers, which only the model's configuration describes: pass "
+                "model_config=model.config"
+            )
+        for index in range(len(windows)):
+            cache.layers.append(cache._layer(index))
+        return
+    saved = file.state["model"]
+    for name, ours in describe(model_config).items():
+        if saved is not None and saved.get(name) != ours:
+            raise ValueError(
+                f"{file.path} was saved from another model: {name} is {saved.get(name)} in the file, {ours} in "
+                "model_config. Load it for the model that it was made with, or prefill again"
+            )
+    cache.bind(model_config)
+    kinds = [None if isinstance(layer, SparseLayer) else getattr(layer, "sliding_window", 0) for layer in cache.layers]
+    if kinds != windows:
+        raise ValueError(
+            f"{file.path} was saved from another model: its layers' windows are {windows}, those of model_config "
+            f"{kinds} (None: full attention). Load it for the model that it was made with, or prefill again"
+        )
+
+
+def _rows(cache: FiledCache, file: Reader, device: torch.device | str | None) -> tuple[Rows, np.ndarray]:
+    """The rows, and the ids that the saved blocks have here. Without layers of ours there are none."""
+    about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
+    lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
+    ours = next((record for record in file.layers if record.window is None), None)
+    batch, blocks = (0, 0) if ours is None else (ours.batch, ours.blocks)
+    # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
+    old = [length - cache.config.window for length in lengths]
+    least, most = ([max(0, n // size) for n in (x - more for x in old)] for more in (cache.config.max_draft, 0))
+    refuse_rows(
+        file,
+        {
+            "lengths": len(lengths) == batch,
+            "sealed": len(sealed) == len(lengths)
+            and all(low <= n <= high for low, n, high in zip(least, sealed, most)),
+        },
+    )
+    valid, seen, fits = None, [columns] * batch, True
+    if about["padding"] is not None:
+        valid = file.tensor("valid")
+        seen = (valid.sum(1) + columns - valid.shape[1]).tolist()
+        fits = batch > 0 and valid.shape[1] <= columns
+    table = np.zeros((batch, 0), dtype=np.int32)
+    if max(sealed, default=0):
+        table = file.tensor("table").numpy()
+    there = np.arange(table.shape[1]) < np.array(sealed)[:, None]
+    refuse_rows(
+        file,
+        {
+            "padding": fits and list(lengths) == seen,
+            "table": bool(((table >= 0) == there).all() and (table < blocks).all() and (table >= -1).all())
+            and names_each_block(table, blocks),
+        },
+    )
+    if valid is not None:
+        valid = valid.to(_device(file, ours, device))
+    rows = Rows(size, columns, lengths, sealed, valid)
+    cache.row_table.start(batch, max(1, table.shape[1]) * size)
+    return rows, cache.row_table.load(rows, table)
+
+
+def _device(file: Reader, record: Layer, device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.empty(0, device=record.device if device is None else device).device  # cuda is cuda:0
+    except (RuntimeError, AssertionError, ImportError) as error:  # as torch has it for each kind of device
+        if device is not None:
+            raise
+        raise ValueError(
+            f"{file.path} was saved on {record.device}, which is not here ({error}): pass device="
+        ) from None
+
+
+def _fill(
+    layer: SparseLayer,
+    record: Layer,
+    loaded: tuple[Rows, np.ndarray],
+    file: Reader,
+    prefix: str,
+    device: torch.device,
+) -> None:
+    """Make the layer's store and policy as they were. ``loaded``: see :func:`_rows`."""
+    size, rows = layer.owner.config.block_size, (record.batch, record.heads)
+    # As many tokens as the blocks hold: rows may share theirs.
+    tokens = max(1, -(-record.blocks // record.batch)) * size
+    nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
+    shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
+    layer.latent = record.latent
+    q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
+    try:
+        layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
+    except ValueError as error:  # label channels that the model cannot have
+        raise damaged(file.path, f"layer {layer.index}: {error}") from None
+    store, policy = layer.store, layer.policy
+    if record.kv_dtype != (kv_dtype := kv_dtype_of(store.pool)):
+        raise ValueError(
+            f"{file.path} has layer {layer.index} with kv_dtype={record.kv_dtype!r} in its blocks, this cache with "
+            f"{kv_dtype!r}: load it with the OffloadConfig(kv_dtype=..., keep_dense=...) that it was saved with, or "
+            "prefill again"
+        )
+    held = {name: file.tensor(prefix + name) for name in record.tensors(size) if name not in {"blocks", *record.index}}
+    rows, ids = loaded
+    check_tensors(layer, record, rows, held, file)
+    store.recent_kv.copy_(held["near_kv"])
+    if record.blocks:
+        _read_blocks(store.pool, torch.from_numpy(ids).long(), record, file, prefix)
+    store.held = rows
+    policy.from_file(held, device, rows.lengths)
+    if record.stats_tokens is not None:
+        policy.labels.stats.tokens = record.stats_tokens
+
+
+def _read_blocks(pool: BlockPool, ids: Tensor, record: Layer, file: Reader, prefix: str) -> None:
+    """Read the saved blocks into those with ``ids``, int64 ``[blocks]``."""
+    pool.fit()
+    for lo in range(0, record.blocks, step := max(1, PIECE // pool.kv[0].nbytes)):
+        hi = min(lo + step, record.blocks)
+        at, rows = ids[lo:hi], {name: file.rows(prefix + name, lo, hi) for name in ("blocks", *record.index)}
+        pool.kv[at.to(pool.kv.device)] = rows.pop("blocks").to(pool.kv.device)
+        for name, value in rows.items():
+            pool.fields[name][at.to(pool.device)] = value.to(pool.device)

@@ -1,0 +1,160 @@
+"""``cache.save(path)``: a filled cache as tensors, and numbers that describe them. The file itself: :mod:`.container`.
+
+A block of several rows is stored once, and no physical block that nobody names. What a selection keeps of the blocks
+(bounds, labels) is stored too, though it could be made again: it is some five percent of the file, and a cache that is
+loaded elsewhere then selects by the very same numbers. Apart from loading because it has nothing to distrust.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+from ..policies.registry import method_of
+from ..predictor.channels import describe
+from .configuration import config_fields
+from .container import PIECE, Layer, Pieces, all_tensors, dtype_name, write
+from .filed_cache import FiledCache, Kinds, kept_index, kv_dtype_of
+
+
+def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) -> None:
+    """See :meth:`SparseCache.save`; ``kinds`` are the classes that files name."""
+    for layer in cache.sparse_layers:
+        layer._check_complete()
+    cache._check_complete()
+    if not cache.layers or not cache.get_seq_length():
+        raise ValueError("nothing is cached yet: prefill before you save")
+    if type(cache) not in kinds:
+        raise ValueError(f"{type(cache).__name__} cannot be saved yet")
+    if cache.row_batch is not None:
+        raise ValueError("rows that come and go cannot be saved yet: save the cache of a prompt, prefilled by itself")
+    method = method_of(cache.config)
+    if method.reference or type(cache.config) is not method.config:
+        raise ValueError(f"caches of {type(cache.config).__name__} cannot be saved yet")
+    cache.shared.check_file(loading=False)
+    # Rows without any, if all layers are sliding.
+    rows = cache.joined_rows() if cache.sparse_layers else Rows(cache.config.block_size, 0, (), ())
+    table = _table(cache.row_table, rows)
+    named = np.unique(table[table >= 0])
+    layers, pieces = [], {}
+    for index, layer in enumerate(cache.layers):
+        record, held = (
+            _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+        )
+        layers.append(record)
+        pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
+    padding = None if rows.valid is None else rows.valid.shape[1]
+    held = {"lengths": rows.lengths, "sealed": rows.sealed, "padding": padding}
+    shapes = all_tensors(layers, cache.config.block_size, held)
+    if len(named):
+        local = np.where(table >= 0, np.searchsorted(named, table), -1).astype(np.int32)
+        pieces["table"] = _whole(torch.from_numpy(local))
+    if rows.valid is not None:
+        pieces["valid"] = _whole(rows.valid)
+    state = {
+        "cache": type(cache).__name__,
+        "method": method.name,
+        "config": config_fields(cache.config),
+        "model": None if cache.model_config is None else describe(cache.model_config),
+        "channel_file": None,
+        "record_past": cache._record_past,
+        "rows": held,
+        "layers": [asdict(layer) for layer in layers],
+    }
+    channels = cache.shared.channels
+    if channels is not None:
+        shape = tuple(channels.ranking.shape)
+        about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
+        state["channel_file"] = {"shape": shape, **about}
+        shapes["channel_file"], pieces["channel_file"] = (torch.int32, shape), _whole(channels.ranking)
+    for device in {layer.device for layer in layers if layer.device.startswith("cuda")}:
+        torch.cuda.synchronize(device)  # kernels seal blocks into host memory
+    write(Path(path), state, shapes, pieces)
+
+
+def _whole(tensor: Tensor) -> Pieces:
+    return lambda: iter((tensor,))
+
+
+def _table(table: RowTable, rows: Rows) -> np.ndarray:
+    """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 behind them."""
+    blocks = max(rows.sealed, default=0)
+    return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.host[:, :blocks], -1)
+
+
+def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
+    """``named``: ids of the blocks that there are, int64."""
+    store, labels = layer.store, layer.policy.labels
+    store.wait_for_copies()
+    calibrates = labels is not None and labels.calibrating
+    index = kept_index(layer, calibrates)
+    record = Layer(
+        device=str(store.device),
+        dtype=dtype_name(store.dtype),
+        batch=store.batch,
+        heads=store.heads,
+        key_dim=store.split,
+        value_dim=store.width - store.split,
+        latent=store.latent,
+        length=store.length,
+        near=store.recent_kv.shape[2],
+        blocks=len(named),
+        policy=layer.policy.saved_as,
+        stats_tokens=labels.stats.tokens if calibrates else None,
+        kv_dtype=kv_dtype_of(store.pool),
+    )
+    if undeclared := layer.policy.undeclared():
+        raise ValueError(
+            f"caches of {type(layer.policy).__name__} cannot be saved: it keeps {', '.join(undeclared)}, which its "
+            "TENSORS do not declare (docs/extending.md)"
+        )
+    kept = layer.policy.to_file(store.held.lengths)
+    record.measure(kept)
+    known = record.tensors(store.block_size)
+    record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}
+    tensors = {"near_kv": store.recent_kv, **kept}
+    found = {name: _whole(tensor) for name, tensor in tensors.items()}
+    if len(named):
+        record.index = {name: [dtype_name(held.dtype), list(held.shape[1:])] for name, held in index.items()}
+        for name, held in {"blocks": store.pool.kv, **index}.items():
+            found[name] = lambda held=held: _rows_of(held, named)
+    return record, found
+
+
+def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
+    """Rows ``named`` of ``held``, some at a time."""
+    for part in named.to(held.device).split(max(1, PIECE // held[0].nbytes)):
+        yield held[part]
+
+
+def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
+    if type(layer) not in (DynamicSlidingWindowLayer, SlidingRing):
+        raise ValueError(
+            f"layer {index} is a {type(layer).__name__}: caches with layers other than full and sliding-window "
+            "attention (linear attention, for one) cannot be saved yet"
+        )
+    keys, values = layer.keys, layer.values
+    record = Layer(
+        device=str(keys.device),
+        dtype=dtype_name(keys.dtype),
+        batch=keys.shape[0],
+        heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+        length=layer.cumulative_length,
+        window=layer.sliding_window,
+        kept=keys.shape[2],
+        record_past=layer.record_past,
+    )
+    return record, {"keys": _whole(keys), "values": _whole(values)}
