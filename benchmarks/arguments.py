@@ -18,7 +18,7 @@ import typer
 
 from hf_sparsekv.cli.loading import pick_device
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv.removed import guess
+from hf_sparsekv.option_names import guess
 from hf_sparsekv.tuning.shapes import SHAPES
 
 from . import RESULTS

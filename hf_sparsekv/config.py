@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from .removed import Options, guess
+from .option_names import Options, guess
 
 # Names of query predictors (predictor/query.py) and what their settings may be.
 PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")

@@ -126,10 +126,6 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ({"predictor": 3}, "a predictor must be callable"),
         ({"predictor_window": 0}, "window must be an integer"),
         ({"predictor_epsilon": 0}, "epsilon must be"),
-        (
-            {"scoring": "keys"},
-            "PredictiveConfig no longer has scoring: leave it out. Tokens are scored by",
-        ),
         ({"start_length": -1}, "start_length must be an integer >= 0"),
         ({"cache_rank": "disk"}, "cache_rank must be"),
         ({"cache_rank": "cuda:1", "dense_below": 5000}, "blocks lie on that device.* leave dense_below=5000 out"),

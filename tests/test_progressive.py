@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -334,10 +334,6 @@ def test_captured_audits_on_a_gpu(offload):
         ({"threshold": True}, "threshold must lie in"),
         ({"estimate": "none"}, "estimate must be one of"),
         ({"group_reduce": "mean"}, "group_reduce must be one of 'all', 'sum'"),
-        ({"execution": "host"}, "ProgressiveConfig no longer has execution: leave it out. The GPU ends each walk"),
-        ({"micro_batch": 16}, "ProgressiveConfig no longer has micro_batch: leave it out"),
-        ({"metadata": "mean"}, "ProgressiveConfig no longer has metadata: leave it out"),
-        ({"min_blocks": 8}, "ProgressiveConfig no longer has min_blocks: give min_tokens"),
         ({"min_tokens": -1}, "min_tokens must be an integer >= 0"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer"),
         ({"max_tokens": 100}, "max_tokens=100 is less than min_tokens=256"),
@@ -350,6 +346,21 @@ def test_captured_audits_on_a_gpu(offload):
 def test_configurations_are_checked(wrong, says):
     with pytest.raises(ValueError, match=says):
         ProgressiveConfig(**wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(ProgressiveConfig):
+    """A configuration made from one of ours."""
+
+    extra: int = 0
+
+
+def test_configurations_made_from_ours():
+    assert Mine(extra=2, threshold=0.5).extra == 2
+    with pytest.raises(TypeError, match="Mine got an unexpected keyword argument 'never_was'"):
+        Mine(never_was=1)
+    with pytest.raises(TypeError, match="ProgressiveConfig got an unexpected keyword argument 'extra'"):
+        ProgressiveConfig(extra=1)
 
 
 def test_the_cache_takes_its_own_configuration():

@@ -12,7 +12,7 @@ import typer
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..removed import guess
+from ..option_names import guess
 from ..results import append_rows
 from . import loading
 from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype

@@ -11,8 +11,8 @@ import torch
 import typer
 
 from ..attention.interface import NAME
+from ..option_names import guess
 from ..ranks import spread
-from ..removed import guess
 from ..small_model import is_fetched, small_model_path
 from ..tuning.shapes import HUB, SHAPES, known_shape
 from .output import CommandError

@@ -16,7 +16,6 @@ import typer
 
 from ..config import BY_LAYER, PREDICTORS, OffloadConfig, SparseConfig
 from ..policies.registry import Method, methods
-from ..removed import removed
 
 DENSE = "dense"
 CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type=str)  # what --cache takes
@@ -63,9 +62,6 @@ def _defaults(name: str) -> str:
     first = next(iter(found.values()))
     others = (f"; {method}: {value}" for method, value in found.items() if value != first)
     return first + "".join(others)
-
-
-_HIDDEN = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def _shown(value: object) -> str:
@@ -192,10 +188,7 @@ def _with_own(group: type) -> type:
 
 
 def takes(group: type) -> Callable[[Callable], Callable]:
-    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``.
-
-    Options of the configurations that are gone are hidden ones, which say what to do instead.
-    """
+    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``."""
     group = _with_own(group)
     hints = get_type_hints(group, include_extras=True)
     shared = [
@@ -204,10 +197,6 @@ def takes(group: type) -> Callable[[Callable], Callable]:
         )
         for field in fields(group)
     ]
-    gone = {name: option for method in methods().values() for name, option in removed(method.config).items()}
-    hidden = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_HIDDEN) for name in gone
-    ]
 
     def decorate(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
@@ -215,13 +204,10 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
         @functools.wraps(command)
         def run(**given):
-            for name, option in gone.items():
-                if given.pop(name) is not None:
-                    raise typer.BadParameter(f"{_spell(name)} is gone: {option.instead}")
             options = group(**{field.name: given.pop(field.name) for field in fields(group)})
             return command(**given, options=options)
 
-        run.__signature__ = signature.replace(parameters=[*own, *shared, *hidden])
+        run.__signature__ = signature.replace(parameters=[*own, *shared])
         return run
 
     return decorate

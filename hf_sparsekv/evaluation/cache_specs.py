@@ -11,8 +11,8 @@ import yaml
 
 from ..cache import SparseCache
 from ..config import OffloadConfig
+from ..option_names import guess
 from ..policies.registry import Method, names
-from ..removed import guess, removed
 from . import reference_policies as _references  # noqa: F401 (registers them)
 
 FULL = "full"
@@ -100,7 +100,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
         return parsed
     fields = {field.name for field in dataclasses.fields(known()[method][0].config)} | {"offload", "kv_dtype", "preset"}
     for option in options:
-        if option not in fields and option not in removed(known()[method][0].config):  # making it refuses those
+        if option not in fields:
             raise ValueError(
                 f"cache {text!r}: {method} has no option {option!r}{guess(option, fields)}; "
                 f"it has {', '.join(sorted(fields))}"

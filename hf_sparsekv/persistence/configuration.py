@@ -11,7 +11,6 @@ import torch
 
 from ..config import BY_LAYER, OffloadConfig, SparseConfig
 from ..predictor.channels import LabelChannels
-from ..removed import removed
 from .container import Reader, damaged
 from .filed_cache import FiledCache
 
@@ -34,7 +33,7 @@ def empty_cache(
     offload: OffloadConfig | None,
 ) -> FiledCache:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
-    named = _without_removed(saved_as, file, config)
+    named = dict(file.state["config"])
     try:
         if named.get("predictor", "") is None:
             if config is None:
@@ -75,20 +74,6 @@ def empty_cache(
                 f"config out, change only {', '.join(free)}, or prefill again"
             )
     return cache
-
-
-def _without_removed(made: type[SparseConfig], file: Reader, config: SparseConfig | None) -> dict:
-    """The saved configuration without options that are gone; their values must stand for what happens now.
-
-    Where nothing that is stored depends on such an option, a ``config`` of the loader's may take its place.
-    """
-    named, gone = dict(file.state["config"]), removed(made)
-    for name in named.keys() & gone.keys():
-        value, option = named.pop(name), gone[name]
-        if not option.means_now(value) and (option.stored or config is None):
-            way = "prefill again" if option.stored else "pass config to load it without"
-            raise ValueError(f"{file.path} was saved with {name}={value!r}, which is gone: {option.instead} ({way})")
-    return named
 
 
 def free_fields(config: type[SparseConfig]) -> list[str]:
