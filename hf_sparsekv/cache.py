@@ -167,7 +167,9 @@ class SparseCache(LayerOwner):
         if not self._checked:  # before anything is stored, whatever attention function there is
             check_kind(getattr(caller(), "config", None))
             self._checked = True
-        layer = self._layer_at(layer_idx)
+        if layer_idx >= len(self.layers):
+            self._make_layers(layer_idx)
+        layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
         if not isinstance(layer, LinearAttentionCacheLayerMixin):  # else its other half was asked before, and counted

@@ -158,17 +158,15 @@ class LayerOwner(Cache):
             layer.policy.watch = BlockWatch()
         return layer
 
-    def _layer_at(self, layer_idx: int) -> CacheLayerMixin:
-        """The layer that ``update()`` is called for; without a configuration it is one of ours, made now."""
-        if self.model_config is None:
-            while len(self.layers) <= layer_idx:
-                self.layers.append(self._layer(len(self.layers)))
-        elif layer_idx >= len(self.layers):
+    def _make_layers(self, layer_idx: int) -> None:
+        """Make layers of ours up to this one. Raises ValueError if the model's are known, which ends before it."""
+        if self.model_config is not None:
             raise ValueError(
                 f"this cache was made for a model of {len(self.layers)} layers, got layer {layer_idx}: it belongs to "
                 "another model, use a new one"
             )
-        return self.layers[layer_idx]
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._layer(len(self.layers)))
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:

@@ -434,10 +434,10 @@ class RowBatch:
             ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.
         """
         self._check()
-        if not self.active:
+        if not (active := self.active):
             raise ValueError("no row is active: join() or resume() one first")
         lengths = self.cache.joined_rows().lengths
-        full = [row for row in self.active if lengths[row] >= self.max_length]
+        full = [row for row in active if lengths[row] >= self.max_length]
         if full:
             raise ValueError(f"rows {full} hold max_length={self.max_length} tokens: leave() or hold() them first")
         device = self._device
