@@ -352,7 +352,7 @@ class LayerOwner(Cache):
         """Let the layers account for the steps that were replayed since they last did."""
         replayed, self._replayed = self._replayed, None
         if replayed is not None:
-            replayed.settle(layer for layer in self.layers if isinstance(layer, SparseLayer))
+            replayed.settle([layer for layer in self.layers if isinstance(layer, SparseLayer)])
 
     def replayed(
         self, plans: Sequence[Plan], queries: Sequence[Tensor], taken: Taken, drafts: Rows | None = None
