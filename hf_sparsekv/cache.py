@@ -1,4 +1,4 @@
-"""The caches that ``generate()`` takes as ``past_key_values``: what users and transformers know them by."""
+"""The caches that ``generate()`` takes as ``past_key_values``: their interface to users and to transformers."""
 
 from __future__ import annotations
 

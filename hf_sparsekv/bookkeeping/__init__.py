@@ -1,1 +1,1 @@
-"""What a sparse cache knows of its layers, their forward passes and its rows, apart from transformers' interface."""
+"""What a sparse cache keeps of its layers, forward passes and rows, apart from transformers' interface."""

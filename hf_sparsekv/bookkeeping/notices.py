@@ -1,6 +1,6 @@
 """Warnings that a cache gives once.
 
-Apart from the cache because what they say is of no concern to what it does.
+Apart from the cache because its behaviour does not depend on them.
 """
 
 from __future__ import annotations

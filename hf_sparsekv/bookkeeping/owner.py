@@ -1,6 +1,6 @@
-"""What layers, attention and captured steps know a cache by: its layers, its rows, and the forward pass under way.
+"""The interface of a sparse cache to its layers, to attention and to captured steps.
 
-Apart from :class:`..SparseCache`, by which users and transformers know it, because hardly a caller needs both.
+Apart from :class:`..SparseCache`, its interface to users and to transformers, because hardly a caller needs both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which rows are there, which of them decode, and how many a step runs.
 
-Apart from what the rows hold because it says nothing of tokens.
+Apart from the rows' tokens because no place depends on them.
 """
 
 from __future__ import annotations
