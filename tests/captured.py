@@ -10,21 +10,25 @@ from caches import ALL, EAGER, HOST_RANK, LATE, TIGHT
 from models import build, model, prompt
 
 from hf_sparsekv import QueryTap, optimize
-from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.recorder import Recorder
+from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.layers.sliding import SlidingRing
 
 
-class Imitation(StepRunner):
-    """Replays without a GPU: every replay runs the step anew with the host's state frozen as it was at the capture.
+class ImitatedGraphs(Recorder):
+    """Graphs without a GPU: each replay recomputes the step with the host's state frozen as it was at the capture.
 
-    So whatever the host decides in a step without the replay knowing shows here as it would on a GPU.
+    A decision of the host that a replay does not know of therefore shows here as it would on a GPU.
     """
 
+    watch = None  # of the model; Imitation sets it
+
     @staticmethod
-    def _on_gpu(t):
+    def readable(t):
         return True
 
-    def _record(self, run, device, saved):
+    def record(self, run, device, saved):
         output = run(None)
         queries = [state.layer.query for state in saved]
         rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
@@ -61,6 +65,15 @@ class Imitation(StepRunner):
                         ring.cumulative_length = length
 
         return Graph(), output
+
+
+class Imitation(StepRunner):
+    """Replays steps of a model without a GPU, by ``graphs``."""
+
+    def __init__(self, model, graphs=None):
+        self.recorder = ImitatedGraphs() if graphs is None else graphs
+        super().__init__(model, self.recorder)
+        self.recorder.watch = self.watch
 
 
 def same_counts(*caches) -> None:

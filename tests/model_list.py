@@ -40,7 +40,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TwoLevelConfig, generating, sparse
-from hf_sparsekv.cuda_graph.optimize import StepRunner
+from hf_sparsekv.cuda_graph.runner import StepRunner
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 WORKS, EAGER, WRONG, DENSE, REFUSED, FAILS, UNBUILT = (

@@ -7,12 +7,13 @@ import random
 import pytest
 import torch
 from caches import CACHES, CODED, predictive, two_level
-from captured import Imitation, imitated, same_counts
+from captured import ImitatedGraphs, Imitation, imitated, same_counts
 from models import build, prompt
 from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannounced, ways
 
 from hf_sparsekv import predict_ahead
-from hf_sparsekv.cuda_graph.optimize import StepRunner, draft_width
+from hf_sparsekv.cuda_graph.inputs import draft_width
+from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.kv.step_rows import StepRows
 from hf_sparsekv.kv.store import ring_tokens
 
@@ -283,17 +284,17 @@ def test_what_is_not_captured_runs_eagerly(name):
 
 
 def test_passes_that_cannot_be_captured_leave_steps_captured():
-    class Refuses(Imitation):
-        def _record(self, run, device, saved):
+    class Refuses(ImitatedGraphs):
+        def record(self, run, device, saved):
             output, graph = None, None
             if len(saved[0].layer.store.held.lengths) and saved[0].layer.replay is None:
-                graph, output = super()._record(run, device, saved)
+                graph, output = super().record(run, device, saved)
             if output.logits.shape[1] > 1:
                 raise RuntimeError("this model looks at its tokens")
             return graph, output
 
     net, plain = build("llama", "sparsekv"), bare("llama")
-    runner = Refuses(net)
+    runner = Imitation(net, Refuses())
     runner.install()
     ours, theirs = filled(net, CACHES["host-default"]), filled(plain, CACHES["host-default"])
     with pytest.warns(UserWarning, match="drafts are verified eagerly .this model looks at its tokens"):

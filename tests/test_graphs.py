@@ -8,11 +8,12 @@ import inspect
 import pytest
 import torch
 from caches import ALL, FULL, TIGHT, two_level
-from captured import Imitation, imitated, same_counts, through_modes
+from captured import ImitatedGraphs, Imitation, imitated, same_counts, through_modes
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.recorder import Recorder
 from hf_sparsekv.layers.sliding import SlidingRing
 
 
@@ -156,13 +157,13 @@ def test_padding_in_the_middle_of_an_answer_is_noticed():
     ids=["message", "none"],
 )
 def test_a_forward_that_cannot_be_captured_runs_eagerly(error, says):
-    class Refuses(Imitation):
-        def _record(self, run, device, saved):
+    class Refuses(ImitatedGraphs):
+        def record(self, run, device, saved):
             run(None)
             raise error
 
     fast = build("llama", "sparsekv")
-    runner = Refuses(fast)
+    runner = Imitation(fast, Refuses())
     runner.install()
     inputs, caches = prompt(2, 120, (0, 30)), (two_level(**TIGHT), two_level(**TIGHT))
     go = {"do_sample": False, "max_new_tokens": 20}
@@ -209,8 +210,8 @@ def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: left.append(("released", *of)), raising=False)
-    runner = StepRunner(model("llama"))
-    monkeypatch.setattr(runner, "_streams", lambda device: (Stream(), None))
+    recorder = Recorder()
+    monkeypatch.setattr(recorder, "streams", lambda device: (Stream(), None))
     device = torch.device("cuda", 3)
     captured = []
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: captured.append((device, list(left))))
@@ -219,7 +220,7 @@ def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-        runner._record(run, device, [])
+        recorder.record(run, device, [])
     forgotten = [] if ends else [("ended", 3, (0, 7)), ("released", 3, (0, 7))]
     first, behind = entered[:2][::-1], entered[2:][::-1]
     assert left == [*first, *forgotten, *behind], "the stream is put back"

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 from caches import CACHES, TIGHT, two_level
-from captured import Imitation
+from captured import ImitatedGraphs, Imitation
 from interrupts import HOME, MODELING, TRANSFORMERS, Points, count
 from models import NEEDS_CONFIG, build, prompt
 
@@ -28,11 +28,11 @@ IDS = prompt(2, 160)["input_ids"]
 START = 90  # where steps begin: channels are known soon, and a block is sealed within a few steps
 
 
-class Whole(Imitation):
+class Whole(ImitatedGraphs):
     """No interrupt is raised inside a replay."""
 
-    def _record(self, run, device, saved):
-        graph, output = super()._record(run, device, saved)
+    def record(self, run, device, saved):
+        graph, output = super().record(run, device, saved)
         replay = graph.replay
 
         def untraced():
@@ -62,7 +62,7 @@ class Runs:
     def __init__(self, name: str, kind: str, captured: bool) -> None:
         self.net = build(name, "sparsekv")
         if captured:
-            Whole(self.net).install()
+            Imitation(self.net, Whole()).install()
         self.make = lambda: CACHES[kind](self.net.config if name in NEEDS_CONFIG else None, **TIGHT)
         self.control = self.make()
         self.prefill(self.control)
@@ -166,9 +166,9 @@ def test_behind_a_replay():
     """Where an interrupt is raised that came during the replay: the device has stored a token, the host has not."""
     left = [5]
 
-    class Stops(Imitation):
-        def _record(self, run, device, saved):
-            graph, output = super()._record(run, device, saved)
+    class Stops(ImitatedGraphs):
+        def record(self, run, device, saved):
+            graph, output = super().record(run, device, saved)
             replay = graph.replay
 
             def stop():
@@ -181,7 +181,7 @@ def test_behind_a_replay():
             return graph, output
 
     net, cache = build("llama", "sparsekv"), two_level(**TIGHT)
-    Stops(net).install()
+    Imitation(net, Stops()).install()
     given = {"do_sample": False, "max_new_tokens": 20, "past_key_values": cache}
     with pytest.raises(KeyboardInterrupt):
         net.generate(IDS, **given)

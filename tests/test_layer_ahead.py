@@ -523,11 +523,11 @@ def test_a_trial_run_leaves_what_was_added_as_it_was(monkeypatch):
     runner = Imitation(net)
     runner.install()
     cache, seen = predictive(True, **TIGHT, predictor="layer:in_delta"), []
-    capture, record = runner._capture, runner._record
+    capture, record = runner.capturer.capture, runner.recorder.record
 
-    def watched(ids, positions, cache, *rest):
+    def watched(forward, cache, wanted):
         before = added(cache)
-        step = capture(ids, positions, cache, *rest)
+        step = capture(forward, cache, wanted)
         seen.append((before, added(cache)))
         return step
 
@@ -536,8 +536,8 @@ def test_a_trial_run_leaves_what_was_added_as_it_was(monkeypatch):
         seen.append(cache.sparse_layers[1].policy.added.clone())
         return found
 
-    monkeypatch.setattr(runner, "_capture", watched)
-    monkeypatch.setattr(runner, "_record", recorded)
+    monkeypatch.setattr(runner.capturer, "capture", watched)
+    monkeypatch.setattr(runner.recorder, "record", recorded)
     decode(cache, net, steps=2)
     changed, (before, after) = seen[:2]
     assert torch.equal(before, after) and before.any()

@@ -283,7 +283,7 @@ def test_a_capture_copies_nothing():
     runner.install()
     cache = predictive(True, **TIGHT)
     ids = prompt(2, 151, seed=5)["input_ids"]
-    record, kept = runner._record, []
+    record, kept = runner.recorder.record, []
 
     def state():
         copies = [layer.policy.tokens for layer in cache.sparse_layers]
@@ -295,7 +295,7 @@ def test_a_capture_copies_nothing():
         kept.append(state())
         return found
 
-    runner._record = watch
+    runner.recorder.record = watch
     with torch.no_grad():
         net(ids[:, :150], past_key_values=cache)
         net(ids[:, 150:], past_key_values=cache)

@@ -20,7 +20,8 @@ from models import build, model, prompt
 from torch.utils.data import DataLoader, Dataset
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.cuda_graph.optimize import StepRunner, runner_of
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.offload.host_limit import HostBudget
 
 IDS = prompt(2, 200)["input_ids"]

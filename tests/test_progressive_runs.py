@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caches import progressive
-from captured import Imitation
+from captured import ImitatedGraphs, Imitation
 from models import build
 from test_progressive import decode
 
@@ -24,11 +24,11 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
             policy.labels.channels = channels.setdefault(policy.layer_idx, found)
             policy.labels.channels.copy_(found)
 
-    class Silent(Imitation):
+    class Silent(ImitatedGraphs):
         """Its replays run no code of a layer, as on a GPU."""
 
-        def _record(self, run, device, saved):
-            graph, output = super()._record(run, device, saved)
+        def record(self, run, device, saved):
+            graph, output = super().record(run, device, saved)
             replay, policies = graph.replay, [state.layer.policy for state in saved]
 
             def silently():
@@ -43,7 +43,7 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
     monkeypatch.setattr(ProgressivePolicy, "start", again)
     monkeypatch.setattr(ProgressivePolicy, "observe", watch)
     net = build("llama", "sparsekv")
-    runner = Silent(net)
+    runner = Imitation(net, Silent())
     runner.install()
     cache = progressive(False, audit_every=1)
     decode(cache, net=net)

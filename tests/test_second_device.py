@@ -292,14 +292,14 @@ def test_memory_of_a_captured_step_is_there_before():
     """A graph has no pool of its own on the other device."""
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
-    peer, record, made = race.ours.shared.peer, race.runner._record, []
+    peer, record, made = race.ours.shared.peer, race.runner.recorder.record, []
     peer._buffers.clear()
 
     def watch(run, device, saved):
         made.append(dict(peer._buffers))
         return record(run, device, saved)
 
-    race.runner._record, race.runner._warm_up = watch, lambda run, device: None
+    race.runner.recorder.record, race.runner.recorder.warm_up = watch, lambda run, device: None
     race.run(2)
     assert race.runner.captures == len(made) == 1
     handed_over = {"q", "k", "v", "past", "now", "after"}  # which kernels read in place
@@ -364,14 +364,14 @@ def test_a_captured_step_keeps_what_the_other_device_still_reads():
     """A graph's memory of what is let go would go to later layers, while the other device has yet to read it."""
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
-    kept, record = [], race.runner._record
+    kept, record = [], race.runner.recorder.record
 
     def watch(run, device, saved):
         found = record(run, device, saved)
         kept.extend(layer.store.kept for layer in race.ours.sparse_layers)
         return found
 
-    race.runner._record = watch
+    race.runner.recorder.record = watch
     race.run(2)
     assert race.runner.captures == 1
     assert kept and all(k.shape[2] == v.shape[2] == 1 for k, v, _ in kept)
@@ -380,13 +380,13 @@ def test_a_captured_step_keeps_what_the_other_device_still_reads():
 def test_a_step_that_cannot_be_captured_leaves_the_other_device_where_it_was():
     race = PredictiveRace(captured=True, cache_rank="cpu", strict=True)
     race.feed(prompt(1, 130)["input_ids"])
-    record = race.runner._record
+    record = race.runner.recorder.record
 
     def fail(run, device, saved):
         record(run, device, saved)
         raise RuntimeError("no graph can hold this")
 
-    race.runner._record = fail
+    race.runner.recorder.record = fail
     with pytest.warns(UserWarning, match="no graph can hold this"):
         assert race.run(40) < TOLERANCE
     assert all(layer.store.replica.length == layer.store.length for layer in race.ours.sparse_layers)

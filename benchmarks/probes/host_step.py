@@ -18,22 +18,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.cuda_graph.optimize import StepRunner
+from hf_sparsekv.cuda_graph.recorder import Recorder
+from hf_sparsekv.cuda_graph.runner import StepRunner
 
 LAYERS, ROWS, CONTEXT, STEPS = 36, 8, 700, 400
 WARM_UP = 50
 
 
-class Timed(StepRunner):
+class Timed(Recorder):
     """Steps are run once, and from then on said to have been replayed."""
 
     launched = 0.0
 
     @staticmethod
-    def _on_gpu(t: torch.Tensor) -> bool:
+    def readable(t: torch.Tensor) -> bool:
         return True
 
-    def _record(self, run, device, saved):
+    def record(self, run, device, saved):
         return self, run(None)
 
     def replay(self) -> None:
@@ -50,8 +51,8 @@ def main() -> None:
     size = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, vocab_size=50, **size)).eval()
     model.set_attn_implementation("sparsekv")
-    runner = Timed(model)
-    runner.install()
+    recorder = Timed()
+    StepRunner(model, recorder).install()
     print(f"{'blocks':12} {'steps of':12} {'before, ms (95 %)':>20} {'behind, ms (95 %)':>20}")
     for name, offload in (("device", None), ("host memory", OffloadConfig())):
         for who, steps in (("generate()", of_generate), ("rows", of_rows)):
@@ -63,8 +64,8 @@ def main() -> None:
                 start = time.perf_counter()
                 step()
                 end = time.perf_counter()
-                before.append(1e3 * (runner.launched - start))
-                behind.append(1e3 * (end - runner.launched))
+                before.append(1e3 * (recorder.launched - start))
+                behind.append(1e3 * (end - recorder.launched))
             print(f"{name:12} {who:12} {middle(before[WARM_UP:]):>20} {middle(behind[WARM_UP:]):>20}")
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from captured import Imitation
+from captured import ImitatedGraphs, Imitation
 from models import build
 from read_rows import read_rows
 from torch import nn
@@ -63,16 +63,19 @@ def formats(monkeypatch):
 def as_on_gpu(monkeypatch):
     """Captured steps imitated; a layer of ``HostLooks`` cannot be captured."""
 
-    class Some(Imitation):
-        def _record(self, run, device, saved):
+    class Some(ImitatedGraphs):
+        def __init__(self, model):
+            self.model = model
+
+        def record(self, run, device, saved):
             if any(isinstance(module, HostLooks) for module in self.model.modules()):
                 raise RuntimeError("operation not permitted when stream is capturing")
-            return super()._record(run, device, saved)
+            return super().record(run, device, saved)
 
     def prepare(model, variant, fused, capture=True):
         model.set_attn_implementation("sparsekv")
         if capture:
-            runner = Some(model)
+            runner = Imitation(model, Some(model))
             runner.fusion = fuse(model)
             runner.install()
 

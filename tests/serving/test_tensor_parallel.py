@@ -42,6 +42,7 @@ from captured import Imitation
 from models import prompt
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.ranks import ranks_of
 from hf_sparsekv.serving.ranks import follow
 
 path, gpus, spread = sys.argv[1], sys.argv[2:] == ["gpus"], DistributedConfig(tp_plan="auto")
@@ -56,15 +57,12 @@ serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
 budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
 kinds = ((TwoLevelConfig(**SMALL, **FULL), None, False), (budget, OffloadConfig(), True))
 
-# As if a graph could hold the ranks' sums.
-class Alike(Imitation):
-    _talks = True
-
 def begin(captured):
     if gpus:
         optimize(shard)
     elif captured:
-        Alike(shard).install()
+        ranks_of(shard).captures = True  # as if a graph could hold the ranks' sums
+        Imitation(shard).install()
 
 if dist.get_rank():
     for config, offload, captured in kinds:

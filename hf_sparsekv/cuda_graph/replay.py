@@ -1,0 +1,205 @@
+"""Replaying captured steps: the short way for a step like the one before, and the launch of a graph.
+
+Apart from the runner because this is the hot path: the host's work of every steady step is in this file.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import SparseCache
+from ..cache_name import output_name
+from ..kv.rows import Drafts, Rows
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+from ..model_watch import ModelWatch
+from .captured_step import CapturedStep, autocast_of
+from .inputs import all_tokens, graph_inputs, valid_rows
+from .mask_watch import MaskWatch
+
+
+class Steady(NamedTuple):
+    """What a step was that is expected again.
+
+    Args:
+        step: the graph.
+        changes, moves: of the cache and its table, which say whether anybody has touched them.
+        room: blocks that all pools have room for.
+        layers, rings: of the cache.
+        rest: the call's further arguments.
+        sealed: full blocks of each row when the step was planned; None: however many they have, it stays as it is.
+        tokens: of a pass over drafts, how many were looked at; with fewer it is the same.
+        autocast: what it computed in, if it was on.
+    """
+
+    step: CapturedStep
+    changes: int
+    moves: int
+    room: int
+    layers: list[SparseLayer]
+    rings: list[SlidingRing]
+    rest: dict
+    sealed: tuple[int, ...] | None
+    tokens: int = 1
+    autocast: torch.dtype | None = None
+
+
+class Replayer:
+    """Replays captured steps of one model.
+
+    Args:
+        watch: of the model, which says whether it has changed.
+
+    Attributes:
+        graphs: captured steps of each cache, by everything that decides what a step is.
+        steady: what is known of the next step of each cache if it is like the last one, by how many tokens it has room
+            for: 1, or those of a pass over drafts.
+        watches: of each cache, what looks at the masks of its steps.
+        replays: how many graphs were launched.
+    """
+
+    def __init__(self, watch: ModelWatch) -> None:
+        self.watch = watch
+        self.graphs: weakref.WeakKeyDictionary[SparseCache, dict[Hashable, CapturedStep]] = weakref.WeakKeyDictionary()
+        self.steady: weakref.WeakKeyDictionary[SparseCache, dict[int, Steady]] = weakref.WeakKeyDictionary()
+        self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
+        self.replays = 0
+
+    def forget(self) -> None:
+        """The model has changed: what was captured is of another one."""
+        self.graphs.clear()
+        self.steady.clear()
+
+    def again(self, given: dict, cache: SparseCache, known: dict[int, Steady]):
+        """The same step as an earlier one, if nothing has changed that decides what it is; else None.
+
+        A step of some 5 ms has no time for a host that looks at every layer.
+        """
+        table = cache.row_table
+        ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < (new := ids.shape[1]) <= cache.config.max_draft + 1:
+            return None
+        if positions is None:
+            return self._unsteady(cache)
+        ids, positions, rest, keep = graph_inputs(given, cache, positions)
+        steady = known.get(width := ids.shape[1])
+        if steady is None or new > steady.tokens:
+            return None
+        step = steady.step
+        if (
+            not self.watch.same()  # the long way forgets all that is captured
+            or cache not in self.graphs
+            or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
+            or cache.changes != steady.changes
+            or table.moves != steady.moves
+            or (mask is not None and mask.ndim != 2)
+            or not isinstance(keep, int)
+            or any(isinstance(value, Tensor | list | dict) for value in rest.values())
+            or rest != steady.rest
+            or torch.is_grad_enabled()
+            or autocast_of(ids.device) is not steady.autocast
+        ):
+            return self._unsteady(cache)
+        rows, drafts = table.rows, None
+        if new > 1:
+            if len(ids) > 1 or not cache.drafted(new) or not all_tokens(mask, new):
+                return None
+            mask = None
+        valid = valid_rows(cache, rows, mask, ids.device)
+        if (valid is not None and not table.managed) or (
+            (ids.shape, positions.shape) != (step.input_ids.shape, step.position_ids.shape)
+        ):
+            return self._unsteady(cache)
+        held = rows
+        if new > 1:
+            (drafts,) = table.drafts(rows, new, True)
+            held = drafts.taken.after
+        else:
+            table.ready(rows)
+        if table.ids.used > steady.room or table.moves != steady.moves:
+            return self._unsteady(cache)
+        if steady.sealed not in (None, held.sealed):  # more to choose from: is it still the same step?
+            if not _planned(cache, held, steady):
+                return self._unsteady(cache)
+            known[width] = steady = steady._replace(sealed=held.sealed)
+        watch = None if mask is None or rows.valid is not None else self.mask_watch(cache, mask)
+        return self.replay(step, cache, steady, rows, valid, watch, ids, positions, mask, drafts, keep)
+
+    def expect(self, cache: SparseCache, width: int, now: Steady) -> None:
+        """Expect the step again. More blocks change a plan at some number of them, and not back behind it."""
+        stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.capacity), now)
+        self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
+
+    def _unsteady(self, cache: SparseCache) -> None:
+        self.steady.pop(cache, None)
+
+    def replay(
+        self,
+        step: CapturedStep,
+        cache: SparseCache,
+        steady: Steady,
+        rows: Rows,
+        valid: Tensor | None,
+        watch: MaskWatch | None,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        drafts: Drafts | None = None,
+        keep: int = 0,
+    ):
+        """Replay the step, or the pass over ``drafts``, of whose logits the last ``keep`` are asked for (0: all)."""
+        table, layers = cache.row_table, steady.layers
+        taken, queries = table.step(rows, valid) if drafts is None else drafts.taken, None
+        steps = table.steps(ids.device)
+        steps.load(rows)
+        step.input_ids.copy_(ids)
+        step.position_ids.copy_(positions)
+        if step.valid is not None:
+            step.give(valid)
+        if drafts is not None:
+            queries = drafts.queries
+            step.count.fill_(drafts.tokens)
+        try:
+            # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
+            # comes during the replay is raised behind it, and a second one may come while the first is handled.
+            for layer in layers:
+                layer.broken = "stopped after a captured step"
+            steps.held = None
+            step.graph.replay()
+            self.replays += 1
+            if watch is not None:
+                watch.look(mask)
+            cache.replayed(step.plans, step.queries, taken, queries)
+            for ring in steady.rings:
+                ring.advance()
+            steps.held = taken.after
+            for layer in layers:
+                layer.broken = None
+        except BaseException as error:
+            for layer in layers:
+                layer.broken = f"{type(error).__name__} after a captured step"
+            raise
+        out = {**step.output, output_name(type(step.output)): cache}
+        if drafts is not None:
+            out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
+        return type(step.output)(**out)
+
+    def mask_watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
+        """Who looks at the masks of this cache's steps; what it has seen so far is in order."""
+        watch = self.watches.get(cache)
+        if watch is None or watch.holes.shape[0] != mask.shape[0]:
+            watch = self.watches[cache] = MaskWatch(mask)
+        watch.check(cache)
+        return watch
+
+
+def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
+    """Of these rows it is the same step."""
+    asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
+    drafts = steady.step.count is not None
+    return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))

@@ -1,0 +1,303 @@
+"""The runner: takes the place of ``model.forward`` and decides what one call does.
+
+A decode step over a sparse cache is replayed, captured if there is no graph of it yet, or run eagerly with a warning.
+Apart from the other files because it alone changes the model, and holds the parts of a captured step together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+
+import torch
+from transformers import GenerationMixin
+
+from ..attention.mla import absorb, absorbs, is_mla, restore
+from ..attention.rotary import PassRotary
+from ..attention.tap import QueryTap
+from ..cache import SparseCache
+from ..cache_name import NAMES, cache_name
+from ..fusion.fuse import Fusion
+from ..kv.rows import Drafts, Rows
+from ..layers.sliding import SlidingRing
+from ..model_watch import ModelWatch
+from ..policies.plan import Plan
+from ..ranks import ranks_of
+from .capture import Capturer, Wanted, kernel_kind
+from .captured_step import CapturedStep, autocast_of
+from .eligibility import Eligibility
+from .inputs import graph_inputs, valid_rows
+from .late_stop import defer, wait
+from .recorder import Recorder
+from .replay import Replayer, Steady
+
+_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
+_KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
+
+
+class StepRunner:
+    """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
+
+    One graph per cache, batch, addresses, plans and autocast. A second cache of the same shape is captured anew, which
+    takes about as long as one eager step. So is everything once the model has changed
+    (:class:`..model_watch.ModelWatch`).
+
+    Args:
+        model: the model.
+        recorder: what captures; tests without a GPU give an imitation.
+    """
+
+    def __init__(self, model: torch.nn.Module, recorder: Recorder | None = None) -> None:
+        self.model = model
+        self.original = model.forward
+        self.had_own = "forward" in model.__dict__
+        self.signature = inspect.signature(self.original)
+        # The last step of each cache, and how much had changed before it.
+        self.last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
+        self.lock = threading.RLock()
+        self.captures = 0
+        self.fusion: Fusion | None = None
+        self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
+        self.tap = QueryTap(model)
+        self.watch = ModelWatch(model)
+        self.rotary = PassRotary(model)
+        of_any_name = (name for name, one in self.signature.parameters.items() if one.kind is one.VAR_KEYWORD)
+        self._rest = next(of_any_name, "kwargs")  # Gemma 3's are lm_kwargs
+        self._cache_name = cache_name(model)
+        (self._other_name,) = {*NAMES} - {self._cache_name}
+        generating = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+        counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
+        self._said: set[str] = set()
+        ranks = ranks_of(model)
+        self.ranks = ranks if ranks is not None and ranks.captures else None  # that all capture a step, or none
+        recorder = Recorder() if recorder is None else recorder
+        self.eligibility = Eligibility(model, counts_positions, self.rotary, ranks, recorder.readable)
+        self.capturer = Capturer(model, self.ranks, recorder)
+        self.replayer = Replayer(self.watch)
+        self.graphs, self.steady = self.replayer.graphs, self.replayer.steady
+
+    @property
+    def replays(self) -> int:
+        """How many steps were replayed."""
+        return self.replayer.replays
+
+    # ------------------------------------------------------------------ installing
+
+    def install(self) -> None:
+        runner = self
+
+        @functools.wraps(self.original)  # generate() inspects the signature
+        def forward(*args, **kwargs):
+            return runner(*args, **kwargs)
+
+        forward._sparsekv_runner = self
+        self.model.forward = forward
+        self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
+        for module in self.absorbed:
+            absorb(module)
+        self.rotary.install()
+        self.tap.install()
+        defer(self.model)
+        self.watch.begin()
+
+    def remove(self) -> None:
+        self._forget()
+        self.watch.end()
+        for module in self.absorbed:
+            restore(module)
+        wait(self.model)
+        self.tap.remove()
+        self.rotary.remove()
+        if self.fusion is not None:
+            self.fusion.undo()
+            self.fusion = None
+        # At the end: if an interrupt comes before, a second call finds the runner and does the rest.
+        if self.had_own:
+            self.model.forward = self.original
+        else:
+            self.model.__dict__.pop("forward", None)
+
+    # ------------------------------------------------------------------ a call
+
+    def _eagerly(self, *args, **kwargs):
+        """The model's own forward. What it changes of the model is how it works: tensor parallel ones swap weights."""
+        with self.watch.ignoring():
+            return self.original(*args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        if self._other_name in kwargs and self._cache_name not in kwargs:
+            kwargs[self._cache_name] = kwargs.pop(self._other_name)
+        cache = kwargs.get(self._cache_name)
+        if not args and isinstance(cache, SparseCache) and (known := self.steady.get(cache)):
+            with self.lock:
+                out = self.replayer.again(kwargs, cache, known)
+            if out is not None:
+                return out
+        given = self.signature.bind(*args, **kwargs).arguments
+        given.update(given.pop(self._rest, {}))
+        cache = given.get(self._cache_name)
+        new = self.eligibility.new_tokens(given, cache) if isinstance(cache, SparseCache) else 0
+        if isinstance(cache, SparseCache):
+            with self.lock:
+                changed = not self.watch.check()
+                if changed:
+                    self._forget()
+                if new:
+                    self.eligibility.restless = self.eligibility.restless + 1 if changed else 0
+                    self.watch.refresh()
+        if not new:
+            if isinstance(cache, SparseCache):
+                self.replayer.watches.pop(cache, None)  # what it saw belongs to the tokens before
+            return self._eagerly(*args, **kwargs)
+        reason = self.eligibility.why_not(given, cache)
+        if self.ranks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
+            reason = reason or "another rank of the model runs them eagerly"
+        if reason:
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
+            return self._eagerly(*args, **kwargs)
+        self.tap.hooks.meet(cache)
+        layers = cache.sparse_layers
+        if any(layer.broken for layer in layers):
+            return self._eagerly(*args, **kwargs)  # which says so
+        cache._check_complete()
+        rows = cache.joined_rows()
+        if new > 1:
+            with self.lock:
+                out = self._verify(given, cache, rows)
+            if out is None:
+                self.replayer.watches.pop(cache, None)
+                out = self._eagerly(*args, **kwargs)
+            return out
+        cache.row_table.ready(rows)
+        for layer in layers:  # before page tables are made that name what pools have room for
+            layer.store.fit(rows)
+        asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
+        plans = tuple([layer.prepare(asked) for layer in layers])
+        if not all(plan.captured for plan in plans):  # this step changes what the next ones are
+            return self._eagerly(*args, **kwargs)
+        with self.lock:
+            return self._step(given, cache, plans)
+
+    def _forget(self) -> None:
+        """The model has changed: what was captured, and what was found out, is of another one."""
+        self.replayer.forget()
+        self.last.clear()
+        self.eligibility.forget()
+
+    def _verify(self, given: dict, cache: SparseCache, rows: Rows):
+        """A pass over drafts of one row, if it can be captured; else None."""
+        layers, new = cache.sparse_layers, given["input_ids"].shape[1]
+        if not self.eligibility.drafts(given, cache, new):
+            return None
+        (drafts,) = cache.row_table.drafts(rows, new, True)
+        for layer in layers:
+            layer.store.fit(rows)
+        plans = tuple([layer.prepare(drafts.taken.after, drafts=True) for layer in layers])
+        return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
+
+    def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):
+        """A step, or a pass over ``drafts``, by its graph, which is captured if there is none.
+
+        If it cannot be: the step eagerly; of drafts None.
+        """
+        layers, table = cache.sparse_layers, cache.row_table
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        rows, new = table.rows, ids.shape[1]
+        if drafts is not None:
+            mask = None  # it has been looked at
+        valid = valid_rows(cache, rows, mask, ids.device)
+        masked = rows.valid is not None or table.managed
+        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        if rings and valid is not None:
+            return self._eagerly(**given)  # a ring keeps columns, which are tokens from the first one on
+        watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
+        if positions is None:
+            positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
+        ids, positions, rest, keep = graph_inputs(given, cache, positions)
+        width = ids.shape[1]
+        steps = table.steps(ids.device)
+        for ring in rings:
+            steps.window(ring.sliding_window)
+        addresses: list[int] = [table.on(ids.device).data_ptr(), *steps.addresses]
+        for layer in layers:
+            layer.store.add_addresses(addresses)
+            layer.policy.add_addresses(addresses)
+        key = (
+            ids.shape,
+            positions.shape,
+            masked,
+            plans,
+            tuple(rest.items()),
+            tuple(addresses),
+            tuple(ring.addresses for ring in rings),
+            autocast := autocast_of(ids.device),
+        )
+        graphs = self.graphs.setdefault(cache, {})
+        step = graphs.pop(key, None)
+        if self.ranks and self.ranks.any(step is None):
+            # Addresses are each rank's own: one may have what another one has not. A capture runs the step once, and
+            # registers buffers with NCCL, which the others wait for: all or none.
+            step = None
+        if step is None:
+            kind = (*kernel_kind(cache), *key[:4], autocast)
+            mine = valid if valid is None else valid[: len(ids)]
+            step = self._first_capture(graphs, cache, Wanted(ids, positions, rest, plans, kind, mine, drafts))
+            if step is None:
+                return self._eagerly(**given) if drafts is None else None
+        graphs[key] = step  # the last one: the first one goes first
+        before = self.last.get(cache)
+        each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
+        room = min(layer.store.pool.capacity for layer in layers)
+        held = rows if drafts is None else drafts.taken.after
+        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new, autocast)
+        if drafts is not None:  # what a pass does follows from the rows alone
+            self.replayer.expect(cache, width, now)
+            return self.replayer.replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)
+        if before is not None and before[0] is step and before[1] == cache.changes and not each:
+            # Planned twice alike. More blocks change a plan at some number of them, and not back behind it.
+            self.replayer.expect(cache, width, now)
+        self.last[cache] = step, cache.changes
+        out = self.replayer.replay(step, cache, now, rows, valid, watch, ids, positions, mask)
+        if each:
+            cache.settle()
+        return out
+
+    def _first_capture(self, graphs: dict, cache: SparseCache, wanted: Wanted) -> CapturedStep | None:
+        """Capture a step that is not among the cache's ``graphs``, where it has room then.
+
+        None, and a warning says why, if the model's forward cannot be captured.
+        """
+        most = _MAX_GRAPHS if cache.row_batch is None else max(_MAX_GRAPHS, _KINDS * len(cache.row_batch.widths))
+        while len(graphs) >= most:
+            graphs.pop(next(iter(graphs)))
+        self.eligibility.look_again()
+        steps = cache.row_table.steps(wanted.ids.device)
+        steps.load(cache.row_table.rows)
+        try:
+            with self.watch.ignoring():
+                step = self.capturer.capture(self.original, cache, wanted)
+        except torch.OutOfMemoryError:  # may fit another time
+            raise
+        except RuntimeError as error:  # the model's own code does what no graph can hold
+            if wanted.drafts is not None:  # of several tokens, at least
+                self.eligibility.drafts_cannot = True
+                warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=5)
+                return None
+            self.eligibility.cannot = f"the model's forward cannot be captured ({_first_line(error)})"
+            self._said.add(self.eligibility.cannot)
+            warnings.warn(f"decode steps run eagerly: {self.eligibility.cannot}", stacklevel=5)
+            return None
+        finally:
+            steps.held = None  # the trial steps moved it
+        self.captures += 1
+        return step
+
+
+def _first_line(error: BaseException) -> str:
+    """Of its message; of one without, as of NotImplementedError, its name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
