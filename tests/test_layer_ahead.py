@@ -25,7 +25,8 @@ from hf_sparsekv import (
     predict_ahead,
     unoptimize,
 )
-from hf_sparsekv.attention import tap as tap_module
+from hf_sparsekv.attention.decoder import stack_of
+from hf_sparsekv.attention.points import Points
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
@@ -63,7 +64,7 @@ class Recorder:
             return attend(layer, step, query, *rest, **more)
 
         monkeypatch.setattr(SparseLayer, "attend", watch)
-        for at, layer in enumerate(tap_module._stack(net).layers):
+        for at, layer in enumerate(stack_of(net).layers):
             layer.register_forward_pre_hook(self._entered(at), with_kwargs=True)
 
     def _entered(self, at: int):
@@ -89,7 +90,7 @@ def test_the_query_of_a_layers_own_input_is_the_one_that_its_attention_gets(name
     cache = predictive(model_config=net.config if name in NEEDS_CONFIG else None, **TIGHT)
     inputs = prompt(2, 70, (0, 9))
     mask = inputs["attention_mask"]
-    hooks = tap_module.Hooks(net)
+    points = Points(net)
     with torch.no_grad():
         net(**inputs, position_ids=(mask.cumsum(1) - 1).clamp_min(0), past_key_values=cache)
         for token in prompt(2, 2, seed=3)["input_ids"].split(1, dim=1):
@@ -97,7 +98,7 @@ def test_the_query_of_a_layers_own_input_is_the_one_that_its_attention_gets(name
             net(token, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache)
     asked = 0
     for at, (stream, given) in seen.given.items():
-        point = next((p for p in hooks.points.values() if p.layer is tap_module._stack(net).layers[at]), None)
+        point = next((p for p in points.found.values() if p.layer is stack_of(net).layers[at]), None)
         if point is None or point.index not in seen.queries:
             continue
         asked += 1
@@ -112,7 +113,7 @@ def test_the_query_of_a_layers_own_input_is_the_one_that_its_attention_gets(name
 def test_models_whose_residual_stream_is_found(name):
     net = deep(name)
     with predict_ahead(net) as tap:
-        tap.hooks._check()
+        tap.hooks.points.check()
         found = tap.layers
     assert all(where == "in, mid" for index, where in found.items() if index), found
     assert found.get(0, "there is no layer before it") == "there is no layer before it"
@@ -126,9 +127,9 @@ def test_only_queries_are_projected(name, monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, w, b=None: (products.append(w.shape[0]), linear(x, w, b))[1]
     )
-    hooks = tap_module.Hooks(net)
-    point = hooks.points[max(hooks.points)]
-    point.query(*hooks._made_up(point))
+    points = Points(net)
+    point = points.found[max(points.found)]
+    point.query(*points.made_up(point))
     rows = 4 * (20 if name == "deepseek-v3" else 16)
     assert products == ([24, rows] if name == "deepseek-v3" else [rows])
 
@@ -150,7 +151,7 @@ def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
     for at, layer in enumerate(net.model.layers):
         net.model.layers[at] = After(layer)
     with predict_ahead(net) as tap:
-        tap.hooks._check()
+        tap.hooks.points.check()
         assert tap.layers == {0: "there is no layer before it", 1: "in", 2: "in"}
         cache = predictive(**TIGHT, predictor="layer")
         decode(cache, net, steps=3)
@@ -702,7 +703,7 @@ def test_random_numbers_are_the_users():
     expected = torch.rand(3)
     torch.manual_seed(1)
     with predict_ahead(net) as tap:
-        tap.hooks._check()
+        tap.hooks.points.check()
     assert torch.equal(torch.rand(3), expected)
 
 

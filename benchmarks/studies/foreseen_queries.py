@@ -3,7 +3,7 @@
     python -m benchmarks.studies.foreseen_queries --profile      # about ten minutes on one core
 
 Prompts and streams are those of :mod:`.attention_statistics`, attention is dense throughout. Beside each decode step's
-query of a layer there are those that the layer before expects (``hf_sparsekv/attention/tap.py``): from its input
+query of a layer there are those that the layer before expects (``hf_sparsekv/attention/points.py``): from its input
 (``in``), from that and what it added for the token before (``in_delta``), and from the stream between its attention and
 its MLP (``mid``). Noted, by layer: the cosine of both queries, the size of the error and how long it keeps its
 direction; the overlap of the tokens that both choose by labels, with that of consecutive steps beside it; how many of
@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparsekv.attention.handle import KVHandle
 from hf_sparsekv.attention.interface import sparsekv_attention
-from hf_sparsekv.attention.tap import Hooks, Point
+from hf_sparsekv.attention.points import Point, Points
 from hf_sparsekv.ops.device_tokens import EMPTY
 from hf_sparsekv.ops.device_tokens.reference import CLASSES
 from hf_sparsekv.results import Row, append_rows, commit
@@ -62,7 +62,7 @@ class Taps:
     """
 
     def __init__(self, model) -> None:
-        self.points = Hooks(model).points
+        self.points = Points(model).found
         self.expected: dict[int, dict[str, Tensor]] = {}
         self._given: dict = {}  # what the layer before is called with beside its input
         self._added: dict[int, Tensor] = {}  # by the layer before, for the last token
@@ -329,7 +329,7 @@ def main() -> None:
         found.append(record_pairs(model, words[:, start : start + need], args.steps, seed=passage))
         print(f"passage {passage}: {time.perf_counter() - began:.0f} s", flush=True)
     values = {s: {name: np.mean([one[s][name] for one in found], axis=0) for name in found[0][s]} for s in STREAMS}
-    layers = sorted(Hooks(model).points)
+    layers = sorted(Points(model).found)
     print(table(values, [at for at, layer in enumerate(layers) if layer >= CONFIG.dense_layers]))
     append_rows(args.csv, rows(values, args.context, layers))
     if args.profile:

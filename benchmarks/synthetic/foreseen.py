@@ -1,7 +1,7 @@
 """Pairs of true and expected queries, as far from each other as recorded on a real model.
 
 The residual stream of random weights foresees nothing, so what a cache chooses for the query of the layer
-before (``hf_sparsekv/attention/tap.py``) would always be wrong. Here each replayed query gets an expected one beside
+before (``hf_sparsekv/attention/points.py``) would always be wrong. Here each replayed query gets an expected one beside
 it: the query plus an error.
 
 * The recording (``profiles/*-foreseen.json``) is that of ``python -m benchmarks.studies.foreseen_queries``, by layer

@@ -129,7 +129,7 @@ class Policy(State):
 
     @classmethod
     def foresees_by(cls, config: SparseConfig, offloaded: bool) -> str | None:
-        """What queries are expected from (:mod:`..attention.tap`).
+        """What queries are expected from (:mod:`..attention.points`).
 
         ``"layer:mid"``, ``"layer:in_delta"``, ``"layer:in"``, or ``"layer"``, which is the last.
         """

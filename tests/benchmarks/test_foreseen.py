@@ -21,7 +21,7 @@ from benchmarks.synthetic.keys import SyntheticKV
 from benchmarks.synthetic.replay import ReplayedQueries
 from benchmarks.synthetic.statistics import WORKING_SET, stored_blocks
 from hf_sparsekv import PredictiveConfig, predict_ahead
-from hf_sparsekv.attention.tap import Point
+from hf_sparsekv.attention.points import Point
 from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
 from hf_sparsekv.ops.device_tokens.reference import bring_tokens
 

@@ -1,0 +1,199 @@
+"""The layers whose query can be expected, and where the residual stream is taken for each.
+
+A decoder layer adds little to the residual stream. What layer ``l`` would ask of the stream as it enters layer
+``l - 1`` is therefore close to what it does ask (InfiniGen speculates so); closer if what layer ``l - 1`` added for the
+row's token before is added to it; and as close if layer ``l - 1`` has attended, but has not run its MLP yet. The first
+two queries are known early enough to choose layer ``l``'s tokens while all of layer ``l - 1`` computes, the third while
+its MLP does.
+
+Apart from :mod:`.hooks` because it says what is possible for a model, without a cache or a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache_name import GENERATE, declared_name
+from .decoder import attention_name, layer_type, mixers, parameters, returns_tuple, stack_of
+from .mla import Absorbed, is_mla
+from .own_query import Asked, query_of, view_of
+
+_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")  # before the MLP: the first of these that there is
+
+
+@dataclass
+class Point:
+    """A layer whose query can be expected, and where.
+
+    Args:
+        index: of its cache layer.
+        layer, attention: the decoder layer, and the name of its attention module.
+        before: the decoder layer before it.
+        norm: the norm before that layer's MLP, whose input is the residual stream; None if there is none.
+        kind: of its position embeddings, if they differ from those of the layer before.
+    """
+
+    index: int
+    layer: nn.Module
+    attention: str
+    before: nn.Module
+    norm: nn.Module | None
+    kind: str | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The attention module; looked up each time, because adapters replace it."""
+        return self.layer._modules[self.attention]
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The keyword by which the layer takes its cache; one that hands its keywords on takes its attention's."""
+        return declared_name(self.layer) or declared_name(self.module) or GENERATE
+
+    def source(self, foresight: str) -> str | None:
+        """Where the stream is taken for what a cache asks for: ``"in_delta"``, ``"in"``, ``"mid"``, or nowhere."""
+        wanted = place(foresight)
+        return None if wanted == "mid" and self.norm is None else wanted
+
+    @property
+    def like(self) -> Tensor:
+        """A weight of the stream's type: a norm's, because projections may be quantised."""
+        return min((p for p in self.layer.parameters() if p.is_floating_point()), key=lambda p: p.ndim)
+
+    @property
+    def width(self) -> int:
+        """Of the stream."""
+        return self.module.config.hidden_size
+
+    @torch.no_grad()
+    def query(self, stream: Tensor, given: dict[str, Any], whole: bool = False) -> Tensor:
+        """What the layer asks if ``stream [batch, 1, hidden]`` is its input: ``[batch, Hq, Dk]``, absorbed in MLA.
+
+        Args:
+            given: what the layer is called with beside it.
+            whole: project keys and values as well, as the layer does.
+
+        Raises:
+            RuntimeError: the layer ends without having come to its attention function.
+        """
+        query = query_of(self.layer, self.attention, self.cache_name, stream, given, whole)
+        if query is None:
+            raise RuntimeError(f"layer {self.index} has not called the attention function sparsekv")
+        module = self.module
+        return (Absorbed(module).queries(query) if is_mla(module) else query)[:, :, 0]
+
+
+def place(foresight: str) -> str:
+    """Where a cache wants the stream to be taken; ``"layer"`` needs no state and leaves a whole layer's time."""
+    return foresight.partition(":")[2] or "in"
+
+
+class Points:
+    """The points of one model.
+
+    Attributes:
+        found: by index of the cache layer.
+        skipped: why the other layers choose by their own query.
+        rotary: the module that computes position embeddings for all layers, if there is one.
+        by_kind: it does so for each kind of layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[int, Point] = {}
+        self.skipped: dict[int, str] = {}
+        stack = stack_of(model)
+        self.rotary = None if stack is None else stack._modules.get("rotary_emb")
+        self.by_kind = self.rotary is not None and "layer_type" in parameters(self.rotary)
+        if stack is not None:
+            self._find(stack)
+
+    def _find(self, stack: nn.Module) -> None:
+        layers = list(stack._modules["layers"])
+        kinds = list(getattr(getattr(stack, "config", None), "layer_types", None) or ())
+        kinds += [None] * (len(layers) - len(kinds))
+        for at, layer in enumerate(layers):
+            name = attention_name(layer)
+            if name is None:
+                continue
+            index, before = layer._modules[name].layer_idx, layers[at - 1]
+            if at == 0:
+                self.skipped[index] = "there is no layer before it"
+                continue
+            norm = next((before._modules[n] for n in _NORMS if isinstance(before._modules.get(n), nn.Module)), None)
+            if isinstance(norm, nn.ModuleList):
+                self.skipped[index] = "the layer before it has several attention modules"
+                continue
+            point = Point(index, layer, name, before, norm)
+            if self.by_kind and kinds[at] != kinds[at - 1]:
+                point.kind = kinds[at]
+            self.found[index] = point
+
+    def check(self) -> None:
+        """Try all layers on made-up input: drop those that cannot be asked, and norms that see no residual stream."""
+        for index, point in list(self.found.items()):
+            try:
+                stream, given = self.made_up(point)
+                ours, theirs = point.query(stream, given), point.query(stream, given, whole=True)
+                if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+                    raise RuntimeError("its query depends on keys or values")
+                if point.norm is not None and not _sees_stream(point, stream, given):
+                    point.norm = None
+            except Exception as error:  # whatever a model's own code does with input that it does not expect
+                self.skipped[index] = f"its query cannot be had beforehand: {type(error).__name__}, {error}"
+                del self.found[index]
+
+    def made_up(self, point: Point) -> tuple[Tensor, dict[str, Any]]:
+        """Two rows of input for a layer, and what else it is given. No random number is drawn."""
+        devices = {p.device for layer in (point.before, point.layer) for p in layer.parameters()}
+        if len(devices) > 1 or any(device.type == "meta" for device in devices):
+            raise RuntimeError("its weights and those of the layer before lie on several devices")
+        like, width = point.like, point.width
+        with torch.inference_mode(False):
+            stream = torch.arange(2 * width, device=like.device).mul(0.7).sin().to(like.dtype).view(2, 1, width)
+            position = torch.full((2, 1), 3, device=like.device)
+        given: dict[str, Any] = {"position_ids": position}
+        if self.rotary is not None:
+            kind = getattr(point.module, "layer_type", None) or layer_type(point.module)
+            more = {"layer_type": kind} if self.by_kind else {}
+            with torch.no_grad():
+                given["position_embeddings"] = self.rotary(stream, position, **more)
+        return stream, given
+
+
+def _sees_stream(point: Point, stream: Tensor, given: dict[str, Any]) -> bool:
+    """The norm before the MLP gets the layer's input plus what attention adds: two rows differ as they did before."""
+    silent = {name: _Nothing(tuple_=returns_tuple(child)) for name, child in mixers(point.before)}
+
+    def stop(module: nn.Module, args: tuple) -> None:
+        raise Asked(args[0])
+
+    handle = point.norm.register_forward_pre_hook(stop)
+    try:
+        view = view_of(point.before, **silent)
+        with torch.no_grad():
+            view.forward(stream.detach(), **{**given, point.cache_name: None, "attention_mask": None})
+    except Asked as asked:
+        mid = asked.found
+    else:
+        return False
+    finally:
+        handle.remove()
+    if mid.shape != stream.shape:
+        return False
+    return torch.allclose(mid[0] - mid[1], stream[0] - stream[1], rtol=1e-2, atol=1e-2)
+
+
+class _Nothing:
+    """In place of a layer's attention: adds nothing."""
+
+    def __init__(self, tuple_: bool) -> None:
+        self.tuple_ = tuple_
+
+    def __call__(self, hidden_states: Tensor, *args, **kwargs):
+        out = torch.zeros_like(hidden_states)
+        return (out, None) if self.tuple_ else out
