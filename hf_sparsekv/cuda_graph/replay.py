@@ -68,12 +68,14 @@ class Replayer:
         self.graphs: weakref.WeakKeyDictionary[SparseCache, dict[Hashable, CapturedStep]] = weakref.WeakKeyDictionary()
         self.steady: weakref.WeakKeyDictionary[SparseCache, dict[int, Steady]] = weakref.WeakKeyDictionary()
         self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
+        # The last planned step of each cache, and how much had changed before it.
+        self._last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
         self.replays = 0
 
     def forget(self) -> None:
         """The model has changed: what was captured is of another one."""
-        self.graphs.clear()
-        self.steady.clear()
+        for held in (self.graphs, self._last, self.steady):
+            held.clear()
 
     def again(self, given: dict, cache: SparseCache, known: dict[int, Steady]):
         """The same step as an earlier one, if nothing has changed that decides what it is; else None.
@@ -130,8 +132,17 @@ class Replayer:
         watch = None if mask is None or rows.valid is not None else self.mask_watch(cache, mask)
         return self.replay(step, cache, steady, rows, valid, watch, ids, positions, mask, drafts, keep)
 
+    def planned_twice(self, cache: SparseCache, step: CapturedStep) -> bool:
+        """Whether ``step``, which was planned now, is the one planned before, and the cache has not changed since."""
+        before, now = self._last.get(cache), (step, cache.changes)
+        self._last[cache] = now
+        return before is not None and before[0] is step and before[1] == now[1]
+
     def expect(self, cache: SparseCache, width: int, now: Steady) -> None:
-        """Expect the step again. More blocks change a plan at some number of them, and not back behind it."""
+        """Expect the step again: for good if a full cache has the same plan, else until another block is full.
+
+        More blocks change a plan at some number of them, and never back.
+        """
         stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.capacity), now)
         self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
 

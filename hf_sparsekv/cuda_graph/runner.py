@@ -10,7 +10,6 @@ import functools
 import inspect
 import threading
 import warnings
-import weakref
 
 import torch
 from transformers import GenerationMixin
@@ -55,8 +54,6 @@ class StepRunner:
         self.original = model.forward
         self.had_own = "forward" in model.__dict__
         self.signature = inspect.signature(self.original)
-        # The last step of each cache, and how much had changed before it.
-        self.last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self.captures = 0
         self.fusion: Fusion | None = None
@@ -139,18 +136,18 @@ class StepRunner:
         given = self.signature.bind(*args, **kwargs).arguments
         given.update(given.pop(self._rest, {}))
         cache = given.get(self._cache_name)
-        new = self.eligibility.new_tokens(given, cache) if isinstance(cache, SparseCache) else 0
-        if isinstance(cache, SparseCache):
-            with self.lock:
-                changed = not self.watch.check()
-                if changed:
-                    self._forget()
-                if new:
-                    self.eligibility.restless = self.eligibility.restless + 1 if changed else 0
-                    self.watch.refresh()
+        if not isinstance(cache, SparseCache):
+            return self._eagerly(*args, **kwargs)
+        new = self.eligibility.new_tokens(given, cache)
+        with self.lock:
+            changed = not self.watch.check()
+            if changed:
+                self._forget()
+            if new:
+                self.eligibility.restless = self.eligibility.restless + 1 if changed else 0
+                self.watch.refresh()
         if not new:
-            if isinstance(cache, SparseCache):
-                self.replayer.watches.pop(cache, None)  # what it saw belongs to the tokens before
+            self.replayer.watches.pop(cache, None)  # what it saw belongs to the tokens before
             return self._eagerly(*args, **kwargs)
         reason = self.eligibility.why_not(given, cache)
         if self.ranks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
@@ -186,7 +183,6 @@ class StepRunner:
     def _forget(self) -> None:
         """The model has changed: what was captured, and what was found out, is of another one."""
         self.replayer.forget()
-        self.last.clear()
         self.eligibility.forget()
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
@@ -250,7 +246,6 @@ class StepRunner:
             if step is None:
                 return self._eagerly(**given) if drafts is None else None
         graphs[key] = step  # the last one: the first one goes first
-        before = self.last.get(cache)
         each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
         held = rows if drafts is None else drafts.taken.after
@@ -258,10 +253,8 @@ class StepRunner:
         if drafts is not None:  # what a pass does follows from the rows alone
             self.replayer.expect(cache, width, now)
             return self.replayer.replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)
-        if before is not None and before[0] is step and before[1] == cache.changes and not each:
-            # Planned twice alike. More blocks change a plan at some number of them, and not back behind it.
+        if self.replayer.planned_twice(cache, step) and not each:
             self.replayer.expect(cache, width, now)
-        self.last[cache] = step, cache.changes
         out = self.replayer.replay(step, cache, now, rows, valid, watch, ids, positions, mask)
         if each:
             cache.settle()
