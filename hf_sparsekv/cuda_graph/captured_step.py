@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cache import SparseCache
+from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 
@@ -52,6 +54,18 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     """What autocast, if it is on, computes in on this device."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.device) -> tuple:
+    """Addresses on ``device`` that a graph of this cache's steps holds; ``rings`` are its sliding layers."""
+    steps = cache.row_table.steps(device)
+    for ring in rings:
+        steps.window(ring.sliding_window)
+    addresses: list[int] = [cache.row_table.on(device).data_ptr(), *steps.addresses]
+    for layer in cache.sparse_layers:
+        layer.store.add_addresses(addresses)
+        layer.policy.add_addresses(addresses)
+    return tuple(addresses), tuple(ring.addresses for ring in rings)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ..model_watch import ModelWatch
 from ..policies.plan import Plan
 from ..ranks import ranks_of
 from .capture import Capturer, Wanted, kernel_kind
-from .captured_step import CapturedStep, autocast_of
+from .captured_step import CapturedStep, autocast_of, held_addresses
 from .eligibility import Eligibility
 from .inputs import graph_inputs, valid_rows
 from .late_stop import defer, wait
@@ -216,23 +216,9 @@ class StepRunner:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
         ids, positions, rest, keep = graph_inputs(given, cache, positions)
         width = ids.shape[1]
-        steps = table.steps(ids.device)
-        for ring in rings:
-            steps.window(ring.sliding_window)
-        addresses: list[int] = [table.on(ids.device).data_ptr(), *steps.addresses]
-        for layer in layers:
-            layer.store.add_addresses(addresses)
-            layer.policy.add_addresses(addresses)
-        key = (
-            ids.shape,
-            positions.shape,
-            masked,
-            plans,
-            tuple(rest.items()),
-            tuple(addresses),
-            tuple(ring.addresses for ring in rings),
-            autocast := autocast_of(ids.device),
-        )
+        autocast = autocast_of(ids.device)
+        shape = ids.shape, positions.shape, masked, plans, autocast
+        key = *shape, tuple(rest.items()), held_addresses(cache, rings, ids.device)
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)
         if self.ranks and self.ranks.any(step is None):
@@ -240,7 +226,7 @@ class StepRunner:
             # registers buffers with NCCL, which the others wait for: all or none.
             step = None
         if step is None:
-            kind = (*kernel_kind(cache), *key[:4], autocast)
+            kind = *kernel_kind(cache), *shape
             mine = valid if valid is None else valid[: len(ids)]
             step = self._first_capture(graphs, cache, Wanted(ids, positions, rest, plans, kind, mine, drafts))
             if step is None:
