@@ -82,82 +82,111 @@ class Capturer:
         return step
 
     def _capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
-        """Run the step on state that is put back: once to compile, unless its kind has run, and to capture."""
-        ids, positions, rest, plans, kind, valid, drafts = wanted
-        layers = cache.sparse_layers
-        table = cache.row_table
-        masked = (table.rows.valid is not None or table.managed) and drafts is None
-        count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
-        if masked:  # of rows that get no token trial steps change nothing
-            valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
-        ids, positions = ids.clone(), positions.clone()
-        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        saved = [Saved(layer) for layer in layers]
-        cache_ref = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
-        changes = cache.changes
-
-        low_priority = all(layer.policy.low_priority for layer in layers)
-
-        def run(sides: Sides | None):
-            cache = cache_ref()
-            replay = Replay(valid, sides and sides[low_priority], cache.shared)
-            steps = table.steps(ids.device)
-            if len(ids) < table.batch:
-                steps = steps.first(len(ids))
-                for state in saved:
-                    state.first_rows(len(ids))
-            for layer, plan in zip(layers, plans):
-                layer.replay, layer.plan, layer.store.capturing = replay, plan, True
-            for ring in rings:
-                ring.replay = replay
-            try:
-                if drafts is None:
-                    steps.begin(valid if valid is None else valid[:, 0], table.block_size, table.recent, table.managed)
-                else:
-                    begun = steps.begin_drafts(count, ids.shape[1], table.block_size, table.recent)
-                    replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
-                with gathered_experts(self.model), uncached_autocast():
-                    out = forward(input_ids=ids, position_ids=positions, **over(self.model, cache), **rest)
-                replay.join()
-                return type(out)(**without_cache(out))
-            except BaseException:
-                replay.come_back()
-                raise
-            finally:
-                for state in saved:
-                    state.put_back_rows()
-                for ring in rings:
-                    ring.replay = None
-
+        trial = Trial(self.model, forward, cache, wanted)
         try:
             with cache.trial():
-                # What fails for want of a compiled kernel is run and tried again. Ranks would do that each for itself.
-                warm = kind in self._warm and self.ranks is None
-                while True:
-                    if not warm:
-                        self.recorder.warm_up(run, ids.device)
-                    for state in saved:
-                        state.put_back_host()
-                    try:
-                        graph, output = self.recorder.record(run, ids.device, saved)
-                        break
-                    except RuntimeError as error:
-                        if not warm or isinstance(error, torch.OutOfMemoryError):
-                            raise
-                        warm = False  # something had to be compiled after all
-                        for state in saved:
-                            state.put_back_host()
-                self._warm.add(kind)
-                queries = [layer.query for layer in layers]
+                graph, output = self._recorded(trial, wanted.kind)
+                queries = [layer.query for layer in trial.layers]
         finally:
-            for state in saved:
-                state.put_back_host("stopped while a trial step was taken back")
-            cache.resume()
-            for state in saved:
-                state.put_back_device()
-            for ring in rings:
+            trial.put_back(cache)
+        cache.changes = trial.changes  # trial steps are none: all is as it was
+        return CapturedStep(
+            graph, trial.ids, trial.positions, trial.valid, output, queries, wanted.plans, count=trial.count
+        )
+
+    def _recorded(self, trial: Trial, kind: Hashable) -> tuple[torch.cuda.CUDAGraph, object]:
+        """Run a trial once to compile its kernels, unless its kind has run, and once to capture it."""
+        device = trial.ids.device
+        # What fails for want of a compiled kernel is run and tried again. Ranks would do that each for itself.
+        warm = kind in self._warm and self.ranks is None
+        while True:
+            if not warm:
+                self.recorder.warm_up(trial.run, device)
+            trial.put_back_host()
+            try:
+                recorded = self.recorder.record(trial.run, device, trial.saved)
+                break
+            except RuntimeError as error:
+                if not warm or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                warm = False  # something had to be compiled after all
+                trial.put_back_host()
+        self._warm.add(kind)
+        return recorded
+
+
+class Trial:
+    """A step that is run on a cache's state, which is put back.
+
+    Attributes:
+        ids, positions, valid, count: what the step reads, at the addresses that its graph holds.
+        layers, saved: the cache's layers that select, and their state.
+        changes: of the cache, before.
+    """
+
+    def __init__(self, model: torch.nn.Module, forward: Callable, cache: SparseCache, wanted: Wanted) -> None:
+        ids, valid, drafts = wanted.ids, wanted.valid, wanted.drafts
+        self.model, self.forward, self.wanted, self.table = model, forward, wanted, cache.row_table
+        self.cache = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
+        self.count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
+        masked = (self.table.rows.valid is not None or self.table.managed) and drafts is None
+        if masked:  # of rows that get no token trial steps change nothing
+            valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
+        self.valid, self.ids, self.positions = valid, ids.clone(), wanted.positions.clone()
+        self.layers = cache.sparse_layers
+        self.rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        self.saved = [Saved(layer) for layer in self.layers]
+        self.changes = cache.changes
+        self.low_priority = all(layer.policy.low_priority for layer in self.layers)
+
+    def run(self, sides: Sides | None) -> object:
+        """The step's forward pass, looking ahead on one of ``sides``; its output without the cache."""
+        cache, table, ids, drafts = self.cache(), self.table, self.ids, self.wanted.drafts
+        replay = Replay(self.valid, sides and sides[self.low_priority], cache.shared)
+        steps = table.steps(ids.device)
+        if len(ids) < table.batch:
+            steps = steps.first(len(ids))
+            for state in self.saved:
+                state.first_rows(len(ids))
+        for layer, plan in zip(self.layers, self.wanted.plans):
+            layer.replay, layer.plan, layer.store.capturing = replay, plan, True
+        for ring in self.rings:
+            ring.replay = replay
+        try:
+            if drafts is None:
+                valid = self.valid if self.valid is None else self.valid[:, 0]
+                steps.begin(valid, table.block_size, table.recent, table.managed)
+            else:
+                begun = steps.begin_drafts(self.count, ids.shape[1], table.block_size, table.recent)
+                replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
+            with gathered_experts(self.model), uncached_autocast():
+                out = self.forward(
+                    input_ids=ids, position_ids=self.positions, **over(self.model, cache), **self.wanted.rest
+                )
+            replay.join()
+            return type(out)(**without_cache(out))
+        except BaseException:
+            replay.come_back()
+            raise
+        finally:
+            for state in self.saved:
+                state.put_back_rows()
+            for ring in self.rings:
                 ring.replay = None
-            for layer in layers:
-                layer.broken = None
-        cache.changes = changes  # trial steps are none: all is as it was
-        return CapturedStep(graph, ids, positions, valid, output, queries, plans, count)
+
+    def put_back_host(self) -> None:
+        """Restore the host's state: the next run begins as the first one."""
+        for state in self.saved:
+            state.put_back_host()
+
+    def put_back(self, cache: SparseCache) -> None:
+        """Restore all state."""
+        for state in self.saved:
+            state.put_back_host("stopped while a trial step was taken back")
+        cache.resume()
+        for state in self.saved:
+            state.put_back_device()
+        for ring in self.rings:
+            ring.replay = None
+        for layer in self.layers:
+            layer.broken = None
