@@ -60,7 +60,7 @@ class _Probe:
 
 
 class _Skipped:
-    """In place of a projection whose result nobody looks at: the right shape, from memory that is there."""
+    """Replaces a projection whose result is not used: the right shape, from memory that is there."""
 
     def __init__(self, features: int) -> None:
         self.features = features

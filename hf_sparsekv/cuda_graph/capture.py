@@ -1,4 +1,4 @@
-"""Capturing a decode step: trial runs on state that is put back, of which the last one is recorded.
+"""Capturing a decode step: trial runs on state that is put back; the last run is recorded.
 
 Apart from the runner because it alone changes a cache and restores it; it runs once for each kind of step.
 """

@@ -20,7 +20,7 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
     """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
 
     ``"eager"`` loops over the experts that were hit, which would need a host sync. ``"grouped_mm"`` could
-    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is quicker for
+    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is faster for
     few tokens; so do steps that are captured outside of it.
     """
     held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}

@@ -91,6 +91,7 @@ class Eligibility:
         return self.cannot or self._model(ids) or self._cache(cache, ids) or _call(given)
 
     def _model(self, ids: Tensor) -> str | None:
+        """Why not, as far as the model decides: its weights, its attention, its mode."""
         devices, brought = self._weights()
         if brought:
             return (
@@ -129,6 +130,7 @@ class Eligibility:
         return self._found
 
     def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
+        """Why not, as far as the cache decides: its layers, where its memory is, padding."""
         cache.use_rings()
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
             return (
@@ -156,6 +158,7 @@ class Eligibility:
 
 
 def _call(given: dict) -> str | None:
+    """Why not, as far as the other arguments decide."""
     mask = given.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         return "a 4-D attention mask was passed"

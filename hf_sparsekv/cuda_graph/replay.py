@@ -28,7 +28,7 @@ class Steady(NamedTuple):
 
     Args:
         step: the graph.
-        changes, moves: of the cache and its table, which say whether anybody has touched them.
+        changes, moves: of the cache and its table, which grow when they change.
         room: blocks that all pools have room for.
         layers, rings: of the cache.
         rest: the call's further arguments.
@@ -177,7 +177,7 @@ class Replayer:
             step.count.fill_(drafts.tokens)
         try:
             # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
-            # comes during the replay is raised behind it, and a second one may come while the first is handled.
+            # comes during the replay is raised after it, and a second one may come while the first is handled.
             for layer in layers:
                 layer.broken = "stopped after a captured step"
             steps.held = None

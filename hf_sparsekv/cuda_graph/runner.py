@@ -40,9 +40,9 @@ _KINDS = 3  # of steps that one width of rows alternates between: all there is, 
 class StepRunner:
     """Replaces ``model.forward``: replays decode steps over a sparse cache, runs everything else as it was.
 
-    One graph per cache, batch, addresses, plans and autocast. A second cache of the same shape is captured anew, which
-    takes about as long as one eager step. So is everything once the model has changed
-    (:class:`..model_watch.ModelWatch`).
+    One graph per cache, batch, addresses, plans and autocast. A second cache of the same shape has its steps
+    captured again, and so have all caches when the model changes (:class:`..model_watch.ModelWatch`). A capture takes
+    about as long as one eager step.
 
     Args:
         model: the model.
