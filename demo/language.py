@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from hf_sparsekv.evaluation import probe_language as probe
-from hf_sparsekv.evaluation.ruler_probe import speaks_probe
+from hf_sparsekv_eval import probe_language as probe
+from hf_sparsekv_eval.ruler_probe import speaks_probe
 
 from . import documents
 

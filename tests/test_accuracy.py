@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparsekv.evaluation import forced, generation, ruler_probe
-from hf_sparsekv.evaluation.cache_specs import CacheSpec, parse_cache
-from hf_sparsekv.evaluation.records import Results
-from hf_sparsekv.evaluation.samples import Sample
-from hf_sparsekv.evaluation.text import python_reference
+from hf_sparsekv_eval import forced, generation, ruler_probe
+from hf_sparsekv_eval.cache_specs import CacheSpec, parse_cache
+from hf_sparsekv_eval.records import Results
+from hf_sparsekv_eval.samples import Sample
+from hf_sparsekv_eval.text import python_reference
 
 pytestmark = pytest.mark.accuracy
 

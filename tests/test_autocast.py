@@ -11,7 +11,7 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PrefixCache, QueryTap, SparseCache, TwoLevelConfig, tensors
-from hf_sparsekv.evaluation.prefix import prefill
+from hf_sparsekv_eval.prefix import prefill
 
 NEW = 8
 CLEAR = {"batch": 1, "length": 110, "seed": 29}  # a prompt whose answer meets no near tie, which rounding could turn

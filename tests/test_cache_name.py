@@ -48,9 +48,9 @@ from hf_sparsekv.cache_name import (
 )
 from hf_sparsekv.cuda_graph.late_stop import LateStopping
 from hf_sparsekv.cuda_graph.optimize import optimize, unoptimize
-from hf_sparsekv.evaluation.prefix import forced_steps, greedy_rows, prefill
 from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.tuning.channels import calibrate
+from hf_sparsekv_eval.prefix import forced_steps, greedy_rows, prefill
 
 pytestmark = [
     pytest.mark.quick,

@@ -24,12 +24,12 @@ from models import VOCAB, build, prompt
 import hf_sparsekv
 from benchmarks import readme
 from hf_sparsekv import OffloadedSparseCache, SparseConfig, TwoLevelConfig
-from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.kv.state import Held
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies import registry
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.types import AttentionParams
+from hf_sparsekv_eval.samples import Sample, found_share
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```", re.M | re.S)

@@ -11,14 +11,14 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, StreamingConfig
-from hf_sparsekv.evaluation import forced, generation
-from hf_sparsekv.evaluation.cache_specs import CacheSpec, known, parse_cache, parse_caches
-from hf_sparsekv.evaluation.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
-from hf_sparsekv.evaluation.records import Measure, Record, Results, bootstrap
-from hf_sparsekv.evaluation.reference_policies import OracleConfig, OraclePolicy, RandomConfig
-from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionParams
+from hf_sparsekv_eval import forced, generation
+from hf_sparsekv_eval.cache_specs import CacheSpec, known, parse_cache, parse_caches
+from hf_sparsekv_eval.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
+from hf_sparsekv_eval.records import Measure, Record, Results, bootstrap
+from hf_sparsekv_eval.reference_policies import OracleConfig, OraclePolicy, RandomConfig
+from hf_sparsekv_eval.samples import Sample, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"

@@ -11,12 +11,12 @@ from models import model, prompt
 from test_cli import error, run, tiny  # noqa: F401 (a fixture)
 from test_evaluation_tasks import letters, probe  # noqa: F401 (fixtures)
 
-from hf_sparsekv.evaluation import drift, generation, long_tasks, report, whole_table
-from hf_sparsekv.evaluation.cache_specs import parse_caches
-from hf_sparsekv.evaluation.long_tasks import FIELDS, JsonFields, Keywords, Literal
-from hf_sparsekv.evaluation.prefix import Prefix, greedy_rows, prefill
-from hf_sparsekv.evaluation.records import Figure, Measure, Record, Results
-from hf_sparsekv.evaluation.samples import Sample, found, found_share
+from hf_sparsekv_eval import drift, generation, long_tasks, report, whole_table
+from hf_sparsekv_eval.cache_specs import parse_caches
+from hf_sparsekv_eval.long_tasks import FIELDS, JsonFields, Keywords, Literal
+from hf_sparsekv_eval.prefix import Prefix, greedy_rows, prefill
+from hf_sparsekv_eval.records import Figure, Measure, Record, Results
+from hf_sparsekv_eval.samples import Sample, found, found_share
 
 TIGHT = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 CACHES = ("full", f"two_level:{TIGHT},num_blocks=4,calibration_tokens=32")

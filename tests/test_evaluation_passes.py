@@ -10,11 +10,11 @@ from models import build, model, prompt
 from test_cli import SPARSE, run, tiny
 
 from hf_sparsekv.cli import running
-from hf_sparsekv.evaluation import drift, forced, generation, prefix
-from hf_sparsekv.evaluation.cache_specs import parse_caches
-from hf_sparsekv.evaluation.records import Results
-from hf_sparsekv.evaluation.samples import Sample, found_share
 from hf_sparsekv.tuning import channels
+from hf_sparsekv_eval import drift, forced, generation, prefix
+from hf_sparsekv_eval.cache_specs import parse_caches
+from hf_sparsekv_eval.records import Results
+from hf_sparsekv_eval.samples import Sample, found_share
 
 __all__ = ["tiny"]  # a fixture
 PASS, ROWS, LENGTH = 256, 3, 331  # at most 85 columns a pass, four passes

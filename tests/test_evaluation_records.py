@@ -13,7 +13,7 @@ import warnings
 
 import pytest
 
-from hf_sparsekv.evaluation.records import Measure, Record, Results
+from hf_sparsekv_eval.records import Measure, Record, Results
 
 SCORE = Measure("score", "score", percent=True)
 

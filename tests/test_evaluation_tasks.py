@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 from probe_training import network
 
-from hf_sparsekv.evaluation import longbench, needles, ruler, ruler_probe
-from hf_sparsekv.evaluation import probe_language as lang
-from hf_sparsekv.evaluation.records import Figure, Results
-from hf_sparsekv.evaluation.samples import exact, found_share
+from hf_sparsekv_eval import longbench, needles, ruler, ruler_probe
+from hf_sparsekv_eval import probe_language as lang
+from hf_sparsekv_eval.records import Figure, Results
+from hf_sparsekv_eval.samples import exact, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 CACHES = ("--cache", "full", "--cache", f"two_level:{SETTINGS},num_blocks=4,calibration_tokens=32")

@@ -13,8 +13,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not in
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from hf_sparsekv.evaluation import prefix  # noqa: E402
-from hf_sparsekv.evaluation.lm_eval_model import SparseKVLM  # noqa: E402
+from hf_sparsekv_eval import prefix  # noqa: E402
+from hf_sparsekv_eval.lm_eval_model import SparseKVLM  # noqa: E402
 
 SETTINGS = "block_size=16;window=16;max_draft=4;dense_layers=0;calibration_tokens=32"
 ALL = f"two_level:{SETTINGS};token_budget=4096"

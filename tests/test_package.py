@@ -30,7 +30,7 @@ OPTIONAL = (
     "ray",
 )
 
-PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_ray")
+PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_ray")
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
@@ -118,7 +118,7 @@ def test_wheel_contents(wheel):
         scripts = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
     sources = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*.py")}
     assert sources <= names
-    assert {"hf_sparsekv/py.typed", "hf_sparsekv/evaluation/data/longbench.json"} <= names
+    assert {"hf_sparsekv/py.typed", "hf_sparsekv_eval/py.typed", "hf_sparsekv_eval/data/longbench.json"} <= names
     assert {n.partition("/")[0] for n in names} == {*PACKAGES, names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
     assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts
@@ -180,7 +180,11 @@ def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
 def test_nobody_is_sent_to_an_index():
     """The package is on none: extras are those of a checkout."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    files += [path for folder in ("hf_sparsekv", "demo", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files += [
+        path
+        for folder in ("hf_sparsekv", "hf_sparsekv_eval", "demo", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     wrong = [path for path in files if re.search(r"pip install [^\n`]*hf-sparsekv(\[|\b)", path.read_text())]
     assert len(files) > 200 and not wrong, wrong
 

@@ -12,9 +12,9 @@ from models import build
 from benchmarks import readme
 from benchmarks.baselines import VARIANTS, make_cache
 from hf_sparsekv import SparseCache, TwoLevelConfig, __version__, generating
-from hf_sparsekv.evaluation.text import python_reference
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.registry import methods
+from hf_sparsekv_eval.text import python_reference
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()

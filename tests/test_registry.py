@@ -27,7 +27,6 @@ from hf_sparsekv import (
     TwoLevelConfig,
 )
 from hf_sparsekv.cli import options
-from hf_sparsekv.evaluation.cache_specs import known, parse_cache
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.kv.state import Held
@@ -37,6 +36,7 @@ from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.registry import method_of, methods, names, register
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
+from hf_sparsekv_eval.cache_specs import known, parse_cache
 
 __all__ = ["tiny"]  # a fixture
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.studies.small_model import forced_logits, greedy
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
-from hf_sparsekv.evaluation.prefix import attention, prefill
-from hf_sparsekv.evaluation.text import needle_prompt, python_reference
+from hf_sparsekv_eval.prefix import attention, prefill
+from hf_sparsekv_eval.text import needle_prompt, python_reference
 
 pytestmark = pytest.mark.small_model
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import train_probe
 from probe_training import gates, network
 
-from hf_sparsekv.evaluation import probe_cells as cells
-from hf_sparsekv.evaluation import probe_language as lang
+from hf_sparsekv_eval import probe_cells as cells
+from hf_sparsekv_eval import probe_language as lang
 
 SIZE = network.Size(
     layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, ffn=64, q_rank=24, kv_rank=32, nope=8, rope=32

@@ -31,8 +31,8 @@ from probe_training.card import write_card
 from probe_training.muon import Optimiser
 from probe_training.network import MAX_LENGTH, UNBOUNDED, Network, Size, build, check_backends
 
-from hf_sparsekv.evaluation import probe_cells as cells
-from hf_sparsekv.evaluation import probe_language as lang
+from hf_sparsekv_eval import probe_cells as cells
+from hf_sparsekv_eval import probe_language as lang
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.evaluation.prefix import attention
 from hf_sparsekv.results import Row, append_rows, commit
 from hf_sparsekv.small_model import SMALL_MODEL_NAME
+from hf_sparsekv_eval.prefix import attention
 
 from .. import RESULTS
 from ..synthetic import statistics as st

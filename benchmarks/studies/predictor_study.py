@@ -32,15 +32,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.config import MAX_WINDOW
-from hf_sparsekv.evaluation.prefix import attention, prefill
-from hf_sparsekv.evaluation.ruler_probe import FAMILIES, make_sample
-from hf_sparsekv.evaluation.text import needle_prompt
 from hf_sparsekv.ops.query_predict.reference import query_predict
 from hf_sparsekv.ops.seal.reference import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels
 from hf_sparsekv.predictor.channels import ChannelStats
 from hf_sparsekv.results import Row, append_rows
 from hf_sparsekv.small_model import SMALL_MODEL_NAME
+from hf_sparsekv_eval.prefix import attention, prefill
+from hf_sparsekv_eval.ruler_probe import FAMILIES, make_sample
+from hf_sparsekv_eval.text import needle_prompt
 
 from .. import RESULTS, ROOT
 from .small_model import DEPTHS, load, reference_ids

@@ -23,8 +23,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import ProgressiveConfig
-from hf_sparsekv.evaluation import ruler_probe
-from hf_sparsekv.evaluation.prefix import prefill
 from hf_sparsekv.ops.block_score.reference import query_parts
 from hf_sparsekv.ops.mass_select.reference import near_masses, share_bins, take
 from hf_sparsekv.ops.seal import key_metadata, quantise_labels
@@ -34,6 +32,8 @@ from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.predictor.channels import ChannelStats
 from hf_sparsekv.results import Row, append_rows
 from hf_sparsekv.small_model import SMALL_MODEL_NAME
+from hf_sparsekv_eval import ruler_probe
+from hf_sparsekv_eval.prefix import prefill
 
 from .. import ROOT
 from .small_model import CSV, greedy, load, reference_ids

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
-from hf_sparsekv.evaluation.prefix import forced_steps, greedy_rows, prefill
-from hf_sparsekv.evaluation.text import needle_prompt, python_reference
 from hf_sparsekv.results import Row, append_rows
 from hf_sparsekv.small_model import SMALL_MODEL_NAME, fetch_small_model
+from hf_sparsekv_eval.prefix import forced_steps, greedy_rows, prefill
+from hf_sparsekv_eval.text import needle_prompt, python_reference
 
 from .. import RESULTS
 

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from hf_sparsekv_cli.names import Group
+from hf_sparsekv_eval.cli.evaluate import app as evaluate
+from hf_sparsekv_eval.cli.lm_eval import lm_eval
 
 from ..version import __version__
 from . import output
@@ -15,10 +17,8 @@ from .calibrate import calibrate
 from .calibrate_device import calibrate_device
 from .demo import demo
 from .doctor import doctor
-from .evaluate import app as evaluate
 from .fetch import fetch
 from .generate import generate
-from .lm_eval import lm_eval
 from .plan import plan
 from .serve import serve
 

@@ -14,7 +14,7 @@ from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.arguments import new_parser, rows_file
 from hf_sparsekv.cli.app import app
-from hf_sparsekv.evaluation.cache_specs import parse_cache
+from hf_sparsekv_eval.cache_specs import parse_cache
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_sparsekv.evaluation.probe_cells import EXAMS
+from hf_sparsekv_eval.probe_cells import EXAMS
 
 NAMES = {"gqa": "grouped-query attention (Qwen3)", "mla": "multi-head latent attention (DeepSeek-V3, dense MLP)"}
 
@@ -30,7 +30,7 @@ words of Zipf frequencies), facts (`fact k03 k17 v100 v021 <end>`), chains of va
 n44 = v005 v090 <end>`), and questions at the end: the value of a key among others (`ask`), all
 values of a key (`list`), the values of four keys (`each`), all variables of a value (`trace`):
 RULER's needle families and variable tracking (Hsieh et al. 2024, arXiv 2404.06654).
-`hf_sparsekv.evaluation.probe_language` defines the language. Counting words is not among the tasks:
+`hf_sparsekv_eval.probe_language` defines the language. Counting words is not among the tasks:
 an answer from counts needs attention to everything, which no sparse method has.
 
 ## Recipe

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_sparsekv.evaluation import probe_cells as cells
-from hf_sparsekv.evaluation.probe_language import Filler
+from hf_sparsekv_eval import probe_cells as cells
+from hf_sparsekv_eval.probe_language import Filler
 
 from .network import Network
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_sparsekv.evaluation import probe_language as lang
+from hf_sparsekv_eval import probe_language as lang
 
 MAX_LENGTH = 65536
 THETA = 1e7

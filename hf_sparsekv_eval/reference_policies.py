@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import SparseConfig, _not_negative, _positive
-from ..kv.store import LayerStore
-from ..ops.topk_select.reference import topk_ids
-from ..policies.registry import register
-from ..policies.selector import Selector
-from ..types import AttentionParams
+from hf_sparsekv.config import SparseConfig, _not_negative, _positive
+from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.ops.topk_select.reference import topk_ids
+from hf_sparsekv.policies.registry import register
+from hf_sparsekv.policies.selector import Selector
+from hf_sparsekv.types import AttentionParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attention.exact import exact_attention
-from ..attention.masks import sparsekv_mask
-from ..attention.mla import Absorbed, is_mla
-from ..attention.tap import QueryTap
-from ..cache import SparseCache
-from ..cache_name import over
-from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
-from ..types import AttentionParams
+from hf_sparsekv.attention.exact import exact_attention
+from hf_sparsekv.attention.masks import sparsekv_mask
+from hf_sparsekv.attention.mla import Absorbed, is_mla
+from hf_sparsekv.attention.tap import QueryTap
+from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.cache_name import over
+from hf_sparsekv.offload.host_limit import DEFAULT_SHARE, host_memory_limit
+from hf_sparsekv.types import AttentionParams
 
 PASS = 32_768  # tokens of all rows in one forward pass: 3 GB in an MLP of 14,336 channels, bfloat16
 _LEAST = 64  # columns of a pass: fewer would be drafts for a sparse cache

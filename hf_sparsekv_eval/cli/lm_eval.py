@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from .output import CommandError
+from hf_sparsekv.cli.output import CommandError
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -17,7 +17,7 @@ def lm_eval(context: typer.Context) -> None:
     import lm_eval.models  # noqa: F401 (its own types register first)
     from lm_eval.__main__ import cli_evaluate
 
-    from ..evaluation import lm_eval_model  # noqa: F401 (registers ours)
+    from .. import lm_eval_model  # noqa: F401 (registers ours)
 
     before = sys.argv
     sys.argv = ["lm_eval", *context.args]

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from ..cache import SparseCache
-from ..config import OffloadConfig
-from ..option_names import guess
-from ..policies.registry import Method, names
+from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.config import OffloadConfig
+from hf_sparsekv.option_names import guess
+from hf_sparsekv.policies.registry import Method, names
+
 from . import reference_policies as _references  # noqa: F401 (registers them)
 
 FULL = "full"

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from hf_sparsekv.cli.options import Model, parse_tokens, takes
+from hf_sparsekv.cli.output import CommandError, one_line_errors
+
 from .evaluate_all import everything
 from .evaluate_run import (
     Chat,
@@ -21,8 +24,6 @@ from .evaluate_run import (
     names_of,
     text_ids,
 )
-from .options import Model, parse_tokens, takes
-from .output import CommandError, one_line_errors
 
 app = typer.Typer(
     name="eval",
@@ -32,8 +33,8 @@ app = typer.Typer(
 
 
 def _answered(run: Run, samples: Iterable, count: int, batch: int, steps: int = 0, against: bool = False) -> None:
-    """Answer ``count`` samples with all caches and report, see :func:`..evaluation.generation.evaluate`."""
-    from ..evaluation import generation
+    """Answer ``count`` samples with all caches and report, see :func:`..generation.evaluate`."""
+    from .. import generation
 
     args = run.model, run.tokenizer, samples, run.caches, run.results, batch, steps
     with run.progress(count) as advance:
@@ -59,8 +60,8 @@ def ruler(
     options: RunOptions,
 ) -> None:
     """RULER's synthetic tasks: needles, variable tracking, word counts; the probe models' own for probe models."""
-    from ..evaluation import ruler as text
-    from ..evaluation import ruler_probe
+    from .. import ruler as text
+    from .. import ruler_probe
 
     sizes = lengths_of(lengths)
     names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both is known with the model
@@ -101,7 +102,7 @@ def tasks(
     options: RunOptions,
 ) -> None:
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
-    from ..evaluation import long_tasks
+    from .. import long_tasks
 
     sizes = lengths_of(lengths)
     names = names_of(families, long_tasks.FAMILIES, "task")
@@ -133,7 +134,7 @@ def needle(
     options: RunOptions,
 ) -> None:
     """One fact, by depth and length of the prompt: a heat map (heatmap.png), one panel a cache."""
-    from ..evaluation import generation, needles
+    from .. import generation, needles
 
     sizes = lengths_of(lengths)
     with Run("needle", model, options, seed=seed, question_steps=question_steps) as run:
@@ -147,7 +148,7 @@ def needle(
 
 
 def _forced(task: str, stride, run: Run, text_file, sizes, tokens, samples, batch) -> None:
-    from ..evaluation import forced
+    from .. import forced
 
     words = text_ids(run.tokenizer, text_file)
     run.check(sizes, tokens)
@@ -222,7 +223,7 @@ def output(
     options: RunOptions,
 ) -> None:
     """Long own output: agreement and KL along full attention's greedy answer, and where a cache first differs."""
-    from ..evaluation import drift, generation
+    from .. import drift, generation
 
     sizes, room = lengths_of(lengths), parse_tokens(tokens)
     settings = {
@@ -266,7 +267,7 @@ def longbench(
     options: RunOptions,
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
-    from ..evaluation import longbench as bench
+    from .. import longbench as bench
 
     names = names_of(tasks, tuple(bench.tasks()), "task")
     source = data or bench.DATASET

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..policies.registry import methods
+from hf_sparsekv.policies.registry import methods
+
 from . import drift, forced, generation, long_tasks, longbench, needles, ruler, ruler_probe
 from .cache_specs import FULL, CacheSpec, parse_cache
 from .records import Measure, Results

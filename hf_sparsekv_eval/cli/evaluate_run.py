@@ -12,11 +12,11 @@ import typer
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..option_names import guess
-from ..results import append_rows
-from . import loading
-from .options import Device, DType, DTypeOption, parse_tokens, torch_dtype
-from .output import ALL, CommandError, messages, note, results
+from hf_sparsekv.cli import loading
+from hf_sparsekv.cli.options import Device, DType, DTypeOption, parse_tokens, torch_dtype
+from hf_sparsekv.cli.output import ALL, CommandError, messages, note, results
+from hf_sparsekv.option_names import guess
+from hf_sparsekv.results import append_rows
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -130,7 +130,7 @@ def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
 
 def text_ids(tokenizer, path: Path | None):
     """Ids ``[n]`` of a file, of Python's language reference, or, for a probe model, of its filler."""
-    from ..evaluation.text import reference_ids
+    from ..text import reference_ids
 
     if path is None:
         return reference_ids(tokenizer)
@@ -145,7 +145,7 @@ def text_ids(tokenizer, path: Path | None):
 
 def caches_of(specs: list[str]) -> list:
     """``--cache`` as evaluations take it; what is wrong about it is wrong usage."""
-    from ..evaluation.cache_specs import parse_caches
+    from ..cache_specs import parse_caches
 
     try:
         return parse_caches(specs)
@@ -162,14 +162,14 @@ class Loaded:
         if options.capture:
             if where.type != "cuda":
                 raise CommandError("--capture needs a GPU")
-            from ..cuda_graph.optimize import optimize
+            from hf_sparsekv.cuda_graph.optimize import optimize
 
             optimize(self.model)
 
     @property
     def probe(self) -> bool:
         """It speaks the probe models' language and no other."""
-        from ..evaluation.ruler_probe import speaks_probe
+        from ..ruler_probe import speaks_probe
 
         return speaks_probe(self.tokenizer)
 
@@ -221,7 +221,7 @@ class Run(Loaded):
     """A loaded model, its caches, and where results go, in a ``with`` statement: the directory is locked until then."""
 
     def __init__(self, task: str, model: str, options: RunOptions, **settings):
-        from ..evaluation.records import Results
+        from ..records import Results
 
         self.caches = caches_of(options.cache)  # before the model is loaded
         loading.pick_device(options.device)

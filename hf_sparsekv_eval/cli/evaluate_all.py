@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..results import append_rows, commit, device_name, versions
+from hf_sparsekv.cli.options import Model, parse_tokens, takes
+from hf_sparsekv.cli.output import CommandError, messages, note, one_line_errors, results
+from hf_sparsekv.results import append_rows, commit, device_name, versions
+
 from .evaluate_run import (
     Chat,
     Loaded,
@@ -24,8 +27,6 @@ from .evaluate_run import (
     say_vacuous,
     text_ids,
 )
-from .options import Model, parse_tokens, takes
-from .output import CommandError, messages, note, one_line_errors, results
 
 # Option: (its default, with --quick).
 _DEFAULTS = {
@@ -99,8 +100,8 @@ def everything(
     options: AllOptions,
 ) -> None:
     """The whole table: RULER, needles, tasks, held-out text, long output, LongBench if asked; report.html and .md."""
-    from ..evaluation import ruler, ruler_probe, whole_table
-    from ..evaluation.records import Results
+    from .. import ruler, ruler_probe, whole_table
+    from ..records import Results
 
     given = {
         "lengths": lengths,
@@ -188,7 +189,7 @@ def everything(
 
 def _section(part, held, caches, lengths):
     """What the report says of a part: of the caches and lengths of this run."""
-    from ..evaluation.report import Section
+    from ..report import Section
 
     names = {spec.name for spec in caches}
     figures = [f for f in held.figures(part.measures) if f.cache in names and f.length in (0, *lengths)]
@@ -197,8 +198,8 @@ def _section(part, held, caches, lengths):
 
 def _write(out: Path, short: str, about: dict[str, str], sections: list) -> tuple[str, str]:
     """Write the report of the parts that are done."""
-    from ..evaluation import report
-    from ..evaluation.records import replace
+    from .. import report
+    from ..records import replace
 
     title = f"Sparse caches on {short}"
     about = {**about, "date": datetime.date.today().isoformat()}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
+from hf_sparsekv.cache import SparseCache
+
 from . import forced
 from .cache_specs import CacheSpec
 from .prefix import Prefix, forced_steps, greedy_rows, predicting, prefill

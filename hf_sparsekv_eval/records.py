@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..results import Row
+from hf_sparsekv.results import Row
 
 try:
     import fcntl

@@ -12,8 +12,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from ..attention.tap import QueryTap
-from ..cache_name import generate_over
+from hf_sparsekv.attention.tap import QueryTap
+from hf_sparsekv.cache_name import generate_over
+
 from .cache_specs import parse_cache
 from .prefix import Prefix, attention, forced_steps, full_attention, pass_columns, prefill
 
@@ -44,7 +45,7 @@ class SparseKVLM(HFLM):
             raise ValueError("sparse caches serve decoder-only models")
         QueryTap(self.model).install()  # as long as there is the model
         if capture:
-            from ..cuda_graph.optimize import optimize
+            from hf_sparsekv.cuda_graph.optimize import optimize
 
             optimize(self.model)
 

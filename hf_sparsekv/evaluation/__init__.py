@@ -1,1 +1,0 @@
-"""How close sparse decoding comes to full attention on a real model."""

@@ -1,0 +1,1 @@
+"""The commands of ``hf-sparsekv`` that evaluate: ``eval`` and ``lm-eval``."""
