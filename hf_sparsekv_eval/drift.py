@@ -15,8 +15,9 @@ from torch import Tensor
 from . import forced
 from .cache_specs import CacheSpec
 from .generation import AGREEMENT, ATTENDED, KL
+from .measures import Measure, Record
 from .prefix import Prefix, forced_steps, prefill
-from .records import Measure, Record, Results
+from .records import Results
 
 WHOLE = "answer"  # the task of the records that hold what is said of an answer as a whole
 FIRST = Measure("first difference", "first")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .cache_specs import CacheSpec
+from .measures import Measure, Record
 from .prefix import forced_steps, predicting, prefill
-from .records import Measure, Record, Results
+from .records import Results
 
 PERPLEXITY = Measure("perplexity", "nll", "tokens", exponential=True)
 MEASURES = {

@@ -11,8 +11,9 @@ from hf_sparsekv.cache import SparseCache
 
 from . import forced
 from .cache_specs import CacheSpec
+from .measures import Measure, Record
 from .prefix import Prefix, forced_steps, greedy_rows, predicting, prefill
-from .records import Measure, Record, Results
+from .records import Results
 from .samples import Sample
 
 SCORE = Measure("score", "score", percent=True)

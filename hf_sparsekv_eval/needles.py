@@ -6,7 +6,7 @@ import math
 import textwrap
 from pathlib import Path
 
-from .records import Figure
+from .measures import Figure
 from .ruler_probe import needle_sample, speaks_probe
 from .samples import Sample, found, found_share
 from .text import needle_prompt

@@ -6,98 +6,23 @@ that are damaged are skipped with a warning, and one run at a time writes to a d
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import math
 import os
-import secrets
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-
-import numpy as np
 
 from hf_sparsekv.results import Row
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from .measures import Figure, Measure, Record, figures
+from .run_directory import Lock, replace
+from .tables import markdown
 
-RESAMPLES = 2000
-SAMPLES, SETTINGS, LOCK = "samples.jsonl", "settings.json", ".lock"
+SAMPLES, SETTINGS = "samples.jsonl", "settings.json"
 _NAMED = 5  # damaged lines that a warning names; the others are counted
-
-
-@dataclass(frozen=True)
-class Record:
-    """One sample with one cache.
-
-    Args:
-        task, length, index: which sample; length in tokens.
-        cache: name of the cache.
-        values: what was measured.
-        output: generated text.
-    """
-
-    task: str
-    length: int
-    index: int
-    cache: str
-    values: dict[str, float]
-    output: str = ""
-
-    @property
-    def key(self) -> tuple[str, int, int, str]:
-        """What identifies it."""
-        return self.task, self.length, self.index, self.cache
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A figure over records: ``sum(value) / sum(weight)``.
-
-    Args:
-        name: what tables call it.
-        value: key of :attr:`Record.values`.
-        weight: key of what it is divided by; ``None``: the number of records.
-        exponential: e to the power of it (perplexity).
-        percent: shown as a percentage.
-        beside: name of the measure in whose cells tables of several tasks print it, behind a slash.
-    """
-
-    name: str
-    value: str
-    weight: str | None = None
-    exponential: bool = False
-    percent: bool = False
-    beside: str | None = None
-
-    def of(self, sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """The figure from sums ``[...]``; NaN where there is nothing to divide by."""
-        mean = np.divide(sums, weights, out=np.full(np.shape(sums), np.nan), where=np.asarray(weights) > 0)
-        return np.exp(mean) if self.exponential else mean
-
-    def show(self, value: float, digits: int = 1) -> str:
-        """As tables print it."""
-        return f"{100 * value:.{digits}f}" if self.percent else f"{value:.4g}"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measure over the samples of a task and length, with its 95 % bootstrap interval."""
-
-    task: str
-    length: int
-    cache: str
-    measure: str
-    value: float
-    low: float
-    high: float
-    samples: int
 
 
 class Results:
@@ -122,7 +47,7 @@ class Results:
         if out is None:
             return
         try:
-            self._lock = _Lock(out)
+            self._lock = Lock(out)
             self._compare()
             self._load(out / SAMPLES)
         except OSError as error:
@@ -227,25 +152,7 @@ class Results:
 
     def figures(self, measures: Iterable[Measure], seed: int = 0) -> list[Figure]:
         """All measures of all tasks, lengths and caches, in the order of the records; an ``average`` over tasks."""
-        groups: dict[tuple[str, int, str], list[Record]] = {}
-        for record in self.records.values():
-            groups.setdefault((record.task, record.length, record.cache), []).append(record)
-        out = []
-        for measure in measures:
-            drawn: dict[tuple[int, str], list[tuple[float, np.ndarray, int]]] = {}
-            for (task, length, cache), records in groups.items():
-                values = _values(records, measure)
-                if values is None:
-                    continue
-                value, resampled = bootstrap(*values, measure, seed)
-                drawn.setdefault((length, cache), []).append((value, resampled, len(records)))
-                out.append(_figure(task, length, cache, measure.name, value, resampled, len(records)))
-            for (length, cache), tasks in drawn.items():
-                if len(tasks) > 1:
-                    value = float(np.mean([v for v, _, _ in tasks]))
-                    mean = np.mean([r for _, r, _ in tasks], axis=0)  # NaN where a task's draw weighs nothing
-                    out.append(_figure("average", length, cache, measure.name, value, mean, sum(n for *_, n in tasks)))
-        return out
+        return figures(self.records.values(), measures, seed)
 
     def rows(self, measures: Iterable[Measure], case: str) -> list[Row]:
         """The figures as rows of the benchmarks' tables; ``case`` is the model."""
@@ -274,53 +181,6 @@ class Results:
             replace(self.out / "results.csv", table.getvalue())
             replace(self.out / "results.md", text)
         return text
-
-
-class _Lock:
-    """The directory ``out``, made if it is not there, for one run; the system frees it when the process dies."""
-
-    def __init__(self, out: Path) -> None:
-        self.path = out / LOCK
-        self.made = [path for path in (out, *out.parents) if not path.exists()]
-        self.held: int | None = None
-        for _ in range(100):  # who ends removes its lock file and a directory without results, perhaps just now
-            with contextlib.suppress(FileNotFoundError):
-                out.mkdir(parents=True, exist_ok=True)
-                if fcntl is None or self._take():
-                    return
-        raise ValueError(f"{out} comes and goes: choose another directory with --out")
-
-    def _take(self) -> bool:
-        """Whether the file that was locked is still the one at the path."""
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            raise ValueError(
-                f"another run writes to {self.path.parent}: wait until it has ended, or choose another directory "
-                "with --out"
-            ) from None
-        except OSError as error:  # some network file systems
-            warnings.warn(
-                f"{self.path.parent} cannot be locked ({error.strerror}): start no second run there", stacklevel=4
-            )
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(self.path)):
-                self.held = file
-                return True
-        os.close(file)
-        return False
-
-    def release(self) -> None:
-        """Unlock, and leave neither a lock nor a directory in which nothing was written."""
-        if self.held is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            os.close(self.held)
-        with contextlib.suppress(OSError):  # not empty
-            for path in self.made:
-                path.rmdir()
 
 
 def parse(line: bytes) -> Record:
@@ -360,24 +220,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
-def replace(path: Path, text: str) -> None:
-    """Write ``text`` so that whoever reads ``path``, now or after a crash, finds the old file or the new one, whole.
-
-    Raises:
-        OSError: it cannot be written; the old file is still there.
-    """
-    part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    with part.open("x", encoding="utf-8", newline="") as file:  # nobody else's
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            part.unlink()
-            raise
-
-
 def _spell(name: str, settings: dict) -> str:
     """A setting as it was written on the command line."""
     value = settings.get(name)
@@ -389,77 +231,3 @@ def _spell(name: str, settings: dict) -> str:
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
     return f"{option} {value}"
-
-
-def _values(records: list[Record], measure: Measure) -> tuple[np.ndarray, np.ndarray] | None:
-    held = [r for r in records if measure.value in r.values]
-    if not held:
-        return None
-    for record in held:
-        if measure.weight and measure.weight not in record.values:
-            raise ValueError(
-                f"the record {record.key} has {measure.value!r} but no {measure.weight!r}: delete its line in {SAMPLES}"
-            )
-    values = np.array([r.values[measure.value] for r in held], dtype=float)
-    weights = np.array([r.values[measure.weight] if measure.weight else 1.0 for r in held], dtype=float)
-    return (values, weights) if weights.any() else None
-
-
-def bootstrap(values: np.ndarray, weights: np.ndarray, measure: Measure, seed: int = 0) -> tuple[float, np.ndarray]:
-    """The figure, and what it is for samples drawn with replacement (``RESAMPLES`` of them)."""
-    at = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    value = measure.of(values.sum(), weights.sum())
-    return float(value), measure.of(values[at].sum(-1), weights[at].sum(-1))
-
-
-def _figure(task, length, cache, name, value, resampled, samples) -> Figure:
-    low, high = np.nanpercentile(resampled, (2.5, 97.5))  # NaN: a draw that weighs nothing
-    return Figure(task, length, cache, name, value, float(low), float(high), samples)
-
-
-@dataclass
-class _Grid:
-    columns: list[str] = field(default_factory=list)
-    rows: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def put(self, row: str, column: str, text: str) -> None:
-        if column not in self.columns:
-            self.columns.append(column)
-        cells = self.rows.setdefault(row, {})
-        cells[column] = f"{cells[column]} / {text}" if column in cells else text
-
-    def text(self) -> str:
-        lines = ["| | " + " | ".join(self.columns) + " |", "|---|" + "---|" * len(self.columns)]
-        for name, cells in self.rows.items():
-            lines.append(f"| {name} | " + " | ".join(cells.get(c, "") for c in self.columns) + " |")
-        return "\n".join(lines)
-
-
-def markdown(figures: list[Figure], measures: list[Measure], title: str) -> str:
-    """Tables, one a length: a row a cache; a column a task (several tasks) or a measure (one task)."""
-    by_name = {measure.name: measure for measure in measures}
-    parts = [f"# {title}"]
-    for length in sorted({f.length for f in figures}):
-        here = [f for f in figures if f.length == length]
-        tasks = list(dict.fromkeys(f.task for f in here))
-        several = len(tasks) > 1
-        parts.append(f"## {length} tokens" if length else "## all lengths")
-        grids: dict[str, _Grid] = {}
-        for f in here:
-            measure = by_name[f.measure]
-            if not math.isfinite(f.value):
-                continue
-            text = measure.show(f.value)
-            if f.high > f.low:
-                text += f" ({measure.show(f.low)}-{measure.show(f.high)})"
-            name = f.measure
-            if several:  # what is printed beside another shares its table, if that has been measured, too
-                pair = [m.name for m in measures if m.name == measure.beside or measure.name in (m.name, m.beside)]
-                name = " / ".join(one for one in pair if any(g.measure == one for g in here))
-            unit = f"{name}, %" if measure.percent else name
-            grids.setdefault(unit if several else "", _Grid()).put(f.cache, f.task if several else unit, text)
-        for name, grid in grids.items():
-            parts += [f"**{name}**"] if name else []
-            parts.append(grid.text())
-    parts.append(f"In brackets: 95 % intervals, bootstrap over samples ({RESAMPLES} draws).")
-    return "\n\n".join(parts) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .cache_specs import FULL
-from .records import RESAMPLES, Figure, Measure
+from .measures import RESAMPLES, Figure, Measure
 
 # Of the summary: part, measure, heading. What has not been measured has no column; what is beside it shares its cell.
 _SUMMARY = (

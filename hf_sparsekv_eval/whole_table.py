@@ -11,7 +11,8 @@ from hf_sparsekv.policies.registry import methods
 
 from . import drift, forced, generation, long_tasks, longbench, needles, ruler, ruler_probe
 from .cache_specs import FULL, CacheSpec, parse_cache
-from .records import Measure, Results
+from .measures import Measure
+from .records import Results
 from .samples import Sample
 
 PARTS = ("ruler", "needle", "tasks", "text", "output", "longbench")

@@ -15,8 +15,9 @@ from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionParams
 from hf_sparsekv_eval import forced, generation
 from hf_sparsekv_eval.cache_specs import CacheSpec, known, parse_cache, parse_caches
+from hf_sparsekv_eval.measures import Measure, Record, bootstrap
 from hf_sparsekv_eval.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
-from hf_sparsekv_eval.records import Measure, Record, Results, bootstrap
+from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.reference_policies import OracleConfig, OraclePolicy, RandomConfig
 from hf_sparsekv_eval.samples import Sample, found_share
 

@@ -14,8 +14,9 @@ from test_evaluation_tasks import letters, probe  # noqa: F401 (fixtures)
 from hf_sparsekv_eval import drift, generation, long_tasks, report, whole_table
 from hf_sparsekv_eval.cache_specs import parse_caches
 from hf_sparsekv_eval.long_tasks import FIELDS, JsonFields, Keywords, Literal
+from hf_sparsekv_eval.measures import Figure, Measure, Record
 from hf_sparsekv_eval.prefix import Prefix, greedy_rows, prefill
-from hf_sparsekv_eval.records import Figure, Measure, Record, Results
+from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.samples import Sample, found, found_share
 
 TIGHT = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"

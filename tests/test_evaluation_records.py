@@ -13,7 +13,8 @@ import warnings
 
 import pytest
 
-from hf_sparsekv_eval.records import Measure, Record, Results
+from hf_sparsekv_eval.measures import Measure, Record
+from hf_sparsekv_eval.records import Results
 
 SCORE = Measure("score", "score", percent=True)
 

@@ -22,7 +22,8 @@ from probe_training import network
 
 from hf_sparsekv_eval import longbench, needles, ruler, ruler_probe
 from hf_sparsekv_eval import probe_language as lang
-from hf_sparsekv_eval.records import Figure, Results
+from hf_sparsekv_eval.measures import Figure
+from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.samples import exact, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"

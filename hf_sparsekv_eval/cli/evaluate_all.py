@@ -199,7 +199,7 @@ def _section(part, held, caches, lengths):
 def _write(out: Path, short: str, about: dict[str, str], sections: list) -> tuple[str, str]:
     """Write the report of the parts that are done."""
     from .. import report
-    from ..records import replace
+    from ..run_directory import replace
 
     title = f"Sparse caches on {short}"
     about = {**about, "date": datetime.date.today().isoformat()}

@@ -1,0 +1,84 @@
+"""A directory that one run at a time writes to, and files in it that appear when they are whole.
+
+Apart from the records because locks and crashes of a system are nothing of an evaluation's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import warnings
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK = ".lock"
+
+
+class Lock:
+    """The directory ``out``, made if it is not there, for one run; the system frees it when the process dies."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / LOCK
+        self.made = [path for path in (out, *out.parents) if not path.exists()]
+        self.held: int | None = None
+        for _ in range(100):  # who ends removes its lock file and a directory without results, perhaps just now
+            with contextlib.suppress(FileNotFoundError):
+                out.mkdir(parents=True, exist_ok=True)
+                if fcntl is None or self._take():
+                    return
+        raise ValueError(f"{out} comes and goes: choose another directory with --out")
+
+    def _take(self) -> bool:
+        """Whether the file that was locked is still the one at the path."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise ValueError(
+                f"another run writes to {self.path.parent}: wait until it has ended, or choose another directory "
+                "with --out"
+            ) from None
+        except OSError as error:  # some network file systems
+            warnings.warn(
+                f"{self.path.parent} cannot be locked ({error.strerror}): start no second run there", stacklevel=4
+            )
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(self.path)):
+                self.held = file
+                return True
+        os.close(file)
+        return False
+
+    def release(self) -> None:
+        """Unlock, and leave neither a lock nor a directory in which nothing was written."""
+        if self.held is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            os.close(self.held)
+        with contextlib.suppress(OSError):  # not empty
+            for path in self.made:
+                path.rmdir()
+
+
+def replace(path: Path, text: str) -> None:
+    """Write ``text`` so that whoever reads ``path``, now or after a crash, finds the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; the old file is still there.
+    """
+    part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    with part.open("x", encoding="utf-8", newline="") as file:  # nobody else's
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink()
+            raise
