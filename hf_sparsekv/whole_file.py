@@ -34,6 +34,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8, with its line ends as they are: readers find the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; the old file is still there.
+    """
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         # File systems limit names to 255 bytes, which the path's own name may take up already.

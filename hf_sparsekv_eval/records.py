@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hf_sparsekv.results import Row
+from hf_sparsekv.whole_file import replace_text
 
 from .measures import Figure, Measure, Record, figures
-from .run_directory import Lock, replace
+from .run_directory import Lock
 from .tables import markdown
 
 SAMPLES, SETTINGS = "samples.jsonl", "settings.json"
@@ -129,7 +130,7 @@ class Results:
         if self._file is None:  # not before: a run that fails at once leaves no files behind
             if self._lock is None:
                 raise ValueError("these results are closed: open them anew to add records")
-            replace(self.out / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
+            replace_text(self.out / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
             self._file = (self.out / SAMPLES).open("ab+", buffering=0)
         line = json.dumps(asdict(record)).encode() + b"\n"
         size = self._file.seek(0, os.SEEK_END)
@@ -177,9 +178,9 @@ class Results:
             writer = csv.DictWriter(table, list(Figure.__dataclass_fields__))
             writer.writeheader()
             writer.writerows(rows)
-            replace(self.out / "results.json", json.dumps(whole, indent=1) + "\n")
-            replace(self.out / "results.csv", table.getvalue())
-            replace(self.out / "results.md", text)
+            replace_text(self.out / "results.json", json.dumps(whole, indent=1) + "\n")
+            replace_text(self.out / "results.csv", table.getvalue())
+            replace_text(self.out / "results.md", text)
         return text
 
 

@@ -1,13 +1,12 @@
-"""A directory that one run at a time writes to, and files in it that appear when they are whole.
+"""The directory of a run, which one process at a time writes to.
 
-Apart from the records because locks and crashes of a system are nothing of an evaluation's.
+Apart from the records because locks of files know nothing of an evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import warnings
 from pathlib import Path
 
@@ -64,21 +63,3 @@ class Lock:
         with contextlib.suppress(OSError):  # not empty
             for path in self.made:
                 path.rmdir()
-
-
-def replace(path: Path, text: str) -> None:
-    """Write ``text`` so that whoever reads ``path``, now or after a crash, finds the old file or the new one, whole.
-
-    Raises:
-        OSError: it cannot be written; the old file is still there.
-    """
-    part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    with part.open("x", encoding="utf-8", newline="") as file:  # nobody else's
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            part.unlink()
-            raise

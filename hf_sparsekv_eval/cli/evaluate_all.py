@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from hf_sparsekv.cli.options import Model, parse_tokens, takes
 from hf_sparsekv.cli.output import CommandError, messages, note, one_line_errors, results
 from hf_sparsekv.results import append_rows, commit, device_name, versions
+from hf_sparsekv.whole_file import replace_text
 
 from .evaluate_run import (
     Chat,
@@ -199,11 +200,10 @@ def _section(part, held, caches, lengths):
 def _write(out: Path, short: str, about: dict[str, str], sections: list) -> tuple[str, str]:
     """Write the report of the parts that are done."""
     from .. import report
-    from ..run_directory import replace
 
     title = f"Sparse caches on {short}"
     about = {**about, "date": datetime.date.today().isoformat()}
     pages = report.as_html(title, about, sections), report.as_markdown(title, about, sections)
     for name, page in zip(("report.html", "report.md"), pages):
-        replace(out / name, page)
+        replace_text(out / name, page)
     return pages
