@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 
+from .extra import needs
 from .samples import Sample
 
 # The official THUDM/LongBench is a loading script, which datasets >= 4 refuses; this is its data as parquet.
@@ -37,6 +38,7 @@ def load_rows(task: str, source: str = DATASET) -> list[dict]:
     Raises:
         ValueError: no such task, or what is there has another schema.
     """
+    needs("LongBench", "datasets")
     from datasets import load_dataset
 
     if task not in tasks():
@@ -118,10 +120,9 @@ def f1(output: str, reference: str, classes=()) -> float:
 
 def rouge(output: str, reference: str, classes=()) -> float:
     """ROUGE-L F1 of the ``rouge`` package, which the official code uses."""
-    try:
-        from rouge import Rouge
-    except ImportError:
-        raise ValueError("the summary tasks of LongBench need the package rouge: pip install rouge") from None
+    needs("a summary task of LongBench", "rouge")
+    from rouge import Rouge
+
     if not output.strip(" .\n\t") or not reference.strip(" .\n\t"):
         return 0.0
     return float(Rouge().get_scores([output], [reference])[0]["rouge-l"]["f"])

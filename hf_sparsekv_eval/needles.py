@@ -6,6 +6,7 @@ import math
 import textwrap
 from pathlib import Path
 
+from .extra import needs
 from .measures import Figure
 from .ruler_probe import needle_sample, speaks_probe
 from .samples import Sample, found, found_share
@@ -23,6 +24,7 @@ def make_sample(tokenizer, length: int, depth: float, index: int, seed: int = 0)
 
 def plot(figures: list[Figure], path: Path, title: str) -> None:
     """Write a heat map (PNG or SVG, by the suffix): length across, depth down, one panel a cache."""
+    needs("the heat map", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from test_cli import error, flat, run, tiny
 
@@ -46,3 +48,28 @@ def test_lengths_that_the_model_was_not_made_for(tiny, text, tmp_path):
     sizes = ("--lengths", "2040", "--tokens", "16", "--samples", "1")
     told = run("eval", "agreement", tiny, *text, *sizes, *out, "--cache", "full").stderr
     assert "2,056 tokens are more than the 2,048 that the model was made for" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "package"),
+    [
+        (("needle",), "matplotlib"),
+        (("longbench",), "datasets"),
+        (("all", "--longbench", "x"), "datasets"),
+    ],
+)
+def test_what_the_extra_would_bring_is_named_at_once(args, package, tiny, tmp_path, monkeypatch):
+    """Before a model is loaded and a directory made."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    line = error("eval", args[0], tiny, *args[1:], "--out", tmp_path / "out")
+    assert f"needs {package}: install the extra, `pip install '.[eval]'`" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_lm_eval_names_its_extra(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+    )
+    assert "pip install '.[lm-eval]'" in error("lm-eval", "--help")

@@ -135,8 +135,10 @@ def needle(
 ) -> None:
     """One fact, by depth and length of the prompt: a heat map (heatmap.png), one panel a cache."""
     from .. import generation, needles
+    from ..extra import needs
 
     sizes = lengths_of(lengths)
+    needs("the heat map of `eval needle`", "matplotlib")  # before the hours that the samples take
     with Run("needle", model, options, seed=seed, question_steps=question_steps) as run:
         run.check(sizes)
         places = [i / (depths - 1) for i in range(depths)]
@@ -268,8 +270,10 @@ def longbench(
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
     from .. import longbench as bench
+    from ..extra import needs
 
     names = names_of(tasks, tuple(bench.tasks()), "task")
+    needs("LongBench", "datasets")
     source = data or bench.DATASET
     with Run("longbench", model, options, data=source, max_length=max_length, chat=chat) as run:
         own = getattr(run.model.config.get_text_config(decoder=True), "max_position_embeddings", None)

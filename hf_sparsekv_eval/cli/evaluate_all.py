@@ -102,6 +102,7 @@ def everything(
 ) -> None:
     """The whole table: RULER, needles, tasks, held-out text, long output, LongBench if asked; report.html and .md."""
     from .. import ruler, ruler_probe, whole_table
+    from ..extra import needs
     from ..records import Results
 
     given = {
@@ -121,6 +122,8 @@ def everything(
         raise typer.BadParameter("LongBench's data are not part of this package: give --longbench DATASET_OR_DIRECTORY")
     if only is not None and "longbench" not in wanted and longbench is not None:
         raise typer.BadParameter("--longbench is given, but --only leaves it out: add longbench to it")
+    if longbench is not None:
+        needs("LongBench", "datasets")
     caches = caches_of(options.cache) if options.cache else whole_table.default_caches()
     caches = [*caches_of(["full"]), *(spec for spec in caches if not spec.full)]
     short = Path(model.rstrip("/")).name

@@ -1,0 +1,21 @@
+"""What the extra ``eval`` installs, and what is said where it is missing.
+
+Apart because most tasks run without it: only who needs one of its packages asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+def needs(what: str, package: str) -> None:
+    """Refuse ``what`` if ``package`` is not installed.
+
+    Raises:
+        ValueError: it is not; the message says how to install it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{what} needs {package}: install the extra, `pip install '.[eval]'` in a checkout, or "
+            f"`pip install {package}`"
+        )
