@@ -25,7 +25,7 @@ BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
-# Measured with benchmarks/studies/predictor_study.py on the small real model: docs/studies/predicted-queries.md.
+# Measured on the small real model: docs/studies/predicted-queries.md.
 PREDICTOR = "assembled_ridge"
 WINDOW = 16
 EPSILON = 0.1

@@ -4,7 +4,7 @@ The residual stream of random weights foresees nothing, so what a cache chooses 
 before (``hf_sparsekv/attention/points.py``) would always be wrong. Here each replayed query gets an expected one beside
 it: the query plus an error.
 
-* The recording (``profiles/*-foreseen.json``) is that of ``python -m benchmarks.studies.foreseen_queries``, by layer
+* The recording (``profiles/*-foreseen.json``) is of the small real model (docs/benchmarks-statistics.md), by layer
   and place of the residual stream: the error's size, how it varies between steps and how long it lasts, and the overlap
   of the tokens that both queries choose, for several shares of them; and how many of a step's tokens are still on the
   device if those of the latest selections are kept there.
@@ -103,20 +103,6 @@ def best(scores: Tensor, k: int) -> Tensor:
 def overlap(scores: Tensor, others: Tensor, k: int) -> Tensor:
     """The share of the ``k`` best by ``scores`` that is among the ``k`` best by ``others``: ``[...]``."""
     return (best(scores, k) & best(others, k)).sum(-1) / k
-
-
-def error_of(expected: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of ``expected [..., D]`` that is orthogonal to ``true``, as a direction, and its size.
-
-    Returns:
-        unit vectors ``[..., D]``, and the tangent of the angle between both ``[...]``; infinite beyond a right angle.
-    """
-    expected, true = expected.double(), true.double()
-    unit = torch.nn.functional.normalize(true, dim=-1)
-    along = (expected * unit).sum(-1)
-    error = expected - along[..., None] * unit
-    size = error.norm(dim=-1)
-    return torch.nn.functional.normalize(error, dim=-1), torch.where(along > 0, size / along, torch.inf)
 
 
 class Foreseen:

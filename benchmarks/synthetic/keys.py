@@ -9,8 +9,8 @@ With random keys and queries consecutive steps select almost unrelated blocks, a
 * channel 0 is a bias: 1 in effect in every query, 0 in every key but those of the sinks, which take the mass that is
   not in stored blocks.
 
-Strength of topics, noise and widths and the weights of the four parts are fitted for each recorded layer
-(:mod:`.synthetic_fit`) and kept in the profile, so nothing is fitted here. What is matched: the overlap of block
+Strength of topics, noise and widths and the weights of the four parts were fitted for each recorded layer
+(docs/benchmarks-statistics.md) and are kept in the profile, so nothing is fitted here. Matched are the overlap of block
 selections at lags 1, 2, 4, 8 and 16 for an eighth of the blocks and at lag 1 for a sixteenth and a quarter, the mass
 that these selections cover, and the number of blocks for 95 % of the mass; docs/benchmarks-statistics.md says how
 closely. Statistics are carried to other contexts as *fractions* of the stored blocks, never as counts: 128 of 2048

@@ -1,7 +1,7 @@
 """What selections of a decoding model look like: overlap of consecutive steps, attention mass, reuse of blocks.
 
-Every function takes plain tensors, so that real attention (``studies/attention_statistics.py``) and made-up tensors
-(:mod:`.keys`) are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
+Every function takes plain tensors, so that recorded attention and made-up tensors (:mod:`.keys`)
+are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
 recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
 """
 

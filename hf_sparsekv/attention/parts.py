@@ -5,7 +5,7 @@ do 60 % as much on a Hopper GPU. Without the causal corner both parts are shapes
 log-sum-exps tell how to weigh them.
 
 cuDNN makes a plan for each new shape, strides included: 55 to 75 ms of the host on an H200, as long as 8k tokens take
-in all layers of an 8B model; and every thread makes its own (``python -m benchmarks.probes.prompt_shapes``). So parts
+in all layers of an 8B model; and every thread makes its own (benchmarks/NOTES.md). So parts
 are padded to a few lengths, and a length gets its plan when the flash kernels, which need none, have lost as much time
 on it as the plan takes. What is left of a past that ends between two lengths takes them, too.
 """

@@ -1,7 +1,7 @@
 """Host memory that grows in place, page-locked so that the GPU reads it where it is.
 
 torch's pinned memory is rounded up to powers of two, is pinned at 3.8 GB/s (an H200 machine,
-benchmarks/probes/pinning.py), and moves when it grows. Here address space is reserved once, and its front is
+benchmarks/NOTES.md), and moves when it grows. Here address space is reserved once, and its front is
 *committed* step by step: made writable, touched by several threads (to be handed zeroed pages is what takes long),
 registered with CUDA. So a tensor over it never moves while it grows, and captured steps go on reading it.
 

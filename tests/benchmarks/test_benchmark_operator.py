@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 
 import pytest
@@ -19,7 +18,6 @@ from benchmarks.operators.check import check
 from benchmarks.operators.run import arguments, main, shapes
 from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
-from benchmarks.probes import gather, host_prompt
 from benchmarks.report import Report
 from hf_sparsekv.config import TwoLevelConfig
 from hf_sparsekv.ops.small_linear.triton import tile
@@ -367,43 +365,6 @@ def test_operators_of_the_other_layout_are_refused(layer):
             variants([layer], operator)
     with pytest.raises(ValueError, match="dense_decode does not fit this shape: latent_decode does"):
         variants([Layer(LATENTS, torch.device("cpu"), seed=0)], "dense_decode")
-
-
-@INTERPRETED
-def test_gathered_rows(monkeypatch):
-    """The probes' kernel brings the right rows in both layouts, or says so."""
-
-    def on_cpu(make):
-        return lambda *args, device=None, **how: make(*args, **how)
-
-    monkeypatch.setattr(torch, "randperm", on_cpu(torch.randperm))
-    monkeypatch.setattr(torch, "empty", on_cpu(torch.empty))
-    monkeypatch.setattr(gather, "gbps", lambda size, run: [run() or 2.0] * 7)
-    rows = torch.randn(256, 16, dtype=torch.float16)
-    assert gather.best_gather(rows, 90) == gather.best_gather(rows, 90, gap=64) == 2.0
-    assert gather.best_gather(torch.randn(40, 512, dtype=torch.float16), 10) == 2.0
-    monkeypatch.setattr(gather, "gbps", lambda size, run: [2.0] * 7)
-    with pytest.raises(RuntimeError, match="rows arrived wrong"):
-        gather.best_gather(rows, 90)
-
-
-@INTERPRETED
-def test_host_time_of_prompts(monkeypatch, capsys):
-    """A prompt and its pieces launch what they should, and little beside it; so do offloaded ones."""
-    for name, value in {"LAYERS": 4, "TIMES": 1, "PIECES": 8}.items():
-        monkeypatch.setattr(host_prompt, name, value)
-    host_prompt.main()
-    found = {}
-    for line in capsys.readouterr().out.splitlines()[1:]:
-        cache, what, ms, operations, launches = re.split(r"\s{2,}", line)
-        assert float(ms) > 0
-        found[cache, what] = float(operations), float(launches)
-    assert len(found) == 2 + 2 * 3
-    for (cache, what), (operations, launches) in found.items():
-        if cache != "sdpa":
-            like, _ = found["sdpa", what.removesuffix(", used cache")]
-            assert launches == (3 if "behind" in what else 2)
-            assert operations - like < 30, (cache, what)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from caches import FULL, TIGHT, predictive, two_level
 from captured import Imitation
-from models import build, prompt
+from models import build
 from read_rows import read_rows
 
 from benchmarks import filling, foresight, shapes
 from benchmarks import step as bench_step
-from benchmarks.studies import foreseen_queries
 from benchmarks.synthetic import foreseen as fs
 from benchmarks.synthetic.foreseen import Foreseen, Pairs, Selection, StoredIndex
 from benchmarks.synthetic.keys import SyntheticKV
@@ -22,8 +19,6 @@ from benchmarks.synthetic.replay import ReplayedQueries
 from benchmarks.synthetic.statistics import WORKING_SET, stored_blocks
 from hf_sparsekv import PredictiveConfig, predict_ahead
 from hf_sparsekv.attention.points import Point
-from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
-from hf_sparsekv.ops.device_tokens.reference import bring_tokens
 
 
 def filled(cache, net, context: int = 400) -> SyntheticKV:
@@ -60,59 +55,12 @@ def test_scores_are_those_of_caches(method):
             assert torch.equal(chosen.long().sort().values, best)
 
 
-def test_overlap_and_errors_literally():
+def test_overlap_literally():
     scores, others = torch.tensor([5.0, 4, 1, 0]), torch.tensor([5.0, 1, 4, 0])
     assert float(fs.overlap(scores, others, 2)) == 0.5
     assert float(fs.overlap(scores, others, 3)) == 1.0
-    direction, size = fs.error_of(torch.tensor([3.0, 0, 4]), torch.tensor([2.0, 0, 0]))
-    torch.testing.assert_close(direction, torch.tensor([0.0, 0, 1], dtype=torch.float64))
-    assert float(size) == pytest.approx(4 / 3)
-    assert math.isinf(fs.error_of(torch.tensor([-1.0, 1]), torch.tensor([1.0, 0]))[1])
     ids = torch.tensor([[[0, 3, 5, -1], [1, 2, 3, 4]]])
     assert foresight.shared(ids, torch.tensor([[[3, 5, 6, -1], [9, -1, -1, -1]]])) == pytest.approx(2 / 7)
-
-
-@pytest.mark.parametrize("room", [7, 16, 30, 80])
-def test_held_tokens_are_those_of_the_operator(room):
-    """Slot by slot, for selections that come back more or less often."""
-    rng, tokens, size = np.random.default_rng(room), 96, 8
-
-    def full(*shape: int, value: int) -> torch.Tensor:
-        return torch.full((1, *shape), value, dtype=torch.int32)
-
-    slots = TokenSlots(
-        torch.zeros(1, room, 1),
-        full(room, value=-1),
-        full(room, value=EMPTY),
-        full(1, tokens, value=-1),
-        full(1, value=0),
-        torch.tensor([[0, room]], dtype=torch.int32),
-    )
-    stored, table = torch.zeros(tokens // size, 1, size, 1), torch.arange(tokens // size, dtype=torch.int32)[None]
-    held, likely = foreseen_queries.HeldTokens(tokens, room), np.arange(1, tokens + 1) ** 2.0
-    for _ in range(200):  # ages of all classes
-        ids = np.sort(rng.choice(tokens, 16, replace=False, p=likely / likely.sum()))
-        counters = torch.zeros(2, dtype=torch.int64)
-        there = int((slots.slots[0, 0, ids] >= 0).sum())
-        bring_tokens(torch.from_numpy(ids).int()[None, None], stored, table, slots, counters=counters)
-        assert held.choose(ids) == there
-        pairs = ((held.columns, slots.columns), (held.stamps, slots.stamps), (held.slots, slots.slots[0]))
-        for mine, theirs in pairs:
-            assert np.array_equal(mine, theirs[0].numpy())
-
-
-def test_reuse_literally():
-    """Two KV heads: one chooses the same tokens always, one those of two turns."""
-    reuse, turns = foreseen_queries.Reuse(2, 8, 2), ([0, 1], [2, 3])
-    for step in range(foreseen_queries.WARM_UP + 2):
-        chosen = torch.zeros(2, 6, dtype=torch.bool)  # more will be stored
-        chosen[0, :2] = chosen[1, turns[step % 2]] = True
-        found = reuse.step(chosen)
-        assert bool(found) == (step >= foreseen_queries.WARM_UP)
-    assert found.pop("working_set").tolist() == [1, 2]
-    assert {name: rate.tolist() for name, rate in found.items()} == {
-        f"hit_{room}": [1, float(room > 1)] for room in fs.ROOMS
-    }
 
 
 def test_memory_of_errors():
@@ -152,69 +100,6 @@ def silent(net, *names: str) -> None:
     for name, parameter in net.named_parameters():
         if any(name.endswith(f"{end}.weight") for end in names):
             torch.nn.init.zeros_(parameter)
-
-
-@pytest.mark.parametrize(
-    ("zero", "right"),
-    [((), ()), (("o_proj", "down_proj"), fs.PLACES), (("down_proj",), ("mid",))],
-    ids=["random", "nothing-added", "no-mlp"],
-)
-def test_recording_of_a_tiny_model(zero, right):
-    """Where nothing is added behind the place that a query is expected from, it is the true one."""
-    ids, net = prompt(1, 640)["input_ids"], build("llama", "sdpa", num_hidden_layers=3)
-    silent(net, *zero)
-    values = foreseen_queries.record_pairs(net, ids, steps=40, seed=0)
-    assert net.config._attn_implementation == "sdpa"
-    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in net.model.layers)
-    assert set(values) == {"text", "own"}
-    for by_name in values.values():
-        assert by_name["mid:cosine"].shape == by_name["in:error_16"].shape == (2, 4)
-        assert by_name["in:tokens:k=1/8"].shape == by_name["step:tokens:k=1/64:hit_2"].shape == (2, 2)
-        for place in fs.PLACES:
-            exact = place in right
-            assert np.allclose(by_name[f"{place}:cosine"], 1, atol=1e-5) == exact
-            overlaps = by_name[f"{place}:tokens:k=1/8"]
-            assert np.all((overlaps > 0) & (overlaps <= 1))
-            assert not exact or np.allclose(overlaps, 1, atol=0.02)
-    rows = foreseen_queries.rows(values, 600, [1, 2])
-    found = {(row.variant, row.metric): row for row in rows}
-    assert ("layer=all:k=1/8:tokens:in_delta:own", "foreseen_overlap") in found
-    assert ("layer=all:k=1/4:tokens:text", "overlap_1") in found
-    assert ("layer=all:k=1/16:tokens:own", "hit_rate:room=2") in found
-    assert found["layer=all:k=1/64:tokens:text", "working_set"].unit == "k"
-    assert ("layer=02:k=1/64:tokens:text", "hit_rate:room=8") in found
-    assert ("layer=02:k=1/8:tokens:mid:text", "foreseen_overlap") in found
-    row = found["layer=02:mid:text", "cosine"]
-    assert row.low <= row.value <= row.high
-    assert found["layer=all:mid:text", "cosine"].value == pytest.approx(row.value), "without the dense layers"
-
-
-def test_what_is_recorded_is_what_caches_get(monkeypatch):
-    """The recorder's expected queries against those that the hooks hand to a cache that attends to everything."""
-    ids, net = prompt(1, 200)["input_ids"], build("llama", "sparsekv")
-    expected: dict[str, list] = {}
-    original = foreseen_queries.Taps._half_way
-
-    def half_way(self, point, module, args):
-        original(self, point, module, args)
-        if args[0].shape[1] == 1:
-            for place, q in self.expected[point.index].items():
-                expected.setdefault(place, []).append(q)
-
-    monkeypatch.setattr(foreseen_queries.Taps, "_half_way", half_way)
-    foreseen_queries.record_pairs(build("llama", "sdpa"), ids, steps=4, seed=0)
-    for place in ("in", "mid"):
-        cache, got = predictive(model_config=net.config, **TIGHT, predictor=f"layer:{place}", dense_layers=1), []
-        with torch.no_grad(), predict_ahead(net):
-            net(ids[:, :195], past_key_values=cache)
-            layer = cache.sparse_layers[1]
-            layer.policy.foresee = lambda q, *rest, got=got: got.append(q[0])
-            monkeypatch.setattr(
-                layer.policy, "attend", lambda q, store, plan, params: store.attend(q, None, "all", params)
-            )
-            for token in ids[0, 195:199]:
-                net(token.view(1, 1), past_key_values=cache)
-        torch.testing.assert_close(torch.stack(got), torch.stack(expected[place][:4]), rtol=1e-3, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- imitated

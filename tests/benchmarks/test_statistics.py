@@ -12,7 +12,6 @@ import torch
 from caches import two_level
 from models import model, prompt
 
-from benchmarks.studies import attention_statistics
 from benchmarks.synthetic import statistics as st
 from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.ops.topk_select import block_select
@@ -185,21 +184,3 @@ def test_pools():
                             pool.popitem(last=False)
     assert found.shared(50) == pytest.approx(hits["all"] / count["all"])
     assert found.by_layer(50) == pytest.approx([hits[0] / count[0], hits[1] / count[1]])
-
-
-def test_recording_of_a_tiny_model():
-    """The script's recorder on a random model: streams and shapes; the document's own tokens give the same again."""
-    ids = prompt(1, 1000)["input_ids"]
-    net = model("llama", "sdpa")
-    values = attention_statistics.record(net, ids, steps=24, seed=0)
-    assert net.config._attn_implementation == "sdpa"
-    assert set(values) == {"text", "own"}
-    for by_name in values.values():
-        assert by_name["k=1/8:bound:overlap_1"].shape == (2, 2)
-        assert all(np.all((v >= 0) & (v <= 12)) for v in by_name.values())
-        assert by_name["k=1/16:oracle:covered_mass"].mean() >= by_name["k=1/16:bound:covered_mass"].mean()
-    again = attention_statistics.record(net, ids, steps=24, seed=1)
-    for name, v in values["text"].items():
-        assert np.array_equal(v, again["text"][name]), name
-    rows = attention_statistics.rows(values, 976, True)
-    assert {"layer=all:k=1/8:bound:text", "layer=01:k=1/4:oracle:text"} <= {row.variant for row in rows}
