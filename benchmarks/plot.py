@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import ROOT, files_of
-from .readme import LADDER_BUDGET, NAMES_OF_DEFAULTS, SYSTEMS, first_commits
+from .readme import DATA, SYSTEMS, first_commits
 
 # variant, metric -> label; the loop of generate() is part of tpot_ms and not of step_ms
 LINES = {
@@ -56,7 +56,7 @@ def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None =
     every = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     if benchmark is not None:
         every = every[every.benchmark == benchmark]
-    for name in NAMES_OF_DEFAULTS:
+    for name in DATA["names_of_defaults"]:
         todays = every.commit.isin(first_commits(name)).cummax()
         if todays.any():
             every = every[todays | (every.variant.str.partition("+")[0] != name)]
@@ -173,13 +173,14 @@ def ladder_rows(paths: Sequence[Path], case: str):
     rows = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
     there = ", ".join(sorted(set(rows.case))) or "none"
     rows = rows[(rows.benchmark == "serving") & (rows.case == case)]
-    other = rf":chunk=|:budget=(?!{LADDER_BUDGET}(?::|$))"  # not the usual pieces of prompts, or tokens a step
+    usual = DATA["ladder"]["budget"]
+    other = rf":chunk=|:budget=(?!{usual}(?::|$))"  # not the usual pieces of prompts, or tokens a step
     rows = rows[~rows.variant.str.contains(other)].copy()
     rows["system"] = rows.variant.str.partition(":")[0]
     for name in ("rate", "out", "most", "seed"):
         found = rows.variant.str.extract(rf":{name}=([0-9.]+)(?::|$)", expand=False)
         rows[name] = pd.to_numeric(found)
-    rows = rows[rows.out.notna() & rows.system.isin(dict(SYSTEMS)) & (rows.context == CLIP)]
+    rows = rows[rows.out.notna() & rows.system.isin(SYSTEMS) & (rows.context == CLIP)]
     if not rows.rate.notna().any():
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{names} have no rows of traces of {case}; there are {there}")
@@ -205,7 +206,7 @@ def draw_ladder(rows, goodput, out: Path) -> None:
     one = len(rates) == 1  # bars
     figure, panels = plt.subplots(1, len(PANELS), figsize=(11, 3.2 if one else 4.2), sharey=one)
     bars = []
-    for place, (system, label) in enumerate(SYSTEMS):
+    for place, (system, label) in enumerate(SYSTEMS.items()):
         mine = rows[rows.system == system]
         if mine.empty:
             continue

@@ -3,6 +3,7 @@
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
 
+Which lines and columns they have is in readme.yaml.
 A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's
 where nothing else is said.
 The commands that measure are beside the tables.
@@ -12,187 +13,38 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
 
 from . import ROOT, files_of
 from .serving.client import MEAN_DELAY, TBT_ITERATIONS
 
-CASE, GPU = "qwen3-8b", "NVIDIA H200"  # of times
+DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CASE, GPUS, SYSTEMS = DATA["case"], DATA["gpus"], DATA["systems"]
+GPU = GPUS["H200"]  # of times
 K = 1024
-NONE = "not run"
-
-# The commits of the first rows of today's defaults, in step.csv and in accuracy.csv: one dense layer. What keeps two
-# has been what it is since EARLIER (tokens among all, means for what is not chosen). Rows are appended, so every one
-# behind them is newer.
-DEFAULTS = ("e78671e", "da590eb")
-EARLIER = ("f4e5ad0", "f15868d")
-
-# (KV cache in, transformers' variant, our variant with its defaults, shapes)
-SPEED = (
-    ("GPU", "hf_dynamic", "token_only+fused", ((1, 32 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))),
-    (
-        "host memory",
-        "hf_offloaded",
-        "token_only+fused+offload:kv=replayed",
-        ((1, 32 * K), (1, 128 * K), (8, 64 * K), (8, 128 * K)),
-    ),
-)
-# vLLM 0.26.0 (torch 2.11, FlashAttention 3, torch.compile, CUDA graphs) on one H200, 2026-11-22: median of 96 steps of
-# its engine. It is not run by this package's benchmarks, so it has no rows.
-VLLM = {(1, 32 * K): 6.29, (1, 128 * K): 9.64, (8, 32 * K): 13.99, (8, 64 * K): 22.5}
-
-# (what it is, the preset's variant in accuracy.csv)
-PRESETS = (
-    ("full attention", "full"),
-    ('`"fast"`: 512 tokens', "two_level:preset=fast"),
-    ("the default: 1,024 tokens", "two_level"),
-    ("the default, `offload=True`", "two_level:offload=true"),
-    ('`"accurate"`: 2,048 tokens', "two_level:preset=accurate"),
-    ('`"previous"`: AsyncTLS\'s blocks a step ahead (`lag`)', "two_level:preset=previous"),
-    ("`ProgressiveConfig()`: 95 % of the attention mass", "progressive"),
-    ("`PredictiveConfig()`: chosen by the layer before", "predictive"),
-)
-
-# All presets of all methods, for docs/presets.md: (its name there, variant in accuracy.csv, variants of the same
-# settings in step.csv). How much progressive selection reads is up to keys and queries: its steps replay recorded ones.
-ALL_PRESETS = (
-    ("full attention, captured", "full", ("captured_dense+fused",)),
-    ("`OffloadedSparseCache`, on the device", "two_level", ("token_only+fused",)),
-    ("the same, offloaded", "two_level:offload=true", ("token_only+fused+offload:kv=replayed",)),
-    ("`fast`", "two_level:preset=fast", ("two_level:fast+fused",)),
-    ("`accurate`", "two_level:preset=accurate", ("two_level:accurate+fused",)),
-    ("`previous`", "two_level:preset=previous", ("two_level:previous+fused", "two_level:lag+fused")),
-    ("`paper`", "two_level:preset=paper", ("two_level:paper+fused",)),
-    ("`ProgressiveCache`", "progressive", ("progressive:0.95+fused:kv=replayed",)),
-    (
-        "`fast`",
-        "progressive:preset=fast",
-        ("progressive:fast+fused:kv=replayed", "progressive:0.9+fused:kv=replayed"),
-    ),
-    (
-        "`accurate`",
-        "progressive:preset=accurate",
-        ("progressive:accurate+fused:kv=replayed", "progressive:0.98+fused:kv=replayed"),
-    ),
-    ("`AsyncPredictiveCache`", "predictive", ("predictive+fused", "predictive:layer:in+fused")),
-    *(
-        (f"`{name}`", f"predictive:preset={name}", (f"predictive:{name}+fused",))
-        for name in ("fast", "accurate", "previous", "paper")
-    ),
-)
-PRESET_SHAPES = ((1, 32 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))
-# Names whose settings were others before DEFAULTS; every other one says what it is.
-NAMES_OF_DEFAULTS = (
-    *("token_only", "two_level:fast", "two_level:accurate", "predictive"),
-    *("progressive:0.95", "progressive:fast", "progressive:accurate"),
-)
-UNKNOWN = "not measured"
-
-# RULER's six families, 64 prompts each, measured in one run for each family (docs/studies/ruler.md).
-METHODS_COMMIT = "1ab6208"
-FAMILIES = ("single", "multikey-25", "multikey-all", "multivalue", "multiquery", "vt")
-METHODS = (
-    ("full attention", "full"),
-    ("oracle: the 1,024 tokens of the largest mass", "oracle:token_budget=1024"),
-    ("tokens by labels, among all, 1,024 (the default's choice)", "token_only:token_budget=1024"),
-    ("two levels, 512 tokens of 512 blocks of 16", "two_level:token_budget=512,block_size=16,num_blocks=512"),
-    ("two levels, 512 tokens of 128 blocks of 64 (AsyncTLS)", "two_level:token_budget=512"),
-    ("the same, blocks chosen a step late (`lag`)", "two_level:token_budget=512,lag=true"),
-    ("whole blocks by bounds, 1,024 tokens (Quest)", "block_only:token_budget=1024"),
-    ("walk over blocks to 98 %, the least mass seen (PSA)", "progressive:threshold=0.98,estimate=as_min"),
-    ("queries predicted from earlier steps, 1,024 tokens", "predictive:token_budget=1024"),
-    ("chance, 512 tokens", "random:token_budget=512"),
-)
-
-# Running text on the small model, after 4,096 tokens: (what it is, variant).
-TEXT_CONTEXT = 4 * K
-TEXT = (
-    ("full attention", "full"),
-    ("oracle, 512 tokens, without means", "oracle:token_budget=512"),
-    ('`"fast"`: 512 tokens', "two_level:preset=fast"),
-    ("the same without means for what is not chosen (`tail=none`)", "two_level:token_budget=512,tail=none"),
-    ("the default: 1,024 tokens", "two_level"),
-    ('`"accurate"`: 2,048 tokens', "two_level:preset=accurate"),
-    ("`ProgressiveConfig()`: 95 % of the attention mass", "progressive"),
-    ("`PredictiveConfig()`: chosen by the layer before", "predictive"),
-    ('`"previous"`: blocks a step ahead (`lag`), 1,024 tokens', "two_level:preset=previous"),
-    ("whole blocks by bounds, 512 tokens (Quest)", "block_only:token_budget=512,tail=none"),
-    ("chance, 512 tokens", "random:token_budget=512"),
-)
-
-# Facts in the small model's context: five depths at each of four lengths.
-NEEDLES_COMMIT = "68b1676"
-NEEDLE_LENGTHS = tuple(n * K for n in (1, 3, 5, 7))
-NEEDLES = (
-    ("full attention", "full"),
-    ("tokens by labels, among all", "token_only:token_budget=512"),
-    ("two levels, 32 blocks, four bounds a block", "two_level:token_budget=512,num_blocks=32,bound_tokens=16"),
-    ("two levels, 32 blocks", "two_level:token_budget=512,num_blocks=32"),
-    ("whole blocks by bounds (Quest)", "block_only:token_budget=512"),
-    ("queries predicted from earlier steps", "predictive:token_budget=512"),
-)
+NONE, UNKNOWN = "not run", "not measured"
+PROBES = ("probe-gqa", "probe-mla")
 
 
-# Of traces, in the order of docs/benchmarks-serving.md: (name in rows, what it is called).
-SYSTEMS = (
-    ("transformers", "transformers, continuous batching"),
-    ("vllm", "vLLM 0.26.0"),
-    ("dense", "our engine, dense"),
-    ("sparse", "+ sparse attention"),
-    ("offload", "+ full blocks in host memory"),
-    ("working-set", "+ working sets"),
-    ("segments", "+ layer segments (offloaded, as it comes)"),
-)
+def shape(text: str) -> tuple[int, int]:
+    """Rows and tokens of ``8x32k``."""
+    batch, context = text.split("x")
+    return int(batch), int(context.removesuffix("k")) * K
 
-WORKING_SETS = "gpu=8gb:budget=2048:kv=replayed"  # of the rows that do and do not fit
-LADDER_BUDGET, ITERATION_MS = "1024", 10.0  # `--budget` and `--iteration-ms` of the ladder
 
-# Captured steps, by GPU (name, device in the rows), and variants of one column: (what it is, variants).
-GPUS = (("H200", GPU), ("H100", "NVIDIA H100 80GB HBM3"))
-GPU_SHAPES = ((1, 8 * K), (1, 32 * K), (1, 128 * K), (4, 32 * K), (8, 32 * K))
-GPU_COLUMNS = (
-    ("read everything", ("limit",)),
-    ("dense", ("captured_dense+fused",)),
-    ("the default", ("token_only+fused",)),
-    ("`AsyncPredictiveCache`", ("predictive+fused", "predictive:layer:in+fused")),
-)
+def spelled(text: str) -> str:
+    """``8x32k`` as tables say it."""
+    return text.replace("x", " x ")
 
-# Of docs/speed.md. Captured steps of the defaults, beside our own dense ones: (what it is, variant).
-DEFAULT_STEPS = (
-    ("dense", "captured_dense+fused"),
-    ("`OffloadedSparseCache(offload=None)`", "token_only+fused"),
-    ("`AsyncPredictiveCache()`", "predictive+fused"),
-)
-# AsyncTLS's two levels. Rows before these are of steps, dense ones too, that took a millisecond more.
-TWO_LEVELS_SINCE = "59032a2"
-TWO_LEVELS_SHAPES = ((1, 8 * K), (1, 32 * K), (1, 64 * K), (1, 128 * K), (8, 32 * K), (8, 64 * K))
-TWO_LEVELS = (
-    ("transformers, token (eager, sdpa)", "hf_dynamic", "tpot_ms"),
-    ("dense, step (captured, best sdpa, fused as ours)", "sdpa_best+fused", "step_ms"),
-    ("`two_level`, step", "two_level+fused", "step_ms"),
-    ("`two_level`, token", "two_level+fused", "tpot_ms"),
-    ("`two_level:lag`, step", "two_level:lag+fused", "step_ms"),
-    ("`two_level:lag`, token", "two_level:lag+fused", "tpot_ms"),
-)
-# With keys and values in host memory: (what it is, our variant, room for copies on the device, shape).
-QUARTER = ":pool=0.25kv"
-OFFLOADED = (
-    ("the default", "token_only", "", (1, 32 * K)),
-    ("the default", "token_only", "", (1, 128 * K)),
-    ("the default", "token_only", "", (8, 32 * K)),
-    ("the default", "token_only", "", (8, 64 * K)),
-    ("the default, pool of a quarter of the KV", "token_only", QUARTER, (8, 64 * K)),
-    ("`AsyncPredictiveCache`", "predictive", "", (1, 32 * K)),
-    ("`AsyncPredictiveCache`", "predictive", "", (8, 64 * K)),
-    ("`two_level:lag`", "two_level:lag", "", (1, 32 * K)),
-    ("`two_level:lag`", "two_level:lag", "", (1, 128 * K)),
-    ("`two_level:lag`", "two_level:lag", "", (4, 64 * K)),
-    ("`two_level:lag`, pool of a quarter", "two_level:lag", QUARTER, (8, 64 * K)),
-    ("`two_level:lag`, pool of a quarter", "two_level:lag", QUARTER, (8, 128 * K)),
-)
 
-# Of quantised weights (benchmarks/weights.py): tokens of the prompt, shapes of the columns.
-WEIGHTS_PROMPT = 600
-WEIGHTS_SHAPES = ((1, 32 * K), (8, 32 * K))
+def table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    heads = list(heads)
+    top = f"| {' | '.join(heads)} |".replace("|  |", "| |")
+    return "\n".join([top, "|---" * len(heads) + "|", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
 def read(name: str, device: str | None = None) -> list[dict]:
@@ -204,10 +56,10 @@ def read(name: str, device: str | None = None) -> list[dict]:
     return rows
 
 
-def first_commits(name: str) -> tuple[str, ...]:
+def first_commits(name: str) -> list[str]:
     """Those of the first rows in which a variant, or a spec of ``eval``, means what it means today."""
     two_layers = name.startswith("predictive") or name.endswith(("=previous", "=paper"))
-    return EARLIER if two_layers else DEFAULTS
+    return DATA["since"]["earlier" if two_layers else "defaults"]
 
 
 def since_defaults(rows: list[dict], name: str) -> list[dict]:
@@ -216,8 +68,13 @@ def since_defaults(rows: list[dict], name: str) -> list[dict]:
     return rows[next((i for i, row in enumerate(rows) if row["commit"] in commits), len(rows)) :]
 
 
+def of_todays_settings(rows: list[dict], name: str) -> list[dict]:
+    """All rows, or those since the defaults if ``name`` is one whose settings were others before."""
+    return since_defaults(rows, name) if name.split("+")[0] in DATA["names_of_defaults"] else rows
+
+
 def newest_row(
-    rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str
+    rows: list[dict], variants: str | Iterable[str], metric: str, batch: int, context: int, case: str = CASE
 ) -> dict | None:
     """The newest row of one cell, of any of the ``variants``."""
     variants = (variants,) if isinstance(variants, str) else variants
@@ -228,35 +85,128 @@ def newest_row(
     return None
 
 
-def newest(rows: list[dict], variants: str | tuple, metric: str, batch: int, context: int, case: str) -> float | None:
+def newest(
+    rows: list[dict], variants: str | Iterable[str], metric: str, batch: int, context: int, case: str = CASE
+) -> float | None:
     """The newest figure of one cell, of any of the ``variants``."""
     row = newest_row(rows, variants, metric, batch, context, case)
     return None if row is None else float(row["value"])
 
 
-def _cell(value: float | None, bold: bool = False) -> str:
+def _cell(value: float | None, bold: bool = False, none: str = NONE) -> str:
     if value is None:
-        return NONE
+        return none
     text = f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
     return f"**{text}**" if bold else text
 
 
+def _fixed(value: float | None, digits: int, none: str = UNKNOWN) -> str:
+    return none if value is None else f"{value:,.{digits}f}"
+
+
+def _commits(rows: Iterable[dict | None]) -> str:
+    """Those that rows are of, each once, in the order of the columns."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows if row is not None))
+
+
+# ---------------------------------------------------------------------- a token's time
+
+
 def speed() -> str:
     """Milliseconds a token, transformers and ours; vLLM's beside."""
-    rows = read("step.csv", GPU)
-    lines = [
-        "| KV cache in | batch x context | transformers | vLLM 0.26.0 (full attention) | hf-sparsekv |",
-        "|---|---|---|---|---|",
-    ]
-    for place, theirs, ours, shapes in SPEED:
-        for batch, context in shapes:
-            stock = newest(rows, theirs, "tpot_ms", batch, context, CASE)
-            mine = newest(since_defaults(rows, ours), ours, "tpot_ms", batch, context, CASE)
-            vllm = _cell(VLLM[batch, context]) if place == "GPU" else "-"
+    rows, lines = read("step.csv", GPU), []
+    for place, theirs, ours, shapes in DATA["speed"]:
+        for text in shapes:
+            stock = newest(rows, theirs, "tpot_ms", *shape(text))
+            mine = newest(since_defaults(rows, ours), ours, "tpot_ms", *shape(text))
+            vllm = _cell(DATA["vllm"][text]) if place == "GPU" else "-"
             if mine is not None:
-                shape = f"{batch} x {context // K}k"
-                lines.append(f"| {place} | {shape} | {_cell(stock)} | {vllm} | {_cell(mine, bold=True)} |")
-    return "\n".join(lines)
+                lines.append((place, spelled(text), _cell(stock), vllm, _cell(mine, bold=True)))
+    heads = ("KV cache in", "batch x context", "transformers", "vLLM 0.26.0 (full attention)", "hf-sparsekv")
+    return table(heads, lines)
+
+
+def gpus() -> str:
+    """Milliseconds of a captured step on each GPU."""
+    every, lines = read("step.csv"), []
+    columns = DATA["gpu_steps"]["columns"]
+    for name, device in GPUS.items():
+        for text in DATA["gpu_steps"]["shapes"]:
+            found = []
+            for _, variants in columns:
+                rows = [row for row in of_todays_settings(every, variants[0]) if row["device"] == device]
+                found.append(newest(rows, variants, "step_ms", *shape(text)))
+            lines.append((name, spelled(text), *(_fixed(value, 2) for value in found)))
+    return table(("GPU", "batch x context", *(about for about, _ in columns)), lines)
+
+
+def default_steps() -> str:
+    """Milliseconds of a captured step with the defaults."""
+    rows, columns, lines = read("step.csv", GPU), DATA["default_steps"], []
+    for text in DATA["preset_shapes"]:
+        found = [newest_row(since_defaults(rows, name), name, "step_ms", *shape(text)) for _, name in columns]
+        cells = (UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found)
+        lines.append((spelled(text), *cells, _commits(found)))
+    return table(("1024 tokens, ms a captured step", *(about for about, _ in columns), "commit"), lines)
+
+
+def two_levels() -> str:
+    """Milliseconds of AsyncTLS's two levels; the fastest step of a line is bold."""
+    rows, lines = read("step.csv", GPU), []
+    since, columns = DATA["two_levels"]["since"], DATA["two_levels"]["columns"]
+    rows = rows[next(i for i, row in enumerate(rows) if row["commit"] == since) :]
+    for text in DATA["two_levels"]["shapes"]:
+        found = [newest_row(rows, variant, metric, *shape(text)) for _, variant, metric in columns]
+        values = [None if row is None else float(row["value"]) for row in found]
+        best = min(v for v, (*_, metric) in zip(values, columns) if metric == "step_ms" and v is not None)
+        lines.append((spelled(text), *(_cell(value, bold=value == best) for value in values), _commits(found)))
+    return table(("batch x context", *(about for about, *_ in columns), "commit"), lines)
+
+
+def offloaded() -> str:
+    """A token with KV in host memory: its time, what crosses the link for it, what was on the device already."""
+    rows, lines = read("step.csv", GPU), []
+    metrics = ("host_gb", "tpot_ms", "step_ms", "host_mb", "hit_rate")
+    for about, name, pool, text in DATA["offloaded"]:
+        mine, variant = of_todays_settings(rows, name), f"{name}+fused+offload{pool}:kv=replayed"
+        found = [newest_row(mine, variant, metric, *shape(text)) for metric in metrics]
+        if None in found:
+            continue
+        size, token, step, link, share = (float(row["value"]) for row in found)
+        stock = _cell(newest(rows, "hf_offloaded", "tpot_ms", *shape(text)))
+        times = f"{size:.0f}", stock, _cell(token, bold=True), f"{step:.1f}"
+        lines.append((about, spelled(text), *times, f"{link:.0f}", f"{100 * share:.0f} %", _commits(found)))
+    heads = ("", "batch x context", "KV, GB", "transformers offloaded, token", "token", "step")
+    return table((*heads, "over the link, MB", "found on the device", "commit"), lines)
+
+
+def weights() -> str:
+    """Formats of the weights: bytes, equal tokens, and milliseconds a token, eager and captured."""
+    from .weight_formats import FORMATS  # needs torch and transformers
+
+    rows, lines = read("weights.csv", GPU), []
+    prompt, shapes = (1, DATA["weights"]["prompt"]), DATA["weights"]["shapes"]
+    heads = [f"{spelled(text)}, {how}" for text in shapes for how in ("eager", "captured")]
+    heads.append(f"the same, dense ({spelled(shapes[0])})")
+
+    def times(name: str, variant: str, text: str) -> str:
+        if newest(rows, f"{name}:{variant}", "captured", *shape(text)) == 0:
+            return "not captured"
+        return _fixed(newest(rows, f"{name}:{variant}", "tpot_ms", *shape(text)), 1)
+
+    for form in FORMATS.values():
+        if newest(rows, form.name, "works", *prompt) == 0:
+            cells = ["does not run", *[""] * (1 + len(heads))]
+        else:
+            figures = ("weights_gb", 1), ("equal_tokens", 0)
+            cells = [_fixed(newest(rows, form.name, metric, *prompt), digits) for metric, digits in figures]
+            cells += [times(form.name, f"token_only+{way}", text) for text in shapes for way in ("eager", "fused")]
+            cells.append(times(form.name, "captured_dense+fused", shapes[0]))
+        lines.append((form.about, *cells))
+    return table(("weights", "GB", "equal tokens of 16", *heads), lines)
+
+
+# ---------------------------------------------------------------------- what answers are worth
 
 
 def _ruler(rows: list[dict], case: str, variant: str, none: str = NONE) -> str:
@@ -269,122 +219,121 @@ def _ruler(rows: list[dict], case: str, variant: str, none: str = NONE) -> str:
 def presets() -> str:
     """RULER at 32k tokens on both probe models."""
     rows = read("accuracy.csv")
-    lines = ["| | grouped queries | latents (MLA) |", "|---|---|---|"]
-    for about, variant in PRESETS:
-        lines.append(f"| {about} | {' | '.join(_ruler(rows, case, variant) for case in ('probe-gqa', 'probe-mla'))} |")
-    return "\n".join(lines)
+    lines = ((about, *(_ruler(rows, case, variant) for case in PROBES)) for about, variant in DATA["presets"])
+    return table(("", "grouped queries", "latents (MLA)"), lines)
 
 
-def _needles_found(rows: list[dict], variant: str) -> float | None:
-    """Facts found in the small model's context, of five at each of :data:`NEEDLE_LENGTHS`."""
-    found = [newest(rows, f"needle:average:{variant}", "score", 1, length, "small") for length in NEEDLE_LENGTHS]
-    return None if None in found else 5 * sum(found)
+def _needles_found(rows: list[dict], variant: str) -> list[float] | None:
+    """Facts found in the small model's context, of five at each length."""
+    name, shapes = f"needle:average:{variant}", [shape(f"1x{length}") for length in DATA["needles"]["lengths"]]
+    found = [newest(rows, name, "score", *one, "small") for one in shapes]
+    return None if None in found else [5 * share for share in found]
 
 
 def all_presets() -> str:
     """What every method's presets cost and find: a token's time, RULER, needles, divergence on running text."""
-    steps, accuracy = read("step.csv", GPU), read("accuracy.csv")
-    shapes = [f"{batch} x {context // K}k" for batch, context in PRESET_SHAPES]
-    heads = ("", *(f"{shape}, ms" for shape in shapes), "RULER, GQA", "RULER, MLA", "needles of 20", "KL")
-    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|---" * len(heads) + "|"]
-    for about, variant, timed in ALL_PRESETS:
-        rows = since_defaults(steps, timed[0]) if timed[0].split("+")[0] in NAMES_OF_DEFAULTS else steps
-        times = [newest(rows, timed, "tpot_ms", *shape, CASE) for shape in PRESET_SHAPES]
-        cells = [UNKNOWN if value is None else _cell(value) for value in times]
-        cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in ("probe-gqa", "probe-mla")]
+    steps, accuracy, lines = read("step.csv", GPU), read("accuracy.csv"), []
+    shapes, context = DATA["preset_shapes"], shape(f"1x{DATA['text']['context']}")
+    for about, variant, timed in DATA["all_presets"]:
+        rows = of_todays_settings(steps, timed[0])
+        cells = [_cell(newest(rows, timed, "tpot_ms", *shape(text)), none=UNKNOWN) for text in shapes]
+        cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in PROBES]
         # Full attention is what it always was; caches by name are today's since then.
         rows = accuracy if variant == "full" else since_defaults(accuracy, variant)
         found = _needles_found(rows, variant)
-        cells.append(UNKNOWN if found is None else f"{found:.0f}")
-        kl = newest(rows, f"agreement:{variant}", "kl", 1, TEXT_CONTEXT, "small")
-        cells.append(UNKNOWN if kl is None else f"{kl:.5f}")
-        lines.append(f"| {about} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append(UNKNOWN if found is None else f"{sum(found):.0f}")
+        cells.append(_fixed(newest(rows, f"agreement:{variant}", "kl", *context, "small"), 5))
+        lines.append((about, *cells))
+    heads = ("", *(f"{spelled(text)}, ms" for text in shapes), "RULER, GQA", "RULER, MLA", "needles of 20", "KL")
+    return table(heads, lines)
 
 
 def methods() -> str:
     """RULER at 32k tokens by what is chosen: means over the families of one commit's rows."""
-    rows = [row for row in read("accuracy.csv") if row["commit"] == METHODS_COMMIT]
-    lines = ["| | grouped queries | latents (MLA) | attended |", "|---|---|---|---|"]
+    about = DATA["methods"]
+    rows, lines = [row for row in read("accuracy.csv") if row["commit"] == about["commit"]], []
 
     def mean(case: str, variant: str, metric: str) -> float:
-        found = [newest(rows, f"ruler:{family}:{variant}", metric, 1, 32 * K, case) for family in FAMILIES]
+        found = [newest(rows, f"ruler:{family}:{variant}", metric, 1, 32 * K, case) for family in about["families"]]
         return 100 * sum(found) / len(found)
 
-    for about, variant in METHODS:
-        scores = [f"{mean(case, variant, 'score'):.1f}" for case in ("probe-gqa", "probe-mla")]
-        lines.append(f"| {about} | {' | '.join(scores)} | {mean('probe-gqa', variant, 'attended'):.0f} % |")
-    return "\n".join(lines)
+    for name, variant in about["lines"]:
+        scores = (f"{mean(case, variant, 'score'):.1f}" for case in PROBES)
+        lines.append((name, *scores, f"{mean('probe-gqa', variant, 'attended'):.0f} %"))
+    return table(("", "grouped queries", "latents (MLA)", "attended"), lines)
 
 
 def text() -> str:
     """Agreement with full attention on running text."""
-    rows = read("accuracy.csv")
-    lines = ["| | same most likely token | KL, nats a token | 95 % | attended |", "|---|---|---|---|---|"]
-    for about, variant in TEXT:
-        wanted = (f"agreement:{variant}", str(TEXT_CONTEXT))
+    rows, lines = read("accuracy.csv"), []
+    _, context = shape(f"1x{DATA['text']['context']}")
+    for about, variant in DATA["text"]["lines"]:
+        wanted = (f"agreement:{variant}", str(context))
         found = {row["metric"]: row for row in rows if (row["variant"], row["context"]) == wanted}  # the newest
         same, kl, read_of = (float(found[name]["value"]) for name in ("top1_agreement", "kl", "attended"))
         spread = f"{float(found['kl']['low']):.5f} to {float(found['kl']['high']):.5f}" if found["kl"]["low"] else ""
-        lines.append(f"| {about} | {100 * same:.1f} % | {kl:.5f} | {spread} | {100 * read_of:.1f} % |")
-    return "\n".join(lines)
+        lines.append((about, f"{100 * same:.1f} %", f"{kl:.5f}", spread, f"{100 * read_of:.1f} %"))
+    return table(("", "same most likely token", "KL, nats a token", "95 %", "attended"), lines)
 
 
 def needles() -> str:
     """Facts found on the small model, of five at each length."""
-    rows = [row for row in read("accuracy.csv") if row["commit"] == NEEDLES_COMMIT]
-    lines = ["| 512 tokens | 1k | 3k | 5k | 7k | of 20 |", "|---|---|---|---|---|---|"]
-    for about, variant in NEEDLES:
-        found = [
-            5 * newest(rows, f"needle:average:{variant}", "score", 1, length, "small") for length in NEEDLE_LENGTHS
-        ]
-        lines.append(f"| {about} | {' | '.join(f'{n:.0f}' for n in [*found, sum(found)])} |")
-    return "\n".join(lines)
+    about, lines = DATA["needles"], []
+    rows = [row for row in read("accuracy.csv") if row["commit"] == about["commit"]]
+    for name, variant in about["lines"]:
+        found = _needles_found(rows, variant)
+        lines.append((name, *(f"{n:.0f}" for n in [*found, sum(found)])))
+    return table(("512 tokens", *about["lengths"], "of 20"), lines)
+
+
+# ---------------------------------------------------------------------- whole systems
+
+
+def _served() -> Iterable[tuple[dict, str, set[str], dict[str, str]]]:
+    """Rows of serving: with the system, the words of its variant, and what they set."""
+    for row in read("serving.csv"):
+        system, *parts = row["variant"].split(":")
+        if row["case"] == CASE:
+            yield row, system, set(parts), dict(part.split("=", 1) for part in parts if "=" in part)
 
 
 def ladder() -> str:
     """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
     kinds: dict[tuple, dict[tuple[int, float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
-    order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
-    kind: tuple = ()
-    for row in read("serving.csv"):
-        system, *parts = row["variant"].split(":")
-        given = dict(part.split("=", 1) for part in parts if "=" in part)
-        if row["case"] != CASE or "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
+    order, kind, lines = list(SYSTEMS), (), []
+    for row, system, _, given in _served():
+        if "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
             continue
-        if given.get("budget", LADDER_BUDGET) != LADDER_BUDGET:
+        if given.get("budget", DATA["ladder"]["budget"]) != DATA["ladder"]["budget"]:
             continue
         kind = row["device"], int(given["out"]), int(given.get("most", 0))
-        key = int(row["context"]), float(given["rate"]), order[system]
+        key = int(row["context"]), float(given["rate"]), order.index(system)
         seeds = kinds.setdefault(kind, {}).setdefault(key, {})
-        if seeds.get(given["seed"], ("",))[0] != row["commit"]:  # measured anew
+        if seeds.get(given["seed"], ("",))[0] != row["commit"]:  # measured again
             seeds[given["seed"]] = row["commit"], {}
         seeds[given["seed"]][1][row["metric"]] = float(row["value"])
-    lines = [
-        "| prompts up to | requests a second | system | seeds | tokens/s | first token, s: mean, p99 | "
-        "between tokens, ms: p50, p99 | waited, s: mean | within the limits | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for key in sorted(kinds.get(kind, {})):
-        commits = ", ".join(dict.fromkeys(commit for commit, _ in kinds[kind][key].values()))
-        seeds = [one for _, one in kinds[kind][key].values()]
+    for key, found in sorted(kinds.get(kind, {}).items()):
+        commits = ", ".join(dict.fromkeys(commit for commit, _ in found.values()))
+        seeds = [one for _, one in found.values()]
         lost = sum(one["failed"] for one in seeds), sum(one["requests"] for one in seeds)
         clip, rate, system = key
-        cells = [f"{clip // K}k", f"{rate:g}", SYSTEMS[system][1], str(len(seeds)), *_over_seeds(seeds)]
+        cells = [f"{clip // K}k", f"{rate:g}", SYSTEMS[order[system]], str(len(seeds)), *_over_seeds(seeds)]
         if lost[0]:
             cells[4] += f" ({lost[0]:.0f} of {lost[1]:.0f} not finished)"
         if 2 * lost[0] > lost[1]:  # what has been finished says little
             cells[5:8] = "", "", ""
         kept = sum(_within(one) for one in seeds)
         cells.append({0: "no", len(seeds): "yes"}.get(kept, f"{kept} of {len(seeds)}"))
-        lines.append(f"| {' | '.join(cells)} | {commits} |")
-    return "\n".join(lines)
+        lines.append((*cells, commits))
+    heads = ("prompts up to", "requests a second", "system", "seeds", "tokens/s", "first token, s: mean, p99")
+    more = ("between tokens, ms: p50, p99", "waited, s: mean", "within the limits", "commit")
+    return table((*heads, *more), lines)
 
 
 def _within(one: dict[str, float]) -> bool:
-    """Goodput's limits hold (benchmarks/serving/client.py), with iterations of ITERATION_MS."""
-    slow = one["between_ms:p99"] > TBT_ITERATIONS * ITERATION_MS or one["queued_s:mean"] > MEAN_DELAY
-    return not (slow or one["failed"])
+    """Goodput's limits hold (benchmarks/serving/client.py), with iterations of the ladder's length."""
+    most = TBT_ITERATIONS * DATA["ladder"]["iteration_ms"]
+    return not (one["between_ms:p99"] > most or one["queued_s:mean"] > MEAN_DELAY or one["failed"])
 
 
 def _over_seeds(seeds: list[dict[str, float]]) -> list[str]:
@@ -406,174 +355,48 @@ def full() -> str:
     """Systems that are always full: the newest row of each, of each kind of trace and number of rows."""
     found: dict[tuple, dict[str, float]] = {}
     about: dict[tuple, tuple[str, str]] = {}
-    order = {name: i for i, (name, _) in enumerate(SYSTEMS)}
-    names = {device: name for name, device in GPUS}
-    for row in read("serving.csv"):
-        system, *parts = row["variant"].split(":")
-        if row["case"] != CASE or "saturated" not in parts or "gpu=24gb" not in parts:
+    order, lines, names = list(SYSTEMS), [], {device: name for name, device in GPUS.items()}
+    said = (("budget", "{} tokens a step"), ("chunk", "prompts in pieces of {}"))
+    for row, system, parts, given in _served():
+        if not {"saturated", "gpu=24gb"} <= parts or int(row["context"]) != 32 * K:
             continue
-        if int(row["context"]) != 32 * K or ("budget=" in row["variant"] and "kv=replayed" not in parts):
+        if "budget" in given and "kv=replayed" not in parts:
             continue
-        given = dict(part.split("=") for part in parts if "=" in part)
         lengths = int(given["prompt"]), int(given["out"]), int(given.get("most", 0))
-        said = (("budget", "{} tokens a step"), ("chunk", "prompts in pieces of {}"))
-        more = [text.format(given[name]) for name, text in said if name in given]
-        key = lengths, row["device"], order[system], int(row["batch"]), tuple(more), given["seed"]
+        more = tuple(text.format(given[name]) for name, text in said if name in given)
+        key = lengths, row["device"], order.index(system), int(row["batch"]), more, given["seed"]
         if about.get(key) != (given["s"], row["commit"]):
             about[key], found[key] = (given["s"], row["commit"]), {}
         found[key][row["metric"]] = float(row["value"])
-    lines = [
-        "| prompts, answers | GPU | system | rows at most | counted, s | tokens/s | requests/s | answering | between "
-        "tokens, ms: p50, p99 | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
     for key in sorted(found, key=lambda key: (*key[:3], key[4], key[3])):
         ((prompt, answer, most), device, system, rows, more, _), cells = key, found[key]
         seconds, commit = about[key]
-        answers = f"{answer:,}" + f", {most:,} at most" * bool(most)
-        lines.append(
-            f"| {prompt // K}k, {answers} | {names[device]} | {', '.join((SYSTEMS[system][1], *more))} | {rows} | "
-            f"{seconds.replace('-', ' to ')} | {cells['tokens_per_s']:,.0f} | {cells['requests_per_s']:.2f} | "
-            f"{cells['rows']:.1f} | {cells['between_ms:p50']:.1f}, {cells['between_ms:p99']:.0f} | {commit} |"
-        )
-    return "\n".join(lines)
+        what = f"{prompt // K}k, {answer:,}" + f", {most:,} at most" * bool(most)
+        rates = f"{cells['tokens_per_s']:,.0f}", f"{cells['requests_per_s']:.2f}", f"{cells['rows']:.1f}"
+        between_ms = f"{cells['between_ms:p50']:.1f}, {cells['between_ms:p99']:.0f}"
+        name, counted = ", ".join((SYSTEMS[order[system]], *more)), seconds.replace("-", " to ")
+        lines.append((what, names[device], name, str(rows), counted, *rates, between_ms, commit))
+    heads = ("prompts, answers", "GPU", "system", "rows at most", "counted, s", "tokens/s", "requests/s", "answering")
+    return table((*heads, "between tokens, ms: p50, p99", "commit"), lines)
 
 
 def working_sets() -> str:
     """A fixed number of rows, by whether rows are held back whose working sets do not fit: the newest of each."""
-    found: dict[tuple[int, str], dict[str, tuple[float, str]]] = {}
-    for row in read("serving.csv"):
-        system, _, rest = row["variant"].partition(":")
-        if (row["case"], row["context"], rest) == (CASE, str(8 * K), WORKING_SETS) and system in dict(SYSTEMS):
-            found.setdefault((int(row["batch"]), system), {})[row["metric"]] = float(row["value"]), row["commit"]
-    lines = [
-        "| rows | taken as they come: tokens/s | ms a step | over the link, MB a step "
-        "| held to working sets: tokens/s | ms a step | over the link, MB a step | commit |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    found: dict[tuple[int, str], dict[str, dict]] = {}
+    for row, system, _, _ in _served():
+        if row["context"] == str(8 * K) and row["variant"] == f"{system}:{DATA['working_sets']}" and system in SYSTEMS:
+            found.setdefault((int(row["batch"]), system), {})[row["metric"]] = row
+    lines = []
     for rows in sorted({rows for rows, _ in found}):
-        cells, commits = [], []
+        cells, of = [], []
         for system in ("offload", "working-set"):
-            of = found.get((rows, system), {})
             for metric, digits in (("tokens_per_s", 0), ("between_ms", 1), ("host_mb", 0)):
-                value, commit = of.get(metric, (None, None))
-                cells.append("not run" if value is None else f"{value:,.{digits}f}")
-                commits += [] if commit is None else [commit]
-        lines.append(f"| {rows} | {' | '.join(cells)} | {', '.join(dict.fromkeys(commits))} |")
-    return "\n".join(lines)
-
-
-def gpus() -> str:
-    """Milliseconds of a captured step on each GPU."""
-    lines = [
-        f"| GPU | batch x context | {' | '.join(about for about, _ in GPU_COLUMNS)} |",
-        "|---" * (2 + len(GPU_COLUMNS)) + "|",
-    ]
-    every = read("step.csv")
-    for name, device in GPUS:
-        for batch, context in GPU_SHAPES:
-            found = []
-            for _, variants in GPU_COLUMNS:
-                of_defaults = variants[0].split("+")[0] in NAMES_OF_DEFAULTS
-                rows = since_defaults(every, variants[0]) if of_defaults else every
-                rows = [row for row in rows if row["device"] == device]
-                found.append(newest(rows, variants, "step_ms", batch, context, CASE))
-            cells = [UNKNOWN if value is None else f"{value:.2f}" for value in found]
-            lines.append(f"| {name} | {batch} x {context // K}k | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _commits(rows: list[dict | None]) -> str:
-    """Those that rows are of, each once, in the order of the columns."""
-    return ", ".join(dict.fromkeys(row["commit"] for row in rows if row is not None))
-
-
-def default_steps() -> str:
-    """Milliseconds of a captured step with the defaults."""
-    rows = read("step.csv", GPU)
-    lines = [
-        f"| 1024 tokens, ms a captured step | {' | '.join(about for about, _ in DEFAULT_STEPS)} | commit |",
-        "|---" * (2 + len(DEFAULT_STEPS)) + "|",
-    ]
-    for batch, context in PRESET_SHAPES:
-        todays = ((since_defaults(rows, name), name) for _, name in DEFAULT_STEPS)
-        found = [newest_row(since, name, "step_ms", batch, context, CASE) for since, name in todays]
-        cells = [UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found]
-        lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
-    return "\n".join(lines)
-
-
-def two_levels() -> str:
-    """Milliseconds of AsyncTLS's two levels; the quickest step of a line is bold."""
-    rows = read("step.csv", GPU)
-    rows = rows[next(i for i, row in enumerate(rows) if row["commit"] == TWO_LEVELS_SINCE) :]
-    lines = [
-        f"| batch x context | {' | '.join(about for about, *_ in TWO_LEVELS)} | commit |",
-        "|---" * (2 + len(TWO_LEVELS)) + "|",
-    ]
-    for batch, context in TWO_LEVELS_SHAPES:
-        found = [newest_row(rows, variant, metric, batch, context, CASE) for _, variant, metric in TWO_LEVELS]
-        values = [None if row is None else float(row["value"]) for row in found]
-        best = min(v for v, (*_, metric) in zip(values, TWO_LEVELS) if metric == "step_ms" and v is not None)
-        cells = [_cell(value, bold=value == best) for value in values]
-        lines.append(f"| {batch} x {context // K}k | {' | '.join(cells)} | {_commits(found)} |")
-    return "\n".join(lines)
-
-
-def offloaded() -> str:
-    """A token with KV in host memory: its time, what crosses the link for it, what was on the device already."""
-    rows = read("step.csv", GPU)
-    lines = [
-        "| | batch x context | KV, GB | transformers offloaded, token | token | step | over the link, MB | "
-        "found on the device | commit |",
-        "|" + "---|" * 9,
-    ]
-    for about, name, pool, (batch, context) in OFFLOADED:
-        mine = since_defaults(rows, name) if name in NAMES_OF_DEFAULTS else rows
-        variant = f"{name}+fused+offload{pool}:kv=replayed"
-        metrics = ("host_gb", "tpot_ms", "step_ms", "host_mb", "hit_rate")
-        found = [newest_row(mine, variant, metric, batch, context, CASE) for metric in metrics]
-        if None in found:
-            continue
-        size, token, step, link, share = (float(row["value"]) for row in found)
-        stock = _cell(newest(rows, "hf_offloaded", "tpot_ms", batch, context, CASE))
-        lines.append(
-            f"| {about} | {batch} x {context // K}k | {size:.0f} | {stock} | {_cell(token, bold=True)} | {step:.1f} | "
-            f"{link:.0f} | {100 * share:.0f} % | {_commits(found)} |"
-        )
-    return "\n".join(lines)
-
-
-def weights() -> str:
-    """Formats of the weights: bytes, equal tokens, and milliseconds a token, eager and captured."""
-    from .weight_formats import FORMATS  # needs torch and transformers
-
-    rows = read("weights.csv", GPU)
-    heads = [f"{batch} x {context // K}k, {how}" for batch, context in WEIGHTS_SHAPES for how in ("eager", "captured")]
-    heads.append(f"the same, dense ({WEIGHTS_SHAPES[0][0]} x {WEIGHTS_SHAPES[0][1] // K}k)")
-    lines = [f"| weights | GB | equal tokens of 16 | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
-
-    def shown(value: float | None, digits: int) -> str:
-        return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-    def times(name: str, variant: str, shape: tuple[int, int]) -> str:
-        if newest(rows, f"{name}:{variant}", "captured", *shape, CASE) == 0:
-            return "not captured"
-        return shown(newest(rows, f"{name}:{variant}", "tpot_ms", *shape, CASE), 1)
-
-    for form in FORMATS.values():
-        if newest(rows, form.name, "works", 1, WEIGHTS_PROMPT, CASE) == 0:
-            cells = ["does not run", *[""] * (1 + len(heads))]
-        else:
-            gigabytes, equal = (
-                newest(rows, form.name, metric, 1, WEIGHTS_PROMPT, CASE) for metric in ("weights_gb", "equal_tokens")
-            )
-            ways = ("token_only+eager", "token_only+fused")
-            cells = [shown(gigabytes, 1), shown(equal, 0)]
-            cells += [times(form.name, way, shape) for shape in WEIGHTS_SHAPES for way in ways]
-            cells.append(times(form.name, "captured_dense+fused", WEIGHTS_SHAPES[0]))
-        lines.append(f"| {form.about} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                of.append(found.get((rows, system), {}).get(metric))
+                cells.append(_fixed(of[-1] and float(of[-1]["value"]), digits, NONE))
+        lines.append((str(rows), *cells, _commits(of)))
+    both = ("taken as they come", "held to working sets")
+    heads = (head for way in both for head in (f"{way}: tokens/s", "ms a step", "over the link, MB a step"))
+    return table(("rows", *heads, "commit"), lines)
 
 
 PAGES = {
@@ -588,7 +411,7 @@ PAGES = {
 
 
 def between(text: str, name: str, page: str = "README.md") -> tuple[int, int]:
-    """Where a table stands: behind its mark, before the closing one.
+    """Where a table is: after its mark, before the closing one.
 
     Raises:
         ValueError: a mark is missing.
@@ -606,8 +429,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for page, tables in PAGES.items():
         written = (ROOT / page).read_text()
-        for name, table in tables.items():
-            made = table()
+        for name, make in tables.items():
+            made = make()
             print(f"{page}, {name}\n\n{made}", end="\n\n")
             if args.write:
                 start, stop = between(written, name, page)

@@ -18,6 +18,7 @@ from hf_sparsekv_eval.text import python_reference
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
+SINCE = readme.DATA["since"]["defaults"][0]  # of the first row of today's defaults
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("generating", "speed", "presets"))]
 
 
@@ -36,7 +37,7 @@ def test_the_table_of_presets(monkeypatch):
     """A line for each; a cell without a row says so, and rows of earlier defaults and of other GPUs do not count."""
     row = {"case": "qwen3-8b", "batch": "1", "context": str(32 << 10), "metric": "tpot_ms", "device": readme.GPU}
     row |= {"variant": "token_only+fused", "commit": "old", "value": "9"}
-    now = {**row, "commit": readme.DEFAULTS[0]}
+    now = {**row, "commit": SINCE}
     small = {
         **now,
         "case": "small",
@@ -58,7 +59,7 @@ def test_the_table_of_presets(monkeypatch):
         readme, "read", lambda name, device=None: [r for r in tables[name] if device in (None, r["device"])]
     )
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.all_presets().splitlines()]
-    assert {len(line) for line in lines} == {9} and len(lines) == 2 + len(readme.ALL_PRESETS)
+    assert {len(line) for line in lines} == {9} and len(lines) == 2 + len(readme.DATA["all_presets"])
     found, nothing = dict(enumerate(lines[2:])), [readme.UNKNOWN]
     assert found[1][1:] == nothing * 6 + ["17", "0.25000"], "times of earlier defaults are not today's"
     assert found[3][1:] == nothing * 8, "no length may be missing"
@@ -74,9 +75,9 @@ def test_steps_of_other_defaults_are_not_beside_todays(monkeypatch):
     rows = [
         row,
         row | {"variant": "captured_dense+fused", "value": "4"},
-        row | {"commit": readme.DEFAULTS[0], "batch": "9"},
+        row | {"commit": SINCE, "batch": "9"},
     ]
-    rows.append(row | {"device": readme.GPUS[1][1], "value": "6"})  # since then, on the other GPU
+    rows.append(row | {"device": readme.GPUS["H100"], "value": "6"})  # since then, on the other GPU
     monkeypatch.setattr(readme, "read", lambda name, device=None: [r for r in rows if device in (None, r["device"])])
     lines = [line for line in readme.gpus().splitlines() if "| 1 x 8k |" in line]
     none = readme.UNKNOWN
@@ -89,7 +90,7 @@ def test_steps_of_other_defaults_are_not_beside_todays(monkeypatch):
 def test_every_preset_is_in_the_table():
     """With the name under which `benchmarks step` measures it."""
     of = {"two_level": "token_only", "progressive": "progressive:0.95", "predictive": "predictive"}
-    lines = {variant: timed for _, variant, timed in readme.ALL_PRESETS}
+    lines = {variant: timed for _, variant, timed in readme.DATA["all_presets"]}
     for name, method in methods().items():
         for preset in method.config.PRESETS:
             if name == "progressive" and "estimate" in method.config.PRESETS[preset]:
@@ -185,7 +186,9 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
 
 
 def test_rows_that_fit_and_do_not_stand_side_by_side(monkeypatch):
-    def rows(system: str, batch: int, commit: str, *values: float, rest: str = readme.WORKING_SETS) -> list[dict]:
+    def rows(
+        system: str, batch: int, commit: str, *values: float, rest: str = readme.DATA["working_sets"]
+    ) -> list[dict]:
         of = {"case": readme.CASE, "context": "8192", "commit": commit, "batch": str(batch)}
         of["variant"] = f"{system}:{rest}"
         return [{**of, "metric": n, "value": str(v)} for n, v in zip(("tokens_per_s", "between_ms", "host_mb"), values)]

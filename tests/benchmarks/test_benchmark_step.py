@@ -12,10 +12,9 @@ from captured import imitated
 from models import build
 from read_rows import read_rows as rows
 
-from benchmarks import decoding, filling, kernels, plot, shapes
+from benchmarks import decoding, filling, kernels, plot, readme, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
-from benchmarks.readme import DEFAULTS
 from benchmarks.report import Report, spread
 from hf_sparsekv import optimize
 
@@ -356,7 +355,8 @@ def test_a_picture_is_of_one_device_and_of_todays_defaults(tmp_path):
     old += "m,token_only+fused,1,8192,tpot_ms,9,A,before\nm,limit,1,8192,step_ms,3,A,before\n"
     path.write_text(old)
     assert list(plot.newest([path], "m", 1).value) == [9, 3]
-    path.write_text(old + f"m,token_only+fused,1,32768,tpot_ms,5,A,{DEFAULTS[0]}\n")
+    since = readme.DATA["since"]["defaults"][0]
+    path.write_text(old + f"m,token_only+fused,1,32768,tpot_ms,5,A,{since}\n")
     assert list(plot.newest([path], "m", 1).value) == [3, 5]
     with path.open("a") as file:
         file.write("m,limit,1,32768,step_ms,7,B,later\n")

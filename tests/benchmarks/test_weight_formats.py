@@ -222,8 +222,8 @@ def test_libraries_that_are_missing_say_so(monkeypatch):
 
 def test_the_table(monkeypatch):
     """Newest rows of this GPU; what does not run says so, what has no row, too."""
-    k32 = str(32 << 10)
-    row = {"case": "qwen3-8b", "device": readme.GPU, "batch": "1", "context": str(readme.WEIGHTS_PROMPT)}
+    k32, prompt = str(32 << 10), str(readme.DATA["weights"]["prompt"])
+    row = {"case": "qwen3-8b", "device": readme.GPU, "batch": "1", "context": prompt}
     rows = [
         row | {"variant": "bf16", "metric": "works", "value": "1"},
         row | {"variant": "bf16", "metric": "weights_gb", "value": "15.13"},
