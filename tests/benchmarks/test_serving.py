@@ -19,7 +19,7 @@ from read_rows import read_rows
 from benchmarks import decoding
 from benchmarks.baselines import NotRun
 from benchmarks.report import Report
-from benchmarks.serving import client, ours, run, trace
+from benchmarks.serving import client, ours, run, step_alone, trace
 from benchmarks.serving.client import (
     Figures,
     NotTogether,
@@ -601,15 +601,15 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
         rows = cache.joined_rows()
         assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
         assert (cache.offload_config is not None) == offload
-        assert [then - run.WARM_UP_STEPS for then in began.lengths] == lengths
-        assert {now - then for then, now in zip(began.lengths, rows.lengths)} == {64 + run.LEFT_OUT}
+        assert [then - step_alone.WARM_UP_STEPS for then in began.lengths] == lengths
+        assert {now - then for then, now in zip(began.lengths, rows.lengths)} == {64 + decoding.LEFT_OUT}
         assert all(then < now for then, now in zip(began.sealed, rows.sealed))
         seen.append(rows)
         return [1.0, 2.0, 3.0]
 
-    monkeypatch.setattr(run, "replay_ms", replay)
-    monkeypatch.setattr(run, "optimize", lambda model: None)
-    monkeypatch.setattr(run, "unoptimize", lambda model: None)
+    monkeypatch.setattr(step_alone, "replay_ms", replay)
+    monkeypatch.setattr(step_alone, "optimize", lambda model: None)
+    monkeypatch.setattr(step_alone, "unoptimize", lambda model: None)
     args = run.arguments("overhead").parse_args(
         f"sparse --rows 3 --context 200 --tokens 40 --lead 8 --model {tiny} --device cpu --kv-gb 0.05".split()
     )
@@ -617,7 +617,8 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
     made = OffloadConfig(device_pool=100_000) if offload else None
     lengths = [230, 220, 210]
-    assert run.step_alone_ms(bench, lengths, ours.TwoLevelConfig(token_budget=16), made) == [1.0, 2.0, 3.0]
+    config = ours.TwoLevelConfig(token_budget=16)
+    assert step_alone.step_alone_ms(bench.model, 512, lengths, config, made) == [1.0, 2.0, 3.0]
     assert len(seen) == 1
 
 

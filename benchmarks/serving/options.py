@@ -1,0 +1,120 @@
+"""Serving: traces of requests against whole systems, and a fixed number of rows.
+
+    python -m benchmarks serving trace --rate 0.5 --seconds 120 --clip 32k --seed 1 --out FILE
+    python -m benchmarks serving open SYSTEM --trace FILE [FILE ...]
+    python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
+    python -m benchmarks serving saturated SYSTEM --trace FILE [FILE ...] --seconds 60
+    python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
+    python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
+    python -m benchmarks serving again SYSTEM --context 128k
+    python -m benchmarks serving beside SYSTEM --context 128k --short 1k --rows 8
+    python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
+    python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
+    python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
+    python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
+    python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
+
+SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
+ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a known
+shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
+(--kv-gb), rows at a time (--max-rows) and, but for the last rung, tokens of prompts in a step (--chunk).
+
+Metrics of open and goodput, of each trace (mean, p50, p99): ttft_s from a request's arrival in the trace to its first
+token; between_ms of all times between two tokens of a request; queued_s until work on it began; tokens_per_s and
+requests_per_s from the first arrival to the last token; requests, failed. goodput_rps: the highest rate at which, and
+at all lower ones, the 99th percentile of times between tokens is at most 25 decode iterations, the mean delay before
+work on a request begins at most 2 s, and no request fails (SparseServe, section 4.2). The iteration is --iteration-ms;
+not given, it is measured on the system itself: 32 rows of 4k (as Sarathi-Serve, section 5.1, from which the limit is).
+
+saturated: all requests of a trace come at once and the trace is long enough that some always wait, so the system is as
+full as it can be: tokens_per_s, requests_per_s and the mean number of rows that answer, for --seconds, from --warm
+seconds on; times between their tokens.
+
+closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
+a prompt. overhead: step_ms of captured steps alone, over as many rows; between_ms in the engine; overhead_ms, the
+difference of their means; and by the device's clock in the engine, means: step_ms:inside_mean of the captured steps,
+outside_ms between them. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others
+about it, one after the other. beside: ttft_s:long of a prompt of --context tokens, ttft_s:short of --count others that
+come a second apart while it is read, and between_ms of --rows that decode meanwhile. Ours also: captures, steps,
+step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts, found) of the engine; hit_rate, missed_mb
+and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import psutil
+
+from ..arguments import new_parser
+from ..shapes import known_config, parse_tokens
+from . import trace
+from .ours import BUDGET, RUNGS, SERVED, serve_flags
+from .settings import Settings
+
+SYSTEMS = (*RUNGS, "vllm", "transformers")
+CHUNK = Settings.chunk
+
+
+def arguments(command: str) -> ArgumentParser:
+    """The command line of one command."""
+    parser = new_parser("serving", __doc__, "model", "dtype", "device", "kv", "host-gb")
+    parser.prog = f"python -m benchmarks serving {command}"
+    add = parser.add_argument
+    add("system", choices=SYSTEMS)
+    add("--kv-gb", type=float, default=24.0, help="GPU memory for keys and values, 10^9 bytes (default: 24)")
+    add("--max-rows", type=int, default=32, help="requests that decode together at most (default: 32)")
+    add("--chunk", type=parse_tokens, default=CHUNK, metavar="TOKENS", help="of prompts in a step (default: 2k)")
+    add(
+        "--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS", help="that a sparse step chooses (default: 2k)"
+    )
+    add("--vllm", type=Path, metavar="DIR", help="a folder that holds vLLM")
+    add("--timeout", type=float, default=1800.0, help="seconds behind the last arrival (default: 1800)")
+    add("--lead", type=int, default=128, help="tokens that a row decodes while the next one's prompt is read")
+    if command in ("open", "goodput"):
+        add("--requests", type=Path, metavar="FILE", help="each request's times are appended to it, as lines of JSON")
+    parser.set_defaults(options={}, prompt=trace.PROMPT_MEDIAN)
+    if command in ("open", "saturated"):
+        add("--trace", type=Path, nargs="+", required=True)
+    if command == "saturated":
+        add("--warm", type=float, default=15.0, help="seconds before what counts (default: 15)")
+        add("--seconds", type=float, default=60.0, help="that count (default: 60)")
+    elif command == "goodput":
+        trace.add_options(parser)
+        add("--rates", type=float, nargs="+", required=True, help="requests a second")
+        add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
+        add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
+    elif command in ("again", "beside"):
+        add("--context", type=parse_tokens, default=131072, metavar="TOKENS", help="of the long prompt (default: 128k)")
+    if command == "beside":
+        add("--short", type=parse_tokens, default=1024, metavar="TOKENS", help="of the short prompts (default: 1k)")
+        add("--count", type=int, default=10, help="short prompts, a second apart (default: 10)")
+        add("--rows", type=int, nargs=1, default=[8], help="that decode meanwhile (default: 8)")
+        add("--tokens", type=int, default=4096, help="of their answers (default: 4,096)")
+        add("--head-start", type=float, default=5.0, help="seconds in which their prompts are read (default: 5)")
+    if command in ("closed", "overhead"):
+        add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
+        add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")
+        add("--tokens", type=int, default=256, help="of the shortest answer")
+    return parser
+
+
+def print_flags(argv: list[str]) -> int:
+    """What ``hf-sparsekv serve`` is to be given for the memory of a setting."""
+    parser = ArgumentParser(prog="python -m benchmarks serving flags", description=print_flags.__doc__)
+    add = parser.add_argument
+    add("system", choices=SERVED)
+    add("--model", default="qwen3-8b")
+    add("--context", type=parse_tokens, required=True, metavar="TOKENS", help="of a prompt and its answer at most")
+    add("--kv-gb", type=float, default=24.0)
+    add("--host-gb", type=float, help="10^9 bytes; default: 80 % of the machine's")
+    add("--max-rows", type=int, default=32)
+    add("--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS")
+    args = parser.parse_args(argv)
+    host = 0.8 * psutil.virtual_memory().total if args.host_gb is None else 1e9 * args.host_gb
+    gpu = int(1e9 * args.kv_gb)
+    shape = known_config(args.model)
+    settings = Settings(args.model, shape, "bfloat16", gpu, int(host), args.max_rows, args.context)
+    print(" ".join(serve_flags(settings, args.system, args.budget)))
+    return 0
