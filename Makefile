@@ -72,7 +72,7 @@ test-gpu:  ## all tests that need a GPU, on the GPUs that are visible; adds a ro
 
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
-	$(BIN)/python -m pytest tests/test_lm_eval.py
+	$(BIN)/python -m pytest tests/evaluation/test_lm_eval.py
 
 test-ray: $(INSTALLED)  ## replicas under a local Ray, one of which is killed; Ray is installed by this
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
