@@ -215,85 +215,90 @@ def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
     assert limit == pytest.approx(1e-6 * shape.bytes_read("two_level"), rel=1e-4)
 
 
+@pytest.fixture
+def reported(tmp_path):
+    """What a measurement reports: values by variant, and what failed."""
+
+    def run(measure) -> tuple[dict[str, float], list[str]]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        with Report("operator", "qwen3-8b", path, None) as report:
+            measure(report)
+        return {row["variant"]: float(row["value"]) for row in read_rows(path)}, report.failed
+
+    return run
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """What is timed runs once for each set, and takes 3 us."""
+    for place in (module, gated_linear, sweep):
+        monkeypatch.setattr(place, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
+
+
 @INTERPRETED
-def test_sweeps_name_the_quickest_and_the_wrong(layer, tmp_path, monkeypatch, capsys):
+def test_sweeps_name_the_quickest_and_the_wrong(layer, monkeypatch, capsys, reported):
     times = iter((9.0, 3.0, 1.0))
     monkeypatch.setattr(module, "captured", lambda step, sets: (step(0), Time(next(times), 0.0, 10.0))[1])
     layer.step()
     ways = list(module.variants([layer], "token_select"))
     ways[2] = (ways[2][0], lambda i: layer.tokens.zero_(), ways[2][2])
     monkeypatch.setattr(module, "variants", lambda layers, operator: ways)
-    with Report("operator", "x", tmp_path / "a.csv", None) as report:
-        module.sweep([layer], report, ["token_select"])
-    assert len(report.failed) == 1 and "warps=16: another result" in report.failed[0]
+    _, failed = reported(lambda report: module.sweep([layer], report, ["token_select"]))
+    assert len(failed) == 1 and "warps=16: another result" in failed[0]
     assert "token_select, quickest: warps=8, 3.00 us" in capsys.readouterr().out
 
 
 @INTERPRETED
-def test_some_of_the_ways(layer, tmp_path, monkeypatch):
+def test_some_of_the_ways(layer, clocks, reported):
     """The first one always, as all are compared with it. Where there are no such ways to name it is an error."""
-    monkeypatch.setattr(module, "captured", lambda step, sets: (step(0), Time(3.0, 2.0, 4.0))[1])
     layer.step()
-    with Report("operator", "x", tmp_path / "a.csv", None) as report:
-        module.sweep([layer], report, ["token_select"], ["warps=16"])
-    assert [row["variant"] for row in read_rows(tmp_path / "a.csv")] == ["two_level:warps=4", "two_level:warps=16"]
+    found, _ = reported(lambda report: module.sweep([layer], report, ["token_select"], ["warps=16"]))
+    assert list(found) == ["two_level:warps=4", "two_level:warps=16"]
     layer.encode()
-    with Report("operator", "x", tmp_path / "b.csv", None) as report:
-        module.sweep([layer], report, ["token_select"], ["none of them"])
-    assert [row["variant"] for row in read_rows(tmp_path / "b.csv")] == ["two_level:kv_dtype=int8:warps=4"]
-    for wrong in ([], ["--sweep", "linear"]):
-        for option in (["--ways", "warps=16"], ["--kv-dtype", "int8"]):
-            with pytest.raises(SystemExit):
-                main([*wrong, *option])
-    with pytest.raises(SystemExit):
-        main(["--model", "glm-4.7-flash", "--sweep", "latent_tokens", "--kv-dtype", "int8"])
+    found, _ = reported(lambda report: module.sweep([layer], report, ["token_select"], ["none of them"]))
+    assert list(found) == ["two_level:kv_dtype=int8:warps=4"]
+    wrong = [[*of, *o] for of in ([], ["--sweep", "linear"]) for o in (["--ways", "warps=16"], ["--kv-dtype", "int8"])]
+    for args in (*wrong, ["--model", "glm-4.7-flash", "--sweep", "latent_tokens", "--kv-dtype", "int8"]):
+        with pytest.raises(SystemExit):
+            main(args)
 
 
 @INTERPRETED
 @pytest.mark.parametrize("rows", [1, 3])
-def test_ways_to_multiply_with_gate_and_up(tmp_path, monkeypatch, capsys, rows):
+def test_ways_to_multiply_with_gate_and_up(monkeypatch, capsys, rows, clocks, reported):
     """Each is run and compared, the wrong one named, and the bound is that of the bytes."""
     dtype = torch.float32 if rows == 1 else torch.float16
     sets = [gated_linear.Inputs.random(rows, 64, 24, dtype, torch.device("cpu")) for _ in range(2)]
     few = [gated_linear.Tile(4, 32, 1, 4), gated_linear.Tile(32, 32, 2, 4)]
     monkeypatch.setattr(gated_linear, "tiles", lambda rows: iter(few))
-    monkeypatch.setattr(gated_linear, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
-    path = tmp_path / "a.csv"
-    with Report("operator", "x", path, None) as report:
-        gated_linear.measure(report, sets, 1e12)
-    assert report.failed == []
-    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    found, failed = reported(lambda report: gated_linear.measure(report, sets, 1e12))
+    assert not failed
     assert len(found) == 1 + 2 + len(few) + 2 and found["gated_linear:rows=32,inputs=32,stages=2,warps=4"] == 3
     assert found["limit"] == pytest.approx(1e-6 * (48 * 64 + rows * (64 + 24)) * sets[0].x.element_size())
     monkeypatch.setattr(gated_linear, "gated", lambda gate, up, activation: gate + up)
-    with Report("operator", "x", None, None) as report:
-        gated_linear.measure(report, sets, 1e12)
-    assert "another result than the two kernels'" in report.failed[0]
+    _, failed = reported(lambda report: gated_linear.measure(report, sets, 1e12))
+    assert "another result than the two kernels'" in failed[0]
     assert f"{rows} rows, quickest: two kernels, 3.00 us" in capsys.readouterr().out
 
 
-def test_linear_layers_are_compared(tmp_path, monkeypatch, capsys):
+def test_linear_layers_are_compared(monkeypatch, capsys, clocks, reported):
     """With the first way's result."""
     weights = [torch.randn(48, 64) for _ in range(2)]
     xs = [torch.randn(3, 64).half().float() for _ in weights]
-    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
     monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T)
-    path = tmp_path / "rows.csv"
-    with Report("operator", "qwen3-8b", path, None) as report:
-        linear.measure(report, "out", weights, xs, None)
+    found, _ = reported(lambda report: linear.measure(report, "out", weights, xs, None))
     names = ["triton", "torch", "rows=32,inputs=128,stages=8,warps=4"]
-    assert [row["variant"] for row in read_rows(path)][:3] == [f"linear:out:{name}" for name in names]
+    assert list(found)[:3] == [f"linear:out:{name}" for name in names]
     assert "out, 3 rows, quickest: triton, 3.00 us" in capsys.readouterr().out
     monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T + 1)
-    with Report("operator", "qwen3-8b", None, None) as report:
-        linear.measure(report, "out", weights, xs, None)
+    reported(lambda report: linear.measure(report, "out", weights, xs, None))
     assert "another result than triton's" in capsys.readouterr().out
 
 
 @INTERPRETED
 @pytest.mark.parametrize("form", quantised_linear.FORMATS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_quantised_linear_layers_are_compared(tmp_path, monkeypatch, capsys, rows, form):
+def test_quantised_linear_layers_are_compared(monkeypatch, capsys, rows, form, clocks, reported):
     """With the first way's result, the wrong one named; the bound is that of codes and scales."""
     weights = [quantised_linear.FORMATS[form](128, 256, torch.device("cpu")) for _ in range(2)]
     xs = [torch.randn(rows, 256).half() for _ in weights]
@@ -301,25 +306,20 @@ def test_quantised_linear_layers_are_compared(tmp_path, monkeypatch, capsys, row
     monkeypatch.setattr(quantised_linear, "TILES", few)
     for name in ("FORMS_ONE_ROW", "FORMS", "FORMS_8_BITS"):  # of a kernel that does not run here
         monkeypatch.setattr(quantised_linear, name, ())
-    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
-    path = tmp_path / "rows.csv"
-    with Report("operator", "qwen3-8b", path, None) as report:
-        quantised_linear.measure(report, form, weights, xs, 1e12)
-    assert report.failed == []
-    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    found, failed = reported(lambda report: quantised_linear.measure(report, form, weights, xs, 1e12))
+    assert not failed
     assert len(found) == 3 + (len(few) if rows == 1 and form != "4bit" else 0)
     bits, scales = (4, 128 * 4) if form == "4bit" else (8, 2 if form == "fp8_blocks" else 128)
     assert found[f"limit:{form}"] == pytest.approx(1e-6 * (128 * 256 * bits / 8 + 4 * scales))
     monkeypatch.setattr(quantised_linear, "small_linear", lambda x, weight: x @ weight.T + 1)
-    with Report("operator", "qwen3-8b", None, None) as report:
-        quantised_linear.measure(report, form, weights, xs, 1e12)
-    assert len(report.failed) == 1 and "16 bits: another result" in report.failed[0]
+    _, failed = reported(lambda report: quantised_linear.measure(report, form, weights, xs, 1e12))
+    assert len(failed) == 1 and "16 bits: another result" in failed[0]
     assert f"{form}, {rows} rows, quickest:" in capsys.readouterr().out
 
 
 @INTERPRETED
 @pytest.mark.parametrize("part", experts.PARTS)
-def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
+def test_ways_to_run_experts(monkeypatch, capsys, part, clocks, reported):
     """Each is run and compared, the wrong one named, and the bound is that of the distinct experts."""
     sets = experts.draw(experts.layers(2, 9, 48, 24, torch.float16, torch.device("cpu")), 3, 2, 4)
     chosen = [t.index.tolist() for t in sets]
@@ -328,12 +328,8 @@ def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
     few = [experts.Tile(2, 64, 1), experts.Tile(1, 2048, 2, 64)]
     for name in ("UPS", "DOWNS"):
         monkeypatch.setattr(experts, name, few)
-    monkeypatch.setattr(sweep, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
-    path = tmp_path / "a.csv"
-    with Report("operator", "x", path, None) as report:
-        experts.measure(report, sets, part, 1e12)
-    assert report.failed == []
-    found = {row["variant"]: float(row["value"]) for row in read_rows(path)}
+    found, failed = reported(lambda report: experts.measure(report, sets, part, 1e12))
+    assert not failed
     assert len(found) == 1 + (part == "both") + 1 + len(few) and found[f"experts:{part}:rows=2,inputs=64,warps=1"] == 3
     distinct = sum(len({expert for row in index for expert in row}) for index in chosen) / len(chosen)
     numbers = {"up": 2 * 24 * 48, "down": 24 * 48, "both": 3 * 24 * 48}[part]
@@ -341,22 +337,22 @@ def test_ways_to_run_experts(tmp_path, monkeypatch, capsys, part):
     name = "experts_up" if part == "up" else "experts_down"
     kernel = getattr(experts, name)
     monkeypatch.setattr(experts, name, lambda *given: kernel(*given) + (given[-1] is few[1]))
-    with Report("operator", "x", None, None) as report:
-        experts.measure(report, sets, part, 1e12)
-    assert len(report.failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in report.failed[0]
+    _, failed = reported(lambda report: experts.measure(report, sets, part, 1e12))
+    assert len(failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in failed[0]
     assert f"{part}, 3 rows, quickest:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("usual, others", [(experts.UP, experts.UPS), (experts.DOWN, experts.DOWNS)])
-def test_tiles_for_experts_are_different(usual, others):
-    assert len({usual, *others}) == 1 + len(others) > 10
-
-
-@pytest.mark.parametrize("rows", gated_linear.ROWS)
-def test_tiles_for_gate_and_up_are_different(rows):
-    tried = list(gated_linear.tiles(rows))
-    assert len(set(tried)) == len(tried) > 10
-    assert {tile(rows, 2 * gated_linear.INNER, gated_linear.HIDDEN, True)} <= set(tried)
+@pytest.mark.parametrize(
+    ("usual", "tried"),
+    [
+        (experts.UP, [experts.UP, *experts.UPS]),
+        (experts.DOWN, [experts.DOWN, *experts.DOWNS]),
+        *((tile(rows, 2 * gated_linear.INNER, gated_linear.HIDDEN, True), list(gated_linear.tiles(rows)))
+          for rows in gated_linear.ROWS),
+    ],
+)  # fmt: skip
+def test_tiles_are_different(usual, tried):
+    assert len(set(tried)) == len(tried) > 10 and usual in tried
 
 
 def test_operators_of_the_other_layout_are_refused(layer):
