@@ -1,15 +1,14 @@
 """What it costs to keep the blocks of a cache in host memory, in parts that run and fail on their own.
 
-    python -m benchmarks offload transfer prefetch
+    python -m benchmarks offload transfer
     python -m benchmarks offload overlap pool --shapes 1x128k
     python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
     python -m benchmarks offload timeline --trace saved.json.gz    # draws only, no GPU needed
 
-transfer: blocks over the link, both ways, by a kernel and by copies. prefetch: a captured step with and without a
-gather beside it. overlap, pool: time per token against the overlap of consecutive selections, and against the size of
-the device pool. tenfold: KV ten times as large as the pool gives the same tokens. prefill: time and memory to read a
-prompt. timeline: a profiler trace of decode steps, and its picture. The part is the rows' benchmark;
-docs/offloading.md says what each row means.
+transfer: blocks over the link, both ways, by a kernel and by copies. overlap, pool: time per token against the
+overlap of consecutive selections, and against the size of the device pool. tenfold: KV ten times as large as the pool
+gives the same tokens. prefill: time and memory to read a prompt. timeline: a profiler trace of decode steps, and its
+picture. The part is the rows' benchmark; docs/offloading.md says what each row means.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from ..shapes import (
 # part -> module, and whether it needs a GPU
 PARTS = {
     "transfer": ("transfer", True),
-    "prefetch": ("prefetch", True),
     "overlap": ("curves", False),
     "pool": ("curves", False),
     "tenfold": ("curves", False),
@@ -104,11 +102,6 @@ def arguments() -> ArgumentParser:
     add("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     add("--device", default="cuda")
     add("--tokens", type=int, default=128, help="tokens to generate, after those that fill the pool")
-    add = parser.add_argument_group("prefetch").add_argument
-    add("--sizes", nargs="+", type=int, default=[64, 128, 256, 512], metavar="MiB", help="a step")
-    add("--programs", nargs="+", type=int, default=[8, 16, 32, 64])
-    spread = "a part released by each layer, as caches do; or all of it when the step begins"
-    add("--spread", nargs="+", default=["layers", "begin"], choices=("layers", "begin"), help=spread)
     add = parser.add_argument_group("overlap, pool").add_argument
     add("--overlaps", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     pools = ["0.05kv", "0.1kv", "0.25kv", "0.5kv"]

@@ -3,7 +3,7 @@
 To the GPU: scattered blocks of 32 KB and rows of 4 KB by ``ops.block_copy`` (``uva``: a kernel that reads pinned memory
 in place), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and values of a prompt as one
 large copy (the limit), permuted into blocks and then copied, written into their blocks by a kernel, and one
-``cudaMemcpy`` a block. How many programs the kernel needs is the prefetch part's question.
+``cudaMemcpy`` a block. How many programs the kernel needs: docs/offloading.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from captured import Imitation
 from models import build
 from read_rows import read_rows
 
@@ -18,7 +17,6 @@ from benchmarks.filling import ReplayedSource, fill_layers
 from benchmarks.offload import curves as offload_curves
 from benchmarks.offload import run as offload
 from benchmarks.report import Report
-from hf_sparsekv import unoptimize
 from hf_sparsekv.policies.measured import PackStats
 
 SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
@@ -255,8 +253,8 @@ def test_chunks_read_the_same_prompt(name):
 
 
 def test_parts_that_need_a_gpu_say_so(capsys):
-    assert offload.main(["prefetch", "overlap", "transfer", "--device", "cpu"]) == 1
-    assert "only a CUDA device runs prefetch, transfer" in capsys.readouterr().out
+    assert offload.main(["timeline", "overlap", "transfer", "--device", "cpu"]) == 1
+    assert "only a CUDA device runs timeline, transfer" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert offload.main(["overlap"]) == 1
         assert "there is no CUDA device; overlap, pool, tenfold and prefill also run" in capsys.readouterr().out
@@ -308,42 +306,6 @@ def test_transfer_that_goes_wrong_leaves_no_figure(bench, links, monkeypatch, ca
         assert ("transfer", other, context) in rows
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
-def test_prefetch(bench, links, imitated_gpu, monkeypatch):
-    from benchmarks.offload import prefetch as module
-
-    parts = []
-
-    def prepare(model, variant, fused):
-        unoptimize(model)
-        Imitation(model).install()
-
-    def replay(model, cache):
-        parts.append([])
-        return [5.0, 6.0, 7.0]
-
-    part = module.Gather.part
-    monkeypatch.setattr(module, "prepare", prepare)
-    monkeypatch.setattr(module, "replay_ms", replay)
-    monkeypatch.setattr(module, "timed", lambda run: run() or [9.0, 9.0, 9.0])
-    monkeypatch.setattr(module, "pinned", links.pinned)
-    for name, value in (("HEADS", 2), ("BLOCK", 16), ("DIM", 8), ("BLOCK_BYTES", 1 << 18)):
-        monkeypatch.setattr(module, name, value)
-    parts.append([])
-    monkeypatch.setattr(module.Gather, "part", lambda self, at: (parts[-1].append(at), part(self, at)))
-    status, rows = bench("prefetch", "--shapes", f"1x{CONTEXT}", "--sizes", 1, "--programs", 8)
-    assert status == 0
-    first = rows["prefetch", "two_level:lag:gather=1MiB:programs=8:layers", CONTEXT]
-    over = pytest.approx(-100 / 3, 1e-4)
-    assert first == {"gather_ms": 9, "step_ms": 6, "cost_percent": 0, "over_bound_percent": over}
-    assert ("prefetch", "two_level:lag:again", CONTEXT) in rows
-    # Of each graph: the run that compiles, the capture and one replay.
-    layers, begin = parts[1], parts[2]
-    assert layers == 3 * [0, 1, 2]
-    assert begin == 3 * [0]
-    assert parts[0] == parts[3] == [], "not in steps without it"
-
-
 # ---------------------------------------------------------------------- on a GPU
 
 
@@ -353,11 +315,11 @@ def test_all_parts_on_a_gpu(tmp_path, monkeypatch):
     config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path, out = tmp_path / "offload.csv", tmp_path / "line.png"
-    command = f"{' '.join(offload.PARTS)} --model toy --shapes 1x16k --tokens 16 --csv {path} --out {out} --sizes 4"
-    command += " --programs 16 --overlaps 0.8 --pools 0.25kv --lengths 4k --chunks 0 1k --repeat 1"
+    command = f"{' '.join(offload.PARTS)} --model toy --shapes 1x16k --tokens 16 --csv {path} --out {out}"
+    command += " --overlaps 0.8 --pools 0.25kv --lengths 4k --chunks 0 1k --repeat 1"
     assert offload.main(command.split()) == 0
     found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
-    assert found >= {"transfer gather_gbps", "transfer save_gbps", "prefetch cost_percent", "overlap hit_rate"}
+    assert found >= {"transfer gather_gbps", "transfer save_gbps", "overlap hit_rate"}
     assert found >= {"pool missed_mb", "tenfold same_tokens", "prefill prefill_gb", "timeline fetch_ms"}
     assert out.stat().st_size < 200_000
 

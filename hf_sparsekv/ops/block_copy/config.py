@@ -11,7 +11,7 @@ from .._device import programs as device_programs
 # A kernel reads pinned memory in place. Few programs fill the link, and each program more takes processors from the
 # decode step that runs beside it. The same numbers serve both GPUs that were measured, each on PCIe 5.0:
 # - H200: 16 programs bring 256 MiB within a captured step for 6 to 10 % of its time, 64 for 20 to 31 %, at the same 51
-#   GB/s. Small blocks need twice as many (rows of 4 KB: 46 GB/s). `python -m benchmarks offload prefetch`.
+#   GB/s. Small blocks need twice as many (rows of 4 KB: 46 GB/s). docs/offloading.md.
 # - H200, by how much a captured chain of linear layers takes longer beside the copies: 9.2 and 9.1 % with 16
 #   programs of 4 and of 8 warps, the best in two runs.
 # - H100, the same: 16 of 4 warps 9.4 % (alone 45.3 and 48.7 GB/s in two runs), 16 of 2 warps 9.3 to 10.2 % (48.4 to
