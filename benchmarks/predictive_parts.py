@@ -11,7 +11,7 @@ read in the first GPU's memory and stored) in place of push_us. Packing writes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -142,14 +142,18 @@ def begin_step(store: LayerStore) -> None:
     steps.held = None  # its token is never cached
 
 
-def measure_parts(cache: SparseCache, report) -> None:
-    """Add the parts' figures to a report. What the cache holds is void afterwards."""
+def measure_parts(cache: SparseCache, report, asked: Sequence[Tensor]) -> None:
+    """Add the parts' figures to a report. What the cache holds is void afterwards.
+
+    ``asked``: the query of each sparse layer in the last captured step, ``[batch, Hq, Dk]``.
+    """
     from hf_sparsekv.tuning.timing import captured  # needs Triton
 
     layers = predictive_layers(cache)[:SETS]
     if not layers:
         return
     home, (stores, policies) = layers[0].store, seats(layers)
+    of_layers = [query for layer, query in zip(cache.sparse_layers, asked) if layer in layers]
     begin_step(home)
     for device in {home.device, stores[0].device}:
         torch.cuda.synchronize(device)
@@ -158,8 +162,8 @@ def measure_parts(cache: SparseCache, report) -> None:
             store.capturing = True
             stack.callback(setattr, store, "capturing", False)
         queries = [
-            layer.query if policy.queries is None else policy.queries.held[:, :, 0].clone().to(home.device)
-            for layer, policy in zip(layers, policies)
+            query if policy.queries is None else policy.queries.held[:, :, 0].clone().to(home.device)
+            for query, policy in zip(of_layers, policies)
         ]
         for name, run in parts(layers, queries, home.key_dim**-0.5).items():
             before = [copies(layer).counters.clone() for layer in layers] if name == "pack" else []

@@ -217,7 +217,8 @@ class Bench:
             print(describe_step(launched(step)), flush=True)
         report.add("step_ms", replay_ms(model, cache))
         if self.args.parts and model.device.type == "cuda":
-            measure_parts(cache, report)
+            (*_, last) = runner.graphs[cache].values()
+            measure_parts(cache, report, last.queries)
         if self.args.recapture:
             del cache, after
             free()

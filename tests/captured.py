@@ -30,7 +30,7 @@ class ImitatedGraphs(Recorder):
 
     def record(self, run, device, saved):
         output = run(None)
-        queries = [state.layer.query for state in saved]
+        queries = [state.query for state in saved]
         rings = [ring for ring in saved[0].layer.owner.layers if isinstance(ring, SlidingRing)]
         frozen = [ring.cumulative_length for ring in rings]
         cache = saved[0].layer.owner
@@ -55,7 +55,7 @@ class ImitatedGraphs(Recorder):
                 try:
                     output.logits.copy_(run(None).logits)
                     for state, query in zip(saved, queries):
-                        query.copy_(state.layer.query)
+                        query.copy_(state.query)
                 finally:
                     table.rows = rows
                     cache.changes, cache._joined, cache._replayed = host

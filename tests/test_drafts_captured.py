@@ -287,7 +287,7 @@ def test_passes_that_cannot_be_captured_leave_steps_captured():
     class Refuses(ImitatedGraphs):
         def record(self, run, device, saved):
             output, graph = None, None
-            if len(saved[0].layer.store.held.lengths) and saved[0].layer.replay is None:
+            if len(saved[0].layer.store.held.lengths) and saved[0].layer.captured is None:
                 graph, output = super().record(run, device, saved)
             if output.logits.shape[1] > 1:
                 raise RuntimeError("this model looks at its tokens")

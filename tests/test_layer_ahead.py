@@ -593,7 +593,7 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
         assert order == ["attend", "ahead", "foresee", "mlp 0", "wait", "attend", "mlp 1"]
     else:  # what layer 0 has added is noted in the fork behind the attention that follows
         assert order == ["ahead", "foresee", "attend", "mlp 0", "wait", "attend", "note_added", "mlp 1"]
-    assert all(layer.awaited is None for layer in cache.sparse_layers)
+    assert all(layer.captured is None for layer in cache.sparse_layers)
 
 
 @pytest.mark.parametrize("place", ["in_delta", "mid"])

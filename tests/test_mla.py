@@ -70,6 +70,24 @@ def test_a_cache_replaces_expand_kv_and_it_can_be_put_back(name):
     restore_mla(net)
 
 
+@pytest.mark.parametrize(("name", "every"), [("llama", False), *((name, True) for name in PLAIN)])
+def test_only_layers_that_may_be_mla_look_for_the_calling_module(name, every, monkeypatch):
+    looked = []
+    monkeypatch.setattr(mla, "is_mla", lambda module: (looked.append(module), is_mla(module))[1])
+    net, inputs = build(name, "sparsekv"), prompt(1, 60)
+    cache = two_level(**FULL)
+    for turn in range(2):
+        for _ in range(2):  # a prompt, or a step over it
+            ids = inputs["input_ids"] if not cache.get_seq_length() else inputs["input_ids"][:, :1]
+            looked.clear()
+            with torch.no_grad():
+                net(ids, past_key_values=cache)
+            known = turn or cache.get_seq_length() > 60  # before the first attention the model may be any
+            assert len(looked) == (len(cache.layers) if every else int(not known))
+        assert all(layer.latent == every for layer in cache.sparse_layers)
+        cache.reset()
+
+
 def test_optimize_absorbs_and_unoptimize_restores():
     net = build("deepseek-v3", "sparsekv")
     before = attributes(net)

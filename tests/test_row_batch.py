@@ -534,7 +534,7 @@ def test_a_crop_that_stops_half_way_is_noticed(monkeypatch):
         raise torch.OutOfMemoryError("no memory for what it brings back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(last, "crop_row", fail)
+        patch.setattr(last.store, "crop_to", fail)
         with pytest.raises(torch.OutOfMemoryError):
             it.rows.crop(row, 190)
     with pytest.raises(RuntimeError, match="its layers hold different tokens"):

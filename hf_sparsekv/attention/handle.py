@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -82,7 +83,7 @@ class Step:
         """What a selection takes for keys, ``[batch, H, q, Dk]``: of latents the whole rows."""
         return torch.cat((self.k, self.v), dim=-1) if self.layer.latent else self.k
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Columns cached with them."""
         return self.past + self.k.shape[2]

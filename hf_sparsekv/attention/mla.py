@@ -43,6 +43,14 @@ def is_mla(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in _NEEDED) and not hasattr(module, "indexer")
 
 
+def may_be_mla(config) -> bool:
+    """A model of this configuration may have MLA modules. None: it is not known yet.
+
+    False spares the look into the call stack (:func:`calling_module`).
+    """
+    return config is None or hasattr(config.get_text_config(decoder=True), "kv_lora_rank")
+
+
 def passes_on(name: str) -> None:
     """Functions of the Python module ``name`` pass ``update()`` on: its caller is looked for behind them."""
     _BETWEEN.add(name)

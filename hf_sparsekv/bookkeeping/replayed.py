@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kv.store import Tally
+from ..layers.decode import account
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 
@@ -25,4 +26,4 @@ class Replayed(NamedTuple):
     def settle(self, layers: Iterable[SparseLayer]) -> None:
         """Let the layers account for them."""
         for layer, plan, query in zip(layers, self.plans, self.queries):
-            layer.account(plan, query, self.tally)
+            account(layer.store, layer.policy, plan, query, self.tally)

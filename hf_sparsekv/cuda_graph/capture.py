@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
+from ..layers.captured import CapturedLayer
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..policies.plan import Plan
@@ -86,7 +87,7 @@ class Capturer:
         try:
             with cache.trial():
                 graph, output = self._recorded(trial, wanted.kind)
-                queries = [layer.query for layer in trial.layers]
+                queries = [state.query for state in trial.saved]
         finally:
             trial.put_back(cache)
         cache.changes = trial.changes  # trial steps are none: all is as it was
@@ -149,7 +150,7 @@ class Trial:
             for state in self.saved:
                 state.first_rows(len(ids))
         for layer, plan in zip(self.layers, self.wanted.plans):
-            layer.replay, layer.plan, layer.store.capturing = replay, plan, True
+            layer.captured, layer.store.capturing = CapturedLayer(replay, plan), True
         for ring in self.rings:
             ring.replay = replay
         try:

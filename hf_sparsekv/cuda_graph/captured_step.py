@@ -95,7 +95,13 @@ class CapturedStep:
 
 
 class Saved:
-    """State of a layer that a trial step changes for good."""
+    """State of a layer that a trial step changes for good.
+
+    Attributes:
+        query: of the step that was run last.
+    """
+
+    query: Tensor | None = None
 
     def __init__(self, layer: SparseLayer) -> None:
         self.layer = layer
@@ -114,12 +120,14 @@ class Saved:
         self.put_back_rows()
         for state, saved in self.states:
             state.restore_host(saved)
-        self.layer.pending = self.layer.awaited = None
+        self.layer.pending = None
 
     def put_back_rows(self) -> None:
         """The step has run: the layer has all rows again."""
         self.layer.store, self.layer.policy = (state for state, _ in self.states)
-        self.layer.replay = self.layer.plan = None
+        if self.layer.captured is not None:
+            self.query = self.layer.captured.query
+            self.layer.captured = None
         self.layer.store.capturing = False
 
     def put_back_device(self) -> None:

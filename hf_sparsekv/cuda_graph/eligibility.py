@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..attention.rotary import PassRotary
 from ..cache import SparseCache
+from ..layers.drafts import captures_drafts
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..ranks import Ranks
@@ -82,7 +83,7 @@ class Eligibility:
             or any(value not in (None, False) for value in more)  # which may not fit tokens that are not there
             or not all_tokens(given.get("attention_mask"), new)
             or not any(layer.policy.drafts != "exact" for layer in layers)
-            or not all(layer.captures_drafts(new) for layer in layers)
+            or not all(captures_drafts(layer.store, layer.policy, new) for layer in layers)
         )
 
     def why_not(self, given: dict, cache: SparseCache) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cache import SparseCache
 from ..cache_name import output_name
 from ..kv.rows import Drafts, Rows
+from ..layers.decode import planned
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import ModelWatch
@@ -213,4 +214,5 @@ def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
     """Of these rows it is the same step."""
     asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
     drafts = steady.step.count is not None
-    return all(layer.planned(asked, drafts) == plan for layer, plan in zip(steady.layers, steady.step.plans))
+    of_layers = zip(steady.layers, steady.step.plans)
+    return all(planned(layer.store, layer.policy, asked, drafts) == plan for layer, plan in of_layers)

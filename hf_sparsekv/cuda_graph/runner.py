@@ -21,6 +21,7 @@ from ..cache import SparseCache
 from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
 from ..kv.rows import Drafts, Rows
+from ..layers.decode import prepare
 from ..layers.sliding import SlidingRing
 from ..model_watch import ModelWatch
 from ..policies.plan import Plan
@@ -174,7 +175,7 @@ class StepRunner:
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
         asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
-        plans = tuple([layer.prepare(asked) for layer in layers])
+        plans = tuple([prepare(layer.store, layer.policy, layer.next_step, asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self._eagerly(*args, **kwargs)
         with self.lock:
@@ -193,7 +194,8 @@ class StepRunner:
         (drafts,) = cache.row_table.drafts(rows, new, True)
         for layer in layers:
             layer.store.fit(rows)
-        plans = tuple([layer.prepare(drafts.taken.after, drafts=True) for layer in layers])
+        after = drafts.taken.after
+        plans = tuple([prepare(layer.store, layer.policy, layer.next_step, after, drafts=True) for layer in layers])
         return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
     def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import Step
@@ -27,6 +28,7 @@ class Owner(Protocol):
 
     Attributes:
         config: of the cache.
+        model_config: of the model; None: it is not known yet.
         layers: all of it, in the model's order.
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
@@ -35,6 +37,7 @@ class Owner(Protocol):
     """
 
     config: SparseConfig
+    model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
@@ -81,6 +84,17 @@ class Owner(Protocol):
     def warn_bypass(self) -> None:
         """Something else than the attention function reads a layer's keys or values."""
         ...
+
+
+def next_layer(owner: Owner, index: int) -> SparseLayer | None:
+    """The full-attention layer that comes after layer ``index``, None after the last."""
+    return next((layer for layer in owner.sparse_layers if layer.index > index), None)
+
+
+def end_pass(owner: Owner, index: int) -> None:
+    """A pass of several tokens has come through layer ``index``: after the last one, free the copy streams' buffers."""
+    if next_layer(owner, index) is None:
+        owner.copy_streams.release()
 
 
 class Owned:

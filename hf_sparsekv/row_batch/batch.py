@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..cache_name import over
 from ..kv.row_views import RowViews
+from ..layers.joining import add_rows, crop_row, end_calibration, join_row
 from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
@@ -125,7 +126,7 @@ class RowBatch:
     def adopt(self, cache: Batch) -> None:
         """A cache that :meth:`..SparseCache.beside` gave was filled with one row, by whatever means: it may join."""
         for layer in cache.sparse_layers:
-            layer.end_calibration()
+            end_calibration(layer.store, layer.policy)
         new = open_layers(self.cache, cache, self.max_rows)
         layers = self.cache.sparse_layers
         self._device = layers[0].store.device
@@ -220,8 +221,8 @@ class RowBatch:
         cache.joined_rows()
         found: list[tuple[Tensor, Tensor, int]] = []
         for layer, other in zip(mine, theirs):
-            layer.join_row(row, other)
-            layer.add_rows(other, found)
+            join_row(layer, row, other)
+            add_rows(layer, other, found)
         self._views.copy(found, row)
         if self._slots.tokens is not None:
             self._slots.tokens.begin(row, room)
@@ -300,7 +301,7 @@ class RowBatch:
         found: list[tuple[Tensor, Tensor, int]] = []
         for layer in self.cache.sparse_layers:
             layer.store.wait_for_copies()
-            layer.add_rows(layer, found)
+            add_rows(layer, layer, found)
         self._views.copy(found, row, source)
 
     @torch.no_grad()
@@ -321,7 +322,7 @@ class RowBatch:
             self._slots.tokens.forget(row)  # these may become other tokens
         self._changed()  # first: if it stops half-way, layers are found to hold different tokens
         for layer in self.cache.sparse_layers:
-            layer.crop_row(row, rows)
+            crop_row(layer, row, rows)
         self.cache.row_table.trim([rows])
 
     def hold(self, row: int) -> None:

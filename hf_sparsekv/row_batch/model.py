@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from ..layers.joining import open_rows
 from .protocol import Batch
 
 
@@ -46,7 +47,7 @@ def open_layers(cache: Batch, like: Batch, rows: int) -> bool:
         cache.bind(like.model_config)
     new = [(layer, other) for layer, other in zip(cache.sparse_layers, like.sparse_layers) if layer.store is None]
     for layer, other in new:
-        layer.open(rows, other)
+        open_rows(layer, rows, other)
     return bool(new)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ..layers.joining import open_rows
 from ..policies.base import Policy
 from .protocol import Batch
 
@@ -44,7 +45,7 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
     cache = batch.beside()
     cache.bind(batch.model_config)
     for layer, mine, one in zip(cache.sparse_layers, batch.sparse_layers, channels):
-        layer.open(1, mine)
+        open_rows(layer, 1, mine)
         if one is not None:
             layer.policy.labels.channels[0].copy_(one)
     cache.row_table.begin(ids)

@@ -1,0 +1,110 @@
+"""What one layer does while a step is being captured: it launches what every replay must repeat, and nothing else.
+
+Apart from eager steps, because nothing here may depend on what the host knows of this step's tokens. The host's share
+is :func:`.decode.account`. What the layers of the step share is :class:`.replay.Replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from ..policies.plan import Plan
+from ..tensors import no_autocast
+from ..types import AttentionParams
+from .decode import attend
+from .drafts import attend_together, store_together
+from .replay import Replay
+
+
+class CapturedLayer:
+    """One layer's part of a step that is being captured. It exists as long as the model runs for it.
+
+    Args:
+        replay: shared by the layers of the step.
+        plan: what the step does here, decided before it.
+
+    Attributes:
+        query: the step's, once it has attended, ``[batch, Hq, Dk]``; of drafts the last one's, ``[1, Hq, Dk]``.
+    """
+
+    query: Tensor | None = None
+
+    def __init__(self, replay: Replay, plan: Plan) -> None:
+        self.replay, self.plan = replay, plan
+        # Waits for what is being chosen beside the layer before; and what that reads.
+        self._foreseen: tuple[Callable[[], None], Tensor] | None = None
+
+    @property
+    def is_draft_pass(self) -> bool:
+        """The tokens are drafts, not those of a step."""
+        return self.replay.drafts is not None
+
+    def store_token(self, store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
+        """As :func:`.decode.store_token`; rows that get a token are read on the device."""
+        replay, q = self.replay, query[:, :, 0]
+        valid = replay.valid
+        if policy.observes:
+            store.announce(1, valid)
+            policy.observe(query, step.keys, valid, store)
+        if policy.note is not None:
+            replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
+        store.append(*step.kept, valid)
+
+    def attend(
+        self, store: LayerStore, policy: Policy, q: Tensor, params: AttentionParams, own: bool, last: bool
+    ) -> Tensor:
+        """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, 1, Dv]``, and what follows it.
+
+        Args:
+            own: the step's token was stored for this query. Else another layer's was, which prepares the next step.
+            last: no layer of ours comes after this one.
+        """
+        plan, replay = self.plan, self.replay
+        if self._foreseen is not None:
+            (wait, _), self._foreseen = self._foreseen, None
+            wait()
+        if not own:
+            return attend(store, policy, q, replace(plan, ahead=False), params)
+        out = attend(store, policy, q, plan, params)
+
+        def ahead() -> None:
+            store.seal_due(policy)
+            policy.look_ahead(q, store, plan)
+
+        self.query = q
+        if plan.ahead or policy.follows:
+            replay.fork(ahead, policy.layers_per_launch)
+        else:
+            replay.late(ahead)
+        if last:
+            replay.run_late()
+        return out
+
+    def verify(self, store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """As :func:`.drafts.verify`, of the only row."""
+        taken, queries, there, due = self.replay.drafts
+        store_together(store, policy, step, query, taken, due)
+        out = attend_together(store, policy, query, self.plan, params, queries, there)
+        self.query = query[:, :, -1]
+        return out
+
+    @no_autocast
+    @torch.no_grad()
+    def foresee(self, store: LayerStore, policy: Policy, query: Callable[[], Tensor], stream: Tensor) -> None:
+        """Choose for ``query()`` beside the layer before; ``stream``, which that reads, is kept until then."""
+        if self.plan.foresees:
+            wait = self.replay.ahead(lambda: policy.foresee(query(), store, self.plan))
+            self._foreseen = wait, stream
+
+    def note_added(self, policy: Policy, before: Tensor, after: Tensor, managed: bool) -> None:
+        """See :meth:`.sparse_layer.SparseLayer.note_added`; ``managed``: rows come and go."""
+        if self.plan.foresees:
+            valid = self.replay.valid if managed else None
+            self.replay.behind(lambda: policy.note_added(before, after, valid=valid))

@@ -1,0 +1,89 @@
+"""One decode step of one layer, run eagerly; and how a step is planned and counted that a graph replays.
+
+Apart from the layer, because all of it needs no more than a store and a policy, those of a captured step's rows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..kv.rows import Rows
+from ..kv.store import LayerStore, Tally
+from ..policies.base import Policy
+from ..policies.plan import Plan
+from ..tensors import no_autocast
+from ..types import AttentionParams
+from .next_step import NextStep
+from .owned import Owner
+
+
+def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor, valid: Tensor | None) -> None:
+    """Cache the step's token of each row that is ``valid``, bool ``[batch, 1]``; None: of all."""
+    if policy.observes:
+        store.announce(1, valid)
+        policy.observe(query, step.keys, valid, store)
+    store.append(*step.kept, valid)
+
+
+def attend(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+    """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, 1, Dv]``, to what the plan says."""
+    out = store.attend(q, None, "all", params) if plan.dense else policy.attend(q, store, plan, params)
+    return out[:, :, None]
+
+
+def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan) -> None:
+    """The step has attended: seal what has become old, prepare the next step, count this one."""
+    store.seal_due(policy)
+    policy.look_ahead(q, store, plan)
+    policy.account(q, store, plan, store.tally())
+
+
+@no_autocast
+@torch.no_grad()
+def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], Tensor]) -> None:
+    """A step that finds ``rows`` has begun in the layer before, which expects ``query()`` of this one."""
+    with store.at(rows):
+        plan = policy.plan(store)
+        if plan.foresees:
+            policy.foresee(query(), store, plan)
+
+
+def asked(store: LayerStore, owner: Owner) -> Rows:
+    """The rows as the step that begins finds them; of a batch of which rows come and go, which get a token."""
+    return owner.row_table.asked(store.held, owner.new_rows(store.device))
+
+
+def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, drafts: bool = False) -> Plan:
+    """A decode step is about to be captured or replayed that finds ``rows``: what it does; see :func:`planned`."""
+    if drafts:
+        policy.begin_drafts()
+    next_step.begin(store, policy)
+    with store.at(rows):
+        plan = policy.prepare(store)
+    return _unforeseen(plan) if drafts else plan
+
+
+def planned(store: LayerStore, policy: Policy, rows: Rows, drafts: bool = False) -> Plan:
+    """What a decode step does that finds ``rows``; or a pass over drafts that leaves them. Changes nothing."""
+    with store.at(rows):
+        plan = policy.plan(store)
+    return _unforeseen(plan) if drafts else plan
+
+
+def _unforeseen(plan: Plan) -> Plan:
+    """``plan`` without foresight: nobody expects the queries of drafts."""
+    return replace(plan, foresees=False) if plan.foresees else plan
+
+
+def account(store: LayerStore, policy: Policy, plan: Plan, query: Tensor, tally: Tally) -> None:
+    """Steps were replayed, the last one for ``query``: what of them is left to the host."""
+    if len(query) < store.batch:  # steps of the first rows: the others have asked for nothing
+        query = torch.cat((query, query.new_zeros(store.batch - len(query), *query.shape[1:])))
+    store.count_to_host(tally.sealed)
+    policy.account(query, store, plan, tally)
+    policy.replayed(store, plan, tally)

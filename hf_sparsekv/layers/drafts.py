@@ -1,0 +1,142 @@
+"""Drafts in one layer: several new tokens that attend to a selection each, as decode steps of their own would.
+
+Apart from decode steps, because what is stored, planned and counted here is a whole pass of several tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..kv.query_rows import QueryRows
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows, Taken
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from ..policies.plan import Plan
+from ..types import AttentionParams
+from .decode import attend
+from .next_step import NextStep
+from .owned import Owner
+
+
+def are_drafts(store: LayerStore, policy: Policy, owner: Owner, step: Step, mask: Tensor | None) -> bool:
+    """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
+
+    Without padding among them, and by a policy that says how, where a decode step does not attend to everything and
+    so many of them do not read more than that.
+    """
+    new = step.k.shape[2]
+    if not 1 < new <= owner.config.max_draft + 1 or policy.drafts == "exact":
+        return False
+    if (mask is not None and mask.ndim != 2) or not owner.drafted(new) or owner.new_columns(mask, step) is not None:
+        return False
+    return _select(store, policy, new)
+
+
+def _select(store: LayerStore, policy: Policy, new: int) -> bool:
+    """Each of ``new`` drafts has a selection of its own, and they do not read more than everything."""
+    return policy.drafts != "exact" and not policy.plan(store).dense and policy.drafts_read_less(new, store)
+
+
+def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
+    """A pass over so many drafts of the only row may be captured, as far as one layer is concerned."""
+    if type(policy) is Policy:  # each query attends to everything, which exact attention reads once
+        return not policy.offloaded
+    changes = policy.each_step or policy.observes or policy.source == "in_delta"  # the host's work, or of a token
+    return policy.drafts == "together" and not changes and _select(store, policy, new)
+
+
+def verify(
+    store: LayerStore,
+    policy: Policy,
+    table: RowTable,
+    next_step: NextStep,
+    step: Step,
+    query: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
+
+    Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
+    batch, if the policy can.
+    """
+    next_step.begin(store, policy)
+    policy.begin_drafts()
+    if policy.drafts == "together" and store.batch == 1:
+        ((_, taken, queries),) = table.drafts(store.held, step.k.shape[2], True)
+        store_together(store, policy, step, query, taken)
+        plan = policy.plan(store)
+        out = attend_together(store, policy, query, plan, params, queries)
+        policy.account(query[:, :, -1], store, plan, store.tally(queries))
+        return out
+    return _verify_each(store, policy, table, step, query, params)
+
+
+def store_together(
+    store: LayerStore, policy: Policy, step: Step, query: Tensor, taken: Taken, due: list[Tensor] | None = None
+) -> None:
+    """Cache all drafts of the only row, and seal the blocks that the last ones make old.
+
+    The ring has room for what the first ones still find there. What of it a query attends to its own two numbers say.
+
+    Args:
+        taken, due: see :class:`.replay.DraftRows`; ``due``: of a captured pass.
+    """
+    if policy.observes:
+        store.announce(step.k.shape[2], None)
+        policy.observe(query, step.keys, None, store)
+    store.append(*step.kept, None, taken)
+    store.seal_due(policy, due)
+
+
+def attend_together(
+    store: LayerStore,
+    policy: Policy,
+    query: Tensor,
+    plan: Plan,
+    params: AttentionParams,
+    queries: Rows,
+    there: Tensor | None = None,
+) -> Tensor:
+    """Attention of the only row's drafts at once, ``query [1, Hq, n, Dk]`` to ``[1, Hq, n, Dv]``.
+
+    Args:
+        queries, there: see :class:`.replay.DraftRows`; ``there``: of a captured pass.
+    """
+    q = query[0].transpose(0, 1)  # [n, Hq, Dk]
+    with QueryRows.of(store, queries, there) as rows:
+        if plan.dense:
+            out = rows.attend(q, None, "all", params)
+        else:
+            out = policy.attend_drafts(q, store, rows, plan, params)
+    return out.transpose(0, 1)[None]
+
+
+def _verify_each(
+    store: LayerStore, policy: Policy, table: RowTable, step: Step, query: Tensor, params: AttentionParams
+) -> Tensor:
+    """:func:`verify` one token after the other."""
+    watch, outs = policy.watch, []
+    (k, v), new = step.kept, step.k.shape[2]
+    try:
+        for i, (_, taken, _) in enumerate(table.drafts(store.held, new, False)):
+            at = slice(i, i + 1)
+            if policy.observes:
+                store.announce(1, None)
+                policy.observe(query[:, :, at], step.keys[:, :, at], None, store)
+            store.append(k[:, :, at], v[:, :, at], None, taken)
+            plan, q = policy.plan(store), query[:, :, i]
+            outs.append(attend(store, policy, q, plan, params))
+            store.seal_due(policy)
+            policy.look_ahead(q, store, plan)
+            tally = store.tally()
+            tally.steps, tally.drafts = int(not i), int(i > 0)  # of the pass
+            policy.account(q, store, plan, tally)
+            if watch is not None:
+                watch.adds = True
+    finally:
+        if watch is not None:
+            watch.adds = False
+    return torch.cat(outs, dim=2)

@@ -1,0 +1,55 @@
+"""One layer of a batch whose rows come and go: its store is opened, rows join it, and are cropped.
+
+Apart from the layer, because only :mod:`..row_batch` asks for it, which changes all layers at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..kv.rows import Rows
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from ..tensors import no_autocast
+
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
+
+
+def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
+    """Make a store for ``batch`` rows, over the block pool of ``other``, which holds the first that is to join."""
+    like, layer.latent = other.store, other.latent
+    nothing = torch.empty(1, dtype=like.dtype, device=like.device)
+    k, v = (nothing.expand(batch, like.heads, 1, dim) for dim in (like.split, like.width - like.split))
+    layer._begin(Step(layer, k, v, 0), other.q_heads)
+    layer.policy.open_rows(other.policy)
+
+
+def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
+    """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
+    other.store.wait_for_copies()
+    layer.policy.join_row(row, other.policy, layer.store)
+
+
+def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
+    """What rows of this and ``other`` are kept in beside the blocks, see :meth:`..kv.state.State.add_rows`."""
+    layer.store.add_rows(other.store, found)
+    layer.policy.add_rows(other.policy, found)
+
+
+def crop_row(layer: SparseLayer, row: int, rows: Rows) -> None:
+    """The last tokens of a row are removed, which leaves ``rows``."""
+    layer.store.crop_to(rows)
+    layer.policy.crop_row(row)
+
+
+@no_autocast
+def end_calibration(store: LayerStore, policy: Policy) -> None:
+    """Have label channels, whatever has been seen so far."""
+    labels = policy.labels
+    if labels is not None and labels.finish() and store.full_blocks:
+        store.reindex(policy)

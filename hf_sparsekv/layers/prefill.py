@@ -1,0 +1,82 @@
+"""A prompt, or a piece of one, in one layer: its store, its tokens, and reading back what the next layer needs.
+
+Apart from decode steps, because a prompt's attention is exact: nothing here selects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..attention.mla import SAMPLE
+from ..kv.store import LayerStore
+from ..policies.base import Policy
+from .drafts import are_drafts
+from .owned import Owner
+
+
+def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool, valid: Tensor | None) -> LayerStore:
+    """A store for the tokens of ``step``, of which ``valid`` bool ``[batch, q]`` (None: all) are no padding."""
+    pools = None
+    if policy.fetches:
+        pools = owner.device_pools
+        pools.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
+    host = owner.budget if policy.offloaded else None
+    copy_streams = None if host is None else owner.copy_streams
+    made = owner.config, host, owner.row_table, pools, copy_streams, latent
+    tokens = () if valid is None else owner.row_table.tokens_of(step.k.shape[2], valid)
+    blocks = None if valid is None else sum(-(-n // owner.config.block_size) for n in tokens)
+    block_pools = owner.block_pools
+    pool = None if block_pools is None else block_pools.get(index)
+    store = policy.store_type(step.k, step.v, *made, pool, blocks)
+    if block_pools is not None:
+        block_pools[index] = store.pool
+    return store
+
+
+def leave_device_pools(owner: Owner) -> None:
+    """The first of a cache's layers gets another store, as all will: the old ones give their device pages back."""
+    owner.device_pools.clear()
+    for layer in owner.sparse_layers:
+        if layer.store is not None and layer.store.pages is not None:
+            layer.store.pages.leave()
+
+
+def store_columns(store: LayerStore, policy: Policy, step: Step, query: Tensor | None, valid: Tensor | None) -> None:
+    """Cache the tokens of ``step``: the policy observes them, then blocks are sealed on the way.
+
+    Args:
+        query: ``[batch, Hq, q, Dk]``; None: keys stand for queries.
+        valid: bool ``[batch, q]``, False for padding; None: there is none.
+    """
+    if policy.observes:
+        store.announce(step.k.shape[2], valid)
+        policy.observe(*_observed(policy, step, query, valid), store, step.k.shape[2])
+    store.extend(*step.kept, valid, policy)
+
+
+def _observed(
+    policy: Policy, step: Step, query: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries, keys and validity of the step's columns as :meth:`.base.Policy.observe` takes them."""
+    labels, part = policy.labels, step
+    first = None if labels is None else labels.wanted
+    if first is not None and first < step.k.shape[2]:
+        part = replace(step, k=step.k[:, :, :first], v=step.v[:, :, :first])
+        query = None if query is None else query[:, :, :first]
+        valid = None if valid is None else valid[:, :first]
+    if step.absorbed is not None and query is not None:
+        most = max(SAMPLE, getattr(policy.config, "calibration_tokens", 0))
+        return step.absorbed.observed(query, part.k, part.v, valid, most)
+    keys = part.keys
+    return keys if query is None else query, keys, valid  # the very same tensor twice: there is no query
+
+
+def read_ahead(store: LayerStore, policy: Policy, owner: Owner, step: Step, mask: Tensor | None) -> None:
+    """Begin to read back what the next layer, of ``store`` and ``policy``, needs for this piece of a prompt."""
+    if store.copy_stream is None or not store.full_blocks or store.length != step.past:
+        return
+    if not are_drafts(store, policy, owner, step, mask):
+        owner.copy_streams.read_ahead(store, step.length)
