@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from hf_sparsekv.kv import pool, store
+from hf_sparsekv.kv import block_writer, pool
 from hf_sparsekv.offload import copy_streams, device_pool
 from hf_sparsekv.offload.copy_streams import CopyStream
 
@@ -84,7 +84,7 @@ def imitate(patch) -> None:
     """Host memory counts as pinned, and what goes there goes by a lazy copy stream."""
     LazyCopyStream.made.clear()
     patch.setattr(copy_streams, "CopyStream", LazyCopyStream)
-    for module in (copy_streams, store, device_pool):
+    for module in (copy_streams, block_writer, device_pool):
         patch.setattr(module, "wait", lambda event, device: event.wait())
     patch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None))
 

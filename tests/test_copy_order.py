@@ -22,8 +22,9 @@ from models import build, model, prompt
 from torch import Tensor
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig
-from hf_sparsekv.kv import pool, store
+from hf_sparsekv.kv import pool
 from hf_sparsekv.kv.block_ids import BlockIds
+from hf_sparsekv.kv.block_writer import BlockWriter
 from hf_sparsekv.offload.copy_streams import CopyStream
 
 LATE = 10_000_000  # cycles, some 5 ms
@@ -92,13 +93,13 @@ class Place:
 def _watch(patch: pytest.MonkeyPatch) -> None:
     """Fail where a block is handed out again while a copy to it is pending, or a copy goes to no block."""
     pending: list[tuple] = []
-    keep, take, write = store.LayerStore._store_blocks, BlockIds.take, pool.BlockPool.write
+    keep, take, write = BlockWriter.write, BlockIds.take, pool.BlockPool.write
 
-    def _store_blocks(self, blocks, rows, start, copy_stream):
-        keep(self, blocks, rows, start, copy_stream)
+    def kept(self, blocks, rows, start, block_table, copy_stream):
+        keep(self, blocks, rows, start, block_table, copy_stream)
         if copy_stream is not None:
-            ids = self.table_of_rows.host[rows, start : start + len(blocks)].flatten()
-            pending.append((self.pool.ids, set(ids.tolist()), self._saved))
+            ids = self.table_of_rows.blocks.host[rows, start : start + len(blocks)].flatten()
+            pending.append((self.pool.ids, set(ids.tolist()), self.saved))
 
     def given(self, n):
         ids = take(self, n)
@@ -110,7 +111,7 @@ def _watch(patch: pytest.MonkeyPatch) -> None:
         assert physical_ids is None or int(physical_ids.min()) >= 0, "a copy to no block"
         return write(self, physical_ids, kv, first)
 
-    patch.setattr(store.LayerStore, "_store_blocks", _store_blocks)
+    patch.setattr(BlockWriter, "write", kept)
     patch.setattr(BlockIds, "take", given)
     patch.setattr(pool.BlockPool, "write", written)
 
@@ -354,7 +355,7 @@ net, caches = build("llama", "sparsekv").cuda(), [two_level(token_budget=32) for
 with torch.no_grad():
     for cache in caches:
         net(prompt(2, 300)["input_ids"].cuda(), past_key_values=cache)
-pending = [layer.store._saved for cache in caches for layer in cache.sparse_layers]
+pending = [layer.store.writer.saved for cache in caches for layer in cache.sparse_layers]
 assert not all(event.query() for event in pending), "nothing is in flight"
 {ends}
 """

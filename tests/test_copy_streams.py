@@ -19,7 +19,7 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.kv import pool, store
+from hf_sparsekv.kv import pool, sealing
 from hf_sparsekv.offload import device_pool
 from hf_sparsekv.offload.copy_streams import CopyStream
 from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
@@ -28,7 +28,7 @@ from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
 @pytest.fixture
 def lazy(monkeypatch):
     imitate(monkeypatch)
-    monkeypatch.setattr(store, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
+    monkeypatch.setattr(sealing, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
     return LazyCopyStream.made
 
 
@@ -84,7 +84,7 @@ def test_changes_between(lazy, tmp_path):
     def filled():
         cache = two_level(**FULL)
         logits(model("llama"), cache, (ids[:, :150],))
-        assert any(layer.store._saved is not None for layer in cache.sparse_layers)
+        assert any(layer.store.writer.saved is not None for layer in cache.sparse_layers)
         return cache
 
     def expect(cache, kept, rows=slice(None)):

@@ -14,8 +14,8 @@ from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannou
 from hf_sparsekv import predict_ahead
 from hf_sparsekv.cuda_graph.inputs import draft_width
 from hf_sparsekv.cuda_graph.runner import StepRunner
+from hf_sparsekv.kv.ring import ring_tokens
 from hf_sparsekv.kv.step_rows import StepRows
-from hf_sparsekv.kv.store import ring_tokens
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*by that layer's own query"),

@@ -294,10 +294,10 @@ ROWS = {
     "copy_row": lambda table: (table.leave(1), table.copy_row(1, 0)),
     "move_row": lambda table: (table.leave(1), table.move_row(1, 0)),
     "trim": lambda table: table.trim([table.empty]),
-    "map_rows": lambda table: table.map_rows([1, 1], table.mapped(table.rows, [1, 1])),
-    "more rows": lambda table: table.map_rows([1, 1, 0], table.mapped(table.rows, [1, 1, 0])),
-    "reserve": lambda table: table.reserve([0, 1], [2, 3], [6, 14]),
-    "unshare": lambda table: table.unshare(),
+    "map_rows": lambda table: table.map_rows([1, 1], table.rows.mapped([1, 1])),
+    "more rows": lambda table: table.map_rows([1, 1, 0], table.rows.mapped([1, 1, 0])),
+    "reserve": lambda table: table.blocks.reserve([0, 1], [2, 3], [6, 14]),
+    "unshare": lambda table: table.blocks.unshare(),
     "copy": copy.deepcopy,
 }
 
@@ -311,7 +311,7 @@ def test_a_copy_keeps_its_blocks(what):
     def begun():
         table = RowTable(SparseConfig(block_size=16, window=16))
         table.rows = table.follow(table.start(2, 200), 200, None)
-        table.on(device)
+        table.blocks.on(device)
         return table, copy.deepcopy(table)
 
     gc.collect()
@@ -324,8 +324,8 @@ def test_a_copy_keeps_its_blocks(what):
         with pytest.raises(KeyboardInterrupt), Points(at) as reached:
             ROWS[what](table)
             raise KeyboardInterrupt
-        assert (table.on(device).numpy() == table.host).all(), reached.where
+        assert (table.blocks.on(device).numpy() == table.blocks.host).all(), reached.where
         table.clear()
         gc.collect()  # a copy that was broken off
         taken = set(other.ids.take(60).tolist())
-        assert not taken & set(other.host[other.host >= 0].tolist()), reached.where
+        assert not taken & set(other.blocks.host[other.blocks.host >= 0].tolist()), reached.where

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.block_ids import BlockIds, bucket
 from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.kv.ring import ring_tokens
 from hf_sparsekv.kv.row_table import RowTable
-from hf_sparsekv.kv.store import LayerStore, ring_tokens
+from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.offload.host_limit import HostBudget
 from hf_sparsekv.ops.seal import Index
@@ -89,9 +90,9 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
     kv = full_block_kv(store)
     for row, (length, sealed) in enumerate(zip(rows.lengths, rows.sealed)):
         # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
-        assert 0 <= length - sealed * SIZE <= store.ring
+        assert 0 <= length - sealed * SIZE <= store.ring.tokens
         assert sealed == 0 or length - sealed * SIZE >= config.window
-        ids = store.table_of_rows.host[row]
+        ids = store.table_of_rows.blocks.host[row]
         assert (ids[:sealed] >= 0).all()
         tokens = plain.valid[row].nonzero().flatten()[: min(config.sinks, sealed * SIZE)]
         front = store.recent_kv[row, :, : len(tokens)]
@@ -100,14 +101,14 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
             bounds = store.pool.fields["bounds"][torch.from_numpy(ids[:sealed]).long()]
             expected = Probe(config.sinks).index(kv[:sealed, row : row + 1], 0, slice(row, row + 1))["bounds"]
             torch.testing.assert_close(bounds, expected[:, 0])
-    assert torch.equal(store.block_table, torch.from_numpy(store.table_of_rows.host))
+    assert torch.equal(store.block_table, torch.from_numpy(store.table_of_rows.blocks.host))
 
 
 def check_ids(stores: list[LayerStore]) -> None:
     """Every id that a table names is counted, and no other."""
     ids = stores[0].table_of_rows.ids
     ids.share(ids.take(0))  # tables that are gone give theirs back
-    named = np.concatenate([store.table_of_rows.host.flatten() for store in stores])
+    named = np.concatenate([store.table_of_rows.blocks.host.flatten() for store in stores])
     counts = np.bincount(named[named >= 0], minlength=len(ids._references))
     assert (ids._references == counts).all()
     assert sorted(ids._free) == [i for i in range(ids.used) if counts[i] == 0]
@@ -221,7 +222,7 @@ class Stores(RuleBasedStateMachine):
     def reindex(self, data, fused):
         store, _ = self.pick(data)
         if store.full_blocks:
-            store.table_of_rows.unshare()  # what others hold is not indexed again
+            store.table_of_rows.blocks.unshare()  # what others hold is not indexed again
             for ids, sealed in zip(store.block_table.long(), store.held.sealed):
                 store.pool.fields["bounds"][ids[:sealed]] = torch.nan
             store.reindex(Probe(self.config.sinks, fused))
@@ -254,7 +255,7 @@ def fill(store: LayerStore, n: int) -> None:
 
 def map_rows(store: LayerStore, index: torch.Tensor) -> None:
     table, order = store.table_of_rows, index.tolist()
-    rows = table.mapped(store.held, order)
+    rows = store.held.mapped(order)
     store.map_rows(index, rows)
     table.map_rows(order, rows)
 
@@ -288,7 +289,7 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
     new = torch.randn(2, HEADS, 100, KEY), torch.randn(2, HEADS, 100, VALUE)
     store.extend(*new, None, Probe(CONFIG.sinks, fused))
     plain.add(*new, None)
-    assert store._saved is not None, "of prompts blocks do"
+    assert store.writer.saved is not None, "of prompts blocks do"
     store.wait_for_copies()
     before = store.full_blocks
     for _ in range(40):
@@ -314,7 +315,7 @@ def test_labels_are_of_the_channels_of_their_row():
 
     def check_labels(*first: int) -> None:
         for row, channel in enumerate(first):
-            ids = store.table_of_rows.host[row, : store.held.sealed[row]]
+            ids = store.table_of_rows.blocks.host[row, : store.held.sealed[row]]
             found = store.pool.fields["codes"][torch.from_numpy(ids).long()].transpose(0, 1).flatten(1, 2)
             assert torch.equal(found, k[row][:, valid[row]][:, : found.shape[1], channel : channel + 2])
 
@@ -339,7 +340,8 @@ def test_blocks_of_a_prompt_go_to_the_host_in_one_piece(monkeypatch):
     fill(store, 100)
     store.wait_for_copies()
     assert wrote == [(0, 2 * store.full_blocks)]
-    assert store.table_of_rows.host[:, : store.full_blocks].T.flatten().tolist() == list(range(2 * store.full_blocks))
+    host, n = store.table_of_rows.blocks.host, store.full_blocks
+    assert host[:, :n].T.flatten().tolist() == list(range(2 * n))
 
 
 def test_churn_does_not_grow_the_pool():
@@ -411,8 +413,8 @@ def test_ids_come_into_the_table_without_a_number_that_is_copied(rows):
     """On a GPU the host would wait for that, in each step in which a row's block becomes full."""
     table = RowTable(CONFIG)
     table.start(4, 100)
-    held = table.on(torch.device("cpu"))
+    held = table.blocks.on(torch.device("cpu"))
     with Numbers() as numbers:
-        table.reserve(range(rows), [0] * rows, [1] * rows)
-    assert torch.equal(held, torch.from_numpy(table.host)) and (held[:rows, 0] >= 0).all()
+        table.blocks.reserve(range(rows), [0] * rows, [1] * rows)
+    assert torch.equal(held, torch.from_numpy(table.blocks.host)) and (held[:rows, 0] >= 0).all()
     assert numbers.made == 0

@@ -36,7 +36,7 @@ def map_rows(
     held = held_rows(layers)
     index = select(torch.arange(table.batch)) if held else torch.arange(0)
     order = index.tolist()
-    mapped = {id(rows): table.mapped(rows, order) for rows in held}
+    mapped = {id(rows): rows.mapped(order) for rows in held}
     for layer in layers:
         if not isinstance(layer, SparseLayer):
             others(layer)

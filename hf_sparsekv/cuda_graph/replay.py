@@ -144,7 +144,7 @@ class Replayer:
 
         More blocks change a plan at some number of them, and never back.
         """
-        stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.capacity), now)
+        stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.blocks.capacity), now)
         self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
 
     def _unsteady(self, cache: SparseCache) -> None:

@@ -1,12 +1,18 @@
-"""What the decode steps of one layer read."""
+"""What decode steps meet and read: counted, and summed over steps and rows.
+
+Apart from the store, because statistics read it, and attention does not.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from ..tensors import no_inference_mode
+from .rows import Rows, Taken
 from .state import Held, State
 
 _HOST = (
@@ -20,6 +26,50 @@ _HOST = (
 )
 
 
+@dataclass
+class Tally:
+    """What decode steps have met, summed over steps and rows.
+
+    Args:
+        steps: how many there were, and passes over drafts. ``rows``: their rows, without those that attended to
+            nothing; of a pass its queries.
+        drafts: queries of passes beyond the first of each.
+        context: tokens cached.
+        ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
+        blocks: full blocks. ``sealed``: blocks that became full.
+        full: how often a row had so many full blocks.
+        last: the rows as the last step attended to them.
+    """
+
+    steps: int = 0
+    drafts: int = 0
+    rows: int = 0
+    context: int = 0
+    ring: int = 0
+    sinks: int = 0
+    blocks: int = 0
+    sealed: int = 0
+    full: Counter[int] = field(default_factory=Counter)
+    last: Rows | None = None
+
+    def add(self, taken: Taken, sinks: int, queries: Rows | None = None) -> None:
+        """Count one step; or one pass over drafts, whose ``queries`` are those of the only row."""
+        now, size = taken.now, taken.now.block_size
+        if queries is not None:
+            now = queries
+            self.drafts += queries.batch - 1
+        blocks, context = sum(now.sealed), sum(now.lengths)
+        self.steps += 1
+        self.rows += sum(n > 0 for n in now.lengths)
+        self.context += context
+        self.ring += context - blocks * size
+        self.sinks += sum(min(sinks, n * size) for n in now.sealed)
+        self.blocks += blocks
+        self.sealed += sum(taken.after.sealed) - sum(taken.before.sealed)
+        self.full.update(now.sealed)
+        self.last = taken.now
+
+
 class Counters(State):
     """What decode steps read. Device counters are added to without synchronising; the host's cost nothing.
 
@@ -29,6 +79,7 @@ class Counters(State):
         blocks: int64, what a coarse level kept.
         context: tokens that dense steps would have attended to; ``recent``: of these, recent ones and sinks.
         last_dense: the last step attended to everything.
+        stored_bytes: of a block, all heads, in host memory; 0: blocks are on the device.
     """
 
     TENSORS: ClassVar = {
@@ -38,8 +89,9 @@ class Counters(State):
     HOST: ClassVar = {**dict.fromkeys(_HOST, 0), "last_dense": False}
 
     @no_inference_mode
-    def __init__(self, batch: int, heads: int, device: torch.device) -> None:
+    def __init__(self, batch: int, heads: int, device: torch.device, stored_bytes: int = 0) -> None:
         super().__init__()
+        self.stored_bytes = stored_bytes
         for name in self.TENSORS:
             shape = (batch, heads) if name in ("attended", "from_host") else ()
             setattr(self, name, torch.zeros(shape, dtype=torch.int64, device=device))
@@ -49,6 +101,21 @@ class Counters(State):
         super().reset()
         for name in self.TENSORS:
             getattr(self, name).zero_()
+
+    def count_steps(self, granularity: str, tally: Tally) -> None:
+        """Count decode steps that attended with this granularity."""
+        dense, heads = granularity == "all", self.attended.shape[1]
+        self.steps += tally.steps
+        self.drafts += tally.drafts
+        self.last_dense = dense
+        self.dense += dense * tally.steps
+        self.sparse += (not dense) * tally.steps
+        self.context += heads * tally.context
+        self.recent += heads * (tally.ring if dense else tally.ring + tally.sinks)
+
+    def count_to_host(self, blocks: int) -> None:
+        """So many blocks have gone to host memory, if that is where they go."""
+        self.to_host_bytes += blocks * self.stored_bytes
 
     @no_inference_mode
     def regroup(self, batch: int) -> None:

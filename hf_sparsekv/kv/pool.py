@@ -34,7 +34,7 @@ def room(blocks: int, device: torch.device) -> int:
 
 
 class User(Protocol):
-    """A user of a pool: a layer store."""
+    """A user of a pool: the device pages of a layer."""
 
     def forget(self, ids: Tensor) -> None:
         """Drop what is kept about these blocks, int64 ``[n]`` in the CPU's memory: they mean nothing any more."""

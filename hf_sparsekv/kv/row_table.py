@@ -1,10 +1,11 @@
-"""The rows of one cache (:mod:`.rows`), and which blocks they lie in. One table for all layers."""
+"""The rows of one cache (:mod:`.rows`): what they hold, and what they hold after a pass. One table for all layers.
+
+Apart from the block table, because it decides and that one stores: layers ask in turn, and must get the same answer.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import mul
 
@@ -13,26 +14,20 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
-from ..offload.copy_streams import Pending
-from ..ops._layout import whole
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
+from .block_table import BlockTable, table_width
 from .rows import Drafts, Rows, Taken
 from .step_rows import StepRows
 
 _NOTHING = (None,) * 4  # asked for: rows, columns, their validity; given
 
 
-def table_width(blocks: int) -> int:
-    """Entries of each row of a table that has room for ``blocks`` blocks: kernels want rows :func:`whole`."""
-    return whole(blocks)
-
-
 class RowTable:
     """The rows of one cache.
 
     Attributes:
-        rows: what all layers hold that say nothing else (:attr:`.store.LayerStore.held`).
+        rows: what all layers hold that say nothing else (:attr:`.layer_rows.LayerRows.held`).
         ids: of blocks.
         batch: rows.
         managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.
@@ -42,61 +37,26 @@ class RowTable:
         self.config, self.block_size = config, config.block_size
         self.recent = config.window + config.max_draft
         self.ids = BlockIds() if ids is None else ids
+        self.blocks = BlockTable(self.ids)
         self.managed = False
         self.rows: Rows | None = None
         self.batch = 0
-        self._held: list[np.ndarray] = [np.zeros((0, 0), dtype=np.int32)]
-        self._on: dict[torch.device, Tensor] = {}
         self._steps: dict[torch.device, StepRows] = {}
-        self._memo: tuple = _NOTHING
-        self._picks: tuple[Tensor | None, list] = (None, [])
-        self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)
-        self._cropped: tuple[Rows | None, int, Rows | None] = (None, 0, None)
         self._empty: Rows | None = None
-        self._moves = 0
-        self._old: list[Tensor] = []
-        self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
-        self._pending: dict[torch.device, Pending] = {}
-        self._front: tuple[Tensor | None, bool] = (None, True)
-        weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
+        # The last questions and answers: the layers of a pass ask the same. On a CPU they save no measurable time (a
+        # step of four layers: 605 of our calls, 632 without the first). Each saves a GPU something in every layer:
+        self._memo: tuple = _NOTHING  # an upload of the rows
+        self._picks: tuple[Tensor | None, list] = (None, [])  # a wait for the columns
+        self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)  # an upload, if it looks ahead
+        self._cropped: tuple[Rows | None, int, Rows | None] = (None, 0, None)  # an upload
+        self._front: tuple[Tensor | None, bool] = (None, True)  # two waits, where layers slide
 
     def __deepcopy__(self, memo: dict) -> RowTable:
         new = RowTable(self.config, self.ids)
         new.rows, new.batch, new._empty = self.rows, self.batch, self._empty
         memo[id(self)] = new
-        host = self.host.copy()
-        self.ids.share(host)
-        new._held[0], new._orders = host, self._orders
+        new.blocks = self.blocks.copy()
         return new
-
-    # ------------------------------------------------------------------ the table
-
-    @property
-    def host(self) -> np.ndarray:
-        """int32 ``[batch, capacity]``, id of each block of each row, -1 for none. Not every one is filled yet."""
-        return self._held[0]
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of a row that there is room for."""
-        return self.host.shape[1]
-
-    def on(self, device: torch.device) -> Tensor:
-        """:attr:`host` on a device."""
-        held = self._on.get(device)
-        if held is None:
-            held = self._on[device] = self._upload(device)
-        return held
-
-    @no_inference_mode
-    def _upload(self, device: torch.device) -> Tensor:
-        with self._orders.get(device, nullcontext)():
-            return sent(self.host.copy(), torch.int32, device)
-
-    @property
-    def nbytes(self) -> dict[torch.device, int]:
-        """Bytes of :attr:`host` on each device that has it. The lengths, a few bytes a row, are not counted."""
-        return {device: held.nbytes for device, held in self._on.items()}
 
     def start(self, batch: int, tokens: int) -> Rows:
         """Rows without tokens; about ``tokens`` are expected in each."""
@@ -106,14 +66,12 @@ class RowTable:
         if self.batch != batch or self._empty is None:
             self.clear()
             self.batch = batch
-            self._replace(np.full((batch, blocks), -1, dtype=np.int32))
-            self.rows = self._empty = self._without_tokens()
-        elif self.capacity < blocks:
-            self._grow(blocks)
+            self._steps.clear()
+            self.blocks.replace(np.full((batch, blocks), -1, dtype=np.int32))
+            self.rows = self._empty = Rows.none(self.block_size, self.batch)
+        elif self.blocks.capacity < blocks:
+            self.blocks.grow(blocks)
         return self._empty
-
-    def _without_tokens(self, columns: int = 0) -> Rows:
-        return Rows(self.block_size, columns, (0,) * self.batch, (0,) * self.batch)
 
     @property
     def empty(self) -> Rows:
@@ -130,90 +88,15 @@ class RowTable:
 
     def clear(self) -> None:
         """No row holds anything. What memory there is is kept."""
-        held = self.host.copy()
-        self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
-        self.ids.drop(held)
+        self.blocks.clear()
         if self.managed:
-            self._empty, self.managed = self._without_tokens(), False
+            self._empty, self.managed = Rows.none(self.block_size, self.batch), False
         self.rows, self._memo = self._empty, _NOTHING
-        self._old.clear()
 
     @property
     def moves(self) -> int:
         """Grows whenever memory that captured steps use has moved, of this table or of a block pool."""
-        return self._moves + self.ids.moves
-
-    def _replace(self, host: np.ndarray) -> None:
-        self._moves += 1
-        devices = list(self._on)
-        self._old += self._on.values()  # copy streams may still read them
-        self._on.clear()
-        self._held[0] = host
-        for device in devices:
-            self.on(device)  # in the order of this stream, before others need it
-        self._steps = {device: step for device, step in self._steps.items() if len(step.past) == len(host)}
-
-    def _grow(self, capacity: int) -> None:
-        capacity = table_width(capacity)
-        self._replace(np.pad(self.host, ((0, 0), (0, capacity - self.capacity)), constant_values=-1))
-
-    def reserve(self, rows: Sequence[int], first: Sequence[int], end: Sequence[int]) -> None:
-        """Have ids ready for blocks ``first .. end - 1`` of these rows: their own, which nobody shares."""
-        if max(end, default=0) > self.capacity:
-            self._grow(bucket(max(end)))
-        with self.ids.lock:
-            wanted = [(row, block) for row, lo, hi in zip(rows, first, end) for block in range(lo, hi)]
-            wanted = np.array(wanted, dtype=np.int64).reshape(-1, 2)
-            held = self.host[wanted[:, 0], wanted[:, 1]]
-            shared = self.ids.shared(held)
-            missing = wanted[(held < 0) | shared]
-            if not len(missing):
-                return
-            # Blocks of all rows beside each other: those of a piece of a prompt are then one range.
-            missing = missing[np.lexsort((missing[:, 0], missing[:, 1]))]
-            self._write(missing, self.ids.take(len(missing)))
-            self.ids.drop(held[shared])
-
-    def _write(self, at: np.ndarray, ids: np.ndarray) -> None:
-        def here() -> None:
-            self.host[at[:, 0], at[:, 1]] = ids
-
-        def there(held: Tensor) -> None:
-            if len(at) <= 2:
-                # Not held[row, block] = one, which copies the number from ordinary memory and so waits for the GPU.
-                for (row, block), one in zip(at.tolist(), ids.tolist()):
-                    held[row, block].fill_(one)
-            else:
-                row, block = sent(at.T.copy(), torch.long, held.device)
-                held[row, block] = sent(ids, torch.int32, held.device)
-
-        self._change(here, there)
-
-    def _change(self, here: Callable[[], object], there: Callable[[Tensor], object]) -> None:
-        """Change the table on the host and, in place, where it has copies: captured graphs hold their addresses.
-
-        References are counted around it so that an interrupt in between leaves some too many: what is named has one.
-        """
-        try:
-            here()
-            for device, held in self._on.items():
-                with self._orders.get(device, nullcontext)():
-                    if (pending := self._pending.get(device)) is not None:
-                        pending.wait(device)
-                    there(held)
-        except BaseException:  # copies are made anew
-            self._moves += 1
-            self._old += self._on.values()
-            self._on.clear()
-            raise
-
-    def in_use_until(self, event: torch.cuda.Event, device: torch.device) -> None:
-        """A copy stream of ``device`` reads the table there until ``event``: it changes after that."""
-        self._pending.setdefault(device, Pending()).add(event)
-
-    def order(self, device: torch.device, within: Callable[[], AbstractContextManager]) -> None:
-        """On this device the table is written in the context ``within()``, in the order of who reads it there."""
-        self._orders[device] = within
+        return self.blocks.moved + self.ids.moves
 
     # ------------------------------------------------------------------ passes
 
@@ -227,8 +110,8 @@ class RowTable:
             return made
         more = self.tokens_of(columns, valid)
         lengths = tuple(length + n for length, n in zip(rows.lengths, more))
-        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
-        self.reserve(range(rows.batch), rows.sealed, sealed)
+        sealed = rows.full(lengths, self.recent)
+        self.blocks.reserve(range(rows.batch), rows.sealed, sealed)
         known = rows.valid
         if valid is not None and min(more) < columns:
             known = torch.cat((rows.valid_columns(valid.device), valid), dim=1)
@@ -271,7 +154,7 @@ class RowTable:
         if min(more) < 1 and not self.managed:
             known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
         now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
-        sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, rows.sealed))
+        sealed = rows.full(lengths, self.recent)
         if sealed != rows.sealed:
             if not captured:
                 self.ready(rows)
@@ -297,14 +180,14 @@ class RowTable:
             n = left if together else 1
             lengths = tuple(length + n for length in held.lengths)
             now = after = Rows(self.block_size, held.columns + n, lengths, held.sealed, rows.valid)
-            sealed = tuple(self._sealable(length, blocks) for length, blocks in zip(lengths, held.sealed))
+            sealed = held.full(lengths, self.recent)
             if sealed != held.sealed:
-                self.reserve(range(rows.batch), held.sealed, sealed)
+                self.blocks.reserve(range(rows.batch), held.sealed, sealed)
                 after = Rows(self.block_size, now.columns, lengths, sealed, rows.valid)
             queries = now
             if together:
                 first = held.lengths[0]
-                blocks = tuple(self._sealable(first + i, held.sealed[0]) for i in range(n))
+                blocks = tuple(held.full((first + i,), self.recent)[0] for i in range(n))
                 queries = Rows(self.block_size, now.columns, tuple(range(first + 1, first + n + 1)), blocks)
                 now = after if blocks[-1:] == sealed else replace(now, sealed=blocks[-1:], _on={})
             parts.append(Drafts(n, Taken(held, now, after), queries))
@@ -329,13 +212,10 @@ class RowTable:
 
     def ready(self, rows: Rows) -> None:
         """Have an id ready for each block that a decode step of these rows may seal."""
-        due = [r for r, (n, b) in enumerate(zip(rows.lengths, rows.sealed)) if self._sealable(n + 1, b) > b]
+        sealed = rows.full([length + 1 for length in rows.lengths], self.recent)
+        due = [row for row, (now, then) in enumerate(zip(rows.sealed, sealed)) if now < then]
         if due:
-            self.reserve(due, [rows.sealed[row] for row in due], [rows.sealed[row] + 1 for row in due])
-
-    def _sealable(self, length: int, sealed: int) -> int:
-        """Blocks that are older than window and drafts once a row holds ``length`` tokens."""
-        return max(sealed, (length - self.recent) // self.block_size, 0)
+            self.blocks.reserve(due, [rows.sealed[row] for row in due], [rows.sealed[row] + 1 for row in due])
 
     @no_inference_mode
     def steps(self, device: torch.device) -> StepRows:
@@ -350,77 +230,58 @@ class RowTable:
     def open(self, batch: int, tokens: int) -> None:
         """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
         self.start(batch, tokens)
-        if (blocks := -(-tokens // self.block_size)) > self.capacity:  # the configuration expects shorter ones
-            self._grow(blocks)
-        self.rows = self._empty = self._without_tokens(1)  # not 0, for what comes are steps
+        if (blocks := -(-tokens // self.block_size)) > self.blocks.capacity:  # the configuration expects shorter ones
+            self.blocks.grow(blocks)
+        self.rows = self._empty = Rows.none(self.block_size, self.batch, 1)  # not 0, for what comes are steps
         self.managed = True
 
     def take(self, row: int, other: RowTable) -> None:
         """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""
         theirs = other.rows
         n = theirs.sealed[0]
-        ids = other.host[0, :n].copy()
+        ids = other.blocks.host[0, :n].copy()
         self.ids.share(ids)
-        self._write_row(row, ids, lambda held: other.on(held.device)[0])
+        self.blocks.write_row(row, ids, lambda held: other.blocks.on(held.device)[0])
         self._set(row, theirs.lengths[0], n)
 
     def begin(self, ids: np.ndarray) -> None:
         """The only row, which holds nothing, begins with full blocks ``ids``, which it shares."""
         n = len(ids)
-        if n > self.capacity:
-            self._grow(bucket(n))
+        if n > self.blocks.capacity:
+            self.blocks.grow(bucket(n))
         self.ids.share(ids)
-        self._write_row(0, ids, lambda held: sent(ids, torch.int32, held.device))
+        self.blocks.write_row(0, ids, lambda held: sent(ids, torch.int32, held.device))
         self.rows = Rows(self.block_size, n * self.block_size, (n * self.block_size,), (n,))
         self._memo = _NOTHING
 
-    def _write_row(self, row: int, ids: np.ndarray, on: Callable[[Tensor], Tensor]) -> None:
-        """The first blocks of row ``row`` are these; ``on(held)``: the same ids, for a copy of the table.
-
-        What comes from the copy's own device does not make the host wait for it.
-        """
-        n = len(ids)
-
-        def here() -> None:
-            self.host[row, :n] = ids
-
-        self._change(here, lambda held: held[row, :n].copy_(on(held)[:n]))
-
     def leave(self, row: int) -> None:
         """Row ``row`` holds nothing from here on."""
-        if (self.host[row] >= 0).any():
-            named = self.host[row].copy()
-            self._change(lambda: self.host[row].fill(-1), lambda held: held[row].fill_(-1))
-            self.ids.drop(named)
+        self.blocks.empty_row(row)
         self._set(row, 0, 0)
 
     def copy_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is: full blocks are shared."""
         n = self.rows.sealed[source]
-        ids = self.host[source, :n].copy()
+        ids = self.blocks.host[source, :n].copy()
         self.ids.share(ids)
-        self._write_row(row, ids, lambda held: held[source])
+        self.blocks.write_row(row, ids, lambda held: held[source])
         self._set(row, self.rows.lengths[source], n)
 
     def move_row(self, row: int, source: int) -> None:
         """Row ``row``, which holds nothing, becomes what row ``source`` is, which holds nothing from here on."""
-        ids, length, sealed = self.host[source].copy(), self.rows.lengths[source], self.rows.sealed[source]
+        ids, length, sealed = self.blocks.host[source].copy(), self.rows.lengths[source], self.rows.sealed[source]
         self.ids.share(ids)
-        self._write_row(row, ids, lambda held: held[source])
+        self.blocks.write_row(row, ids, lambda held: held[source])
         self._set(row, length, sealed)
         self.leave(source)
 
     def cropped_row(self, row: int, length: int) -> Rows:
         """The rows if row ``row`` keeps its first ``length`` tokens."""
         rows, most = self.rows, max(0, (length - self.config.window) // self.block_size)
-        lengths, sealed = list(rows.lengths), list(rows.sealed)
-        lengths[row], sealed[row] = length, min(sealed[row], most)
-        return Rows(self.block_size, rows.columns, tuple(lengths), tuple(sealed))
+        return rows.with_row(row, length, min(rows.sealed[row], most))
 
     def _set(self, row: int, length: int, sealed: int) -> None:
-        lengths, blocks = list(self.rows.lengths), list(self.rows.sealed)
-        lengths[row], blocks[row] = length, sealed
-        self.rows = Rows(self.block_size, self.rows.columns, tuple(lengths), tuple(blocks))
+        self.rows = self.rows.with_row(row, length, sealed)
         self._memo = _NOTHING
 
     # ------------------------------------------------------------------ changes
@@ -431,52 +292,23 @@ class RowTable:
         The layers of a cache ask one after the other and get the same answer.
         """
         if self._cropped[:2] != (rows, columns):  # rows are equal if they are the same
-            self._cropped = rows, columns, self._crop(rows, columns)
+            self._cropped = rows, columns, rows.cropped(columns, self.config.window)
         return self._cropped[2]
-
-    def _crop(self, rows: Rows, columns: int) -> Rows:
-        known = rows.valid
-        lengths = [length - (rows.columns - columns) for length in rows.lengths]
-        if known is not None and columns < known.shape[1]:
-            known = known[:, :columns]
-            lengths = known.sum(1).tolist()
-        return self._shortened(rows, columns, lengths, known)
 
     def masked(self, rows: Rows, valid: Tensor) -> Rows | None:
         """The rows if of their columns those are tokens that are ``valid``, bool ``[batch, columns]``.
 
         None, unless that takes nothing but last tokens from rows: then the rest stays where it is.
         """
-        held = rows.valid_columns(valid.device)
-        lengths = valid.sum(1)
-        if not torch.equal(held & (held.cumsum(1) <= lengths[:, None]), valid):
-            return None
-        return self._shortened(rows, rows.columns, lengths.tolist(), valid.clone())
-
-    def _shortened(self, rows: Rows, columns: int, lengths: Sequence[int], valid: Tensor | None) -> Rows:
-        """The rows with their first ``lengths`` tokens."""
-        size, window = self.block_size, self.config.window
-        sealed = [min(b, max(0, (length - window) // size)) for length, b in zip(lengths, rows.sealed)]
-        return Rows(size, columns, tuple(lengths), tuple(sealed), valid)
+        return rows.masked(valid, self.config.window)
 
     def trim(self, held: Iterable[Rows]) -> None:
         """Let go the blocks that no layer needs; ``held``: what each layer holds."""
         keep = np.zeros(self.batch, dtype=np.int64)
         for rows in {id(one): one for one in held}.values():
             keep = np.maximum(keep, rows.sealed)
-        behind = (np.arange(self.capacity) >= keep[:, None]) & (self.host >= 0)
-        at = np.argwhere(behind)
-        if len(at):
-            named = self.host[behind]
-            self._write(at, np.full(len(at), -1, dtype=np.int32))
-            self.ids.drop(named)
+        self.blocks.trim(keep)
         self._memo = _NOTHING
-
-    def mapped(self, rows: Rows, index: Sequence[int]) -> Rows:
-        """The rows if row ``i`` becomes what row ``index[i]`` was."""
-        valid = None if rows.valid is None else rows.valid[torch.tensor(index, device=rows.valid.device)]
-        lengths, sealed = (tuple(of[i] for i in index) for of in (rows.lengths, rows.sealed))
-        return Rows(rows.block_size, rows.columns, lengths, sealed, valid)
 
     def load(self, rows: Rows, table: np.ndarray) -> np.ndarray:
         """Take over rows from a file; ``table [batch, blocks]`` counts their blocks from 0, -1 for none.
@@ -484,38 +316,21 @@ class RowTable:
         Returns:
             The ids that these have here, int32.
         """
-        if table.shape[1] > self.capacity:
-            self._grow(bucket(table.shape[1]))
-        with self.ids.lock:
-            ids = self.ids.take(int(table.max(initial=-1)) + 1)
-            at = np.argwhere(table >= 0)
-            named = ids[table[table >= 0]]
-            self.ids.share(named)
-            self.ids.drop(ids)
-            if len(at):
-                self._write(at, named)
+        ids = self.blocks.load(table)
         self.rows = rows
         return ids
 
     def map_rows(self, index: Sequence[int], rows: Rows) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; all hold ``rows``, as :meth:`mapped` gave them.
+        """Row ``i`` becomes what row ``index[i]`` was; all hold ``rows``, as :meth:`.rows.Rows.mapped` gave them.
 
         Full blocks are shared, not copied.
         """
         with self.ids.lock:
-            before = self.host.copy()
-            host = before[np.asarray(index, dtype=np.int64)].copy()
-            host[np.arange(self.capacity) >= np.array(rows.sealed)[:, None]] = -1
-            self.ids.share(host)
-            self.batch = len(index)
-            if host.shape == before.shape:
-                self._change(
-                    lambda: np.copyto(self.host, host), lambda held: held.copy_(sent(host, torch.int32, held.device))
-                )
-            else:
-                self._replace(host)
-                self._empty = self._without_tokens()
-            self.ids.drop(before)
+            if len(index) != self.batch:
+                self.batch = len(index)
+                self._empty = Rows.none(self.block_size, self.batch)
+                self._steps.clear()
+            self.blocks.map_rows(index, rows.sealed)
         self._memo = _NOTHING
 
     def padded_in_front(self, rows: Rows) -> bool:
@@ -526,22 +341,3 @@ class RowTable:
             valid = rows.valid.int()
             self._front = rows.valid, bool((valid[:, 1:] >= valid[:, :-1]).all()) and bool(valid[:, -1:].all())
         return self._front[1]
-
-    def unshare(self, row: int | None = None) -> None:
-        """Give every row, or ``row``, blocks of its own, with the same contents in all layers."""
-        with self.ids.lock:
-            at = np.argwhere(self.ids.shared(self.host))
-            if row is not None:
-                at = at[at[:, 0] == row]
-            if not len(at):
-                return
-            old = self.host[at[:, 0], at[:, 1]].copy()
-            new = self.ids.take(len(old))
-            try:
-                for pool in self.ids.pools:
-                    pool.copy_blocks(torch.from_numpy(old).long(), torch.from_numpy(new).long())
-            except BaseException:
-                self.ids.drop(new)
-                raise
-            self._write(at, new)
-            self.ids.drop(old)

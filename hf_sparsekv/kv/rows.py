@@ -7,6 +7,7 @@ ask for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ class Rows:
     _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _past: dict[tuple[torch.device, int, int], Tensor] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def none(cls, block_size: int, batch: int, columns: int = 0) -> Rows:
+        """Rows without tokens."""
+        return cls(block_size, columns, (0,) * batch, (0,) * batch)
+
     @property
     def batch(self) -> int:
         """Rows."""
@@ -55,6 +61,49 @@ class Rows:
         """So many rows, of which the last ones hold nothing."""
         more = (0,) * (rows - self.batch)
         return Rows(self.block_size, self.columns, self.lengths + more, self.sealed + more)
+
+    def full(self, lengths: Sequence[int], recent: int) -> tuple[int, ...]:
+        """Full blocks once the rows hold ``lengths`` tokens: those older than the last ``recent`` tokens."""
+        size = self.block_size
+        return tuple([max(blocks, (length - recent) // size, 0) for length, blocks in zip(lengths, self.sealed)])
+
+    def with_row(self, row: int, length: int, sealed: int) -> Rows:
+        """The rows if row ``row`` holds ``length`` tokens, of which no column is padding."""
+        lengths, blocks = list(self.lengths), list(self.sealed)
+        lengths[row], blocks[row] = length, sealed
+        return Rows(self.block_size, self.columns, tuple(lengths), tuple(blocks))
+
+    def mapped(self, index: Sequence[int]) -> Rows:
+        """The rows if row ``i`` becomes what row ``index[i]`` was."""
+        valid = None if self.valid is None else self.valid[torch.tensor(index, device=self.valid.device)]
+        lengths, sealed = (tuple(of[i] for i in index) for of in (self.lengths, self.sealed))
+        return Rows(self.block_size, self.columns, lengths, sealed, valid)
+
+    def cropped(self, columns: int, window: int) -> Rows:
+        """The rows of the first ``columns`` columns. Blocks that would leave the window short are taken back."""
+        known = self.valid
+        lengths = [length - (self.columns - columns) for length in self.lengths]
+        if known is not None and columns < known.shape[1]:
+            known = known[:, :columns]
+            lengths = known.sum(1).tolist()
+        return self._shortened(columns, lengths, known, window)
+
+    def masked(self, valid: Tensor, window: int) -> Rows | None:
+        """The rows if of their columns those are tokens that are ``valid``, bool ``[batch, columns]``.
+
+        None, unless that takes nothing but last tokens from rows: then the rest stays where it is.
+        """
+        held = self.valid_columns(valid.device)
+        lengths = valid.sum(1)
+        if not torch.equal(held & (held.cumsum(1) <= lengths[:, None]), valid):
+            return None
+        return self._shortened(self.columns, lengths.tolist(), valid.clone(), window)
+
+    def _shortened(self, columns: int, lengths: Sequence[int], valid: Tensor | None, window: int) -> Rows:
+        """The rows with their first ``lengths`` tokens."""
+        size = self.block_size
+        sealed = [min(b, max(0, (length - window) // size)) for length, b in zip(lengths, self.sealed)]
+        return Rows(size, columns, tuple(lengths), tuple(sealed), valid)
 
     def same(self, other: Rows) -> bool:
         """The rows hold as much as those of ``other``."""

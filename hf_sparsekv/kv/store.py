@@ -3,98 +3,39 @@
 Tokens are counted in each row by itself (:mod:`.rows`). Token ``i`` of a row is in the block pool if its block is full
 and old, else in the ring, at ``i % ring``. Two numbers say so for every token of a row: how many there are, and how
 many of these are in full blocks. All layers of a cache share them, and the block table.
+
+It alone says in which order its parts work: a token comes, attends, and is sealed.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import SparseConfig
-from ..offload.copy_streams import CopyStream, CopyStreams, wait
+from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.append import append
-from ..ops.quantise import dequantise
-from ..ops.seal import Index, seal, seal_range
+from ..ops.seal import Index
 from ..ops.sparse_decode import sparse_decode
-from ..tensors import no_inference_mode, reads_here
+from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .counters import Counters
+from .block_writer import BlockWriter
+from .counters import Counters, Tally
+from .layer_rows import LayerRows
 from .pool import BlockPool, room
+from .reading import add_recent, add_sinks, to_columns
+from .ring import Ring, ring_tokens
 from .row_table import RowTable
 from .rows import Rows, Taken
-from .state import Held, State
-from .step_rows import StepRows
+from .sealing import IndexBlocks, Span, index_again, seal_span, seal_steps, steps_due, with_means
+from .state import Held
 
 _ALL = slice(None)  # rows
-_SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
-
-
-def _of_rows(index: Index, rows: slice) -> Index:
-    """``index`` for some rows of the batch."""
-    return index if index.channels is None or rows == _ALL else replace(index, channels=index.channels[rows])
-
-
-def ring_tokens(config: SparseConfig) -> int:
-    """Tokens that the ring of recent tokens holds: window and drafts, and a block that fills up behind them.
-
-    And once more drafts: those of a pass are all written before the first of them attends.
-    """
-    recent = config.window + config.max_draft
-    return (-(-(recent + config.max_draft) // config.block_size) + 1) * config.block_size
-
-
-@dataclass
-class Tally:
-    """What decode steps have met, summed over steps and rows.
-
-    Args:
-        steps: how many there were, and passes over drafts. ``rows``: their rows, without those that attended to
-            nothing; of a pass its queries.
-        drafts: queries of passes beyond the first of each.
-        context: tokens cached.
-        ring: of these, not in full blocks. ``sinks``: sinks in full blocks.
-        blocks: full blocks. ``sealed``: blocks that became full.
-        full: how often a row had so many full blocks.
-        last: the rows as the last step attended to them.
-    """
-
-    steps: int = 0
-    drafts: int = 0
-    rows: int = 0
-    context: int = 0
-    ring: int = 0
-    sinks: int = 0
-    blocks: int = 0
-    sealed: int = 0
-    full: Counter[int] = field(default_factory=Counter)
-    last: Rows | None = None
-
-    def add(self, taken: Taken, sinks: int, queries: Rows | None = None) -> None:
-        """Count one step; or one pass over drafts, whose ``queries`` are those of the only row."""
-        now, size = taken.now, taken.now.block_size
-        if queries is not None:
-            now = queries
-            self.drafts += queries.batch - 1
-        blocks, context = sum(now.sealed), sum(now.lengths)
-        self.steps += 1
-        self.rows += sum(n > 0 for n in now.lengths)
-        self.context += context
-        self.ring += context - blocks * size
-        self.sinks += sum(min(sinks, n * size) for n in now.sealed)
-        self.blocks += blocks
-        self.sealed += sum(taken.after.sealed) - sum(taken.before.sealed)
-        self.full.update(now.sealed)
-        self.last = taken.now
 
 
 class Indexer(Protocol):
@@ -113,29 +54,23 @@ class Indexer(Protocol):
         ...
 
 
-class LayerStore(State):
+class LayerStore(LayerRows):
     """KV of one layer for ``batch`` rows.
 
     Attributes:
-        table: the rows of the cache.
         recent_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
-        capturing: a step is being captured: shapes may not depend on what is cached, lengths are read on the device.
+        ring: where tokens are in it.
+        pool: full blocks. ``writer``: writes them, and knows what waits for copies of them.
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
         mean_tokens: tokens of which one mean is kept, see :meth:`keep_means`; 0: none are.
-        coming: tokens of each row with those that a policy observes before they are stored.
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
+        token_bytes, stored_bytes: of a token's key and value, one KV head; and as the pool has it, which may be codes.
     """
 
     TENSORS: ClassVar = {"recent_kv": Held()}  # not saved for trial runs: the replay overwrites what they write
-    HOST: ClassVar = {
-        "_rows": None,  # what this layer holds, where that is not what all do
-        "_taken": None,  # the decode step under way, from its token to its end
-    }
     PARTS: ClassVar = ("counters",)
-    OWN: ClassVar = ("_taken",)
 
-    coming: tuple[int, ...] = ()
     mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
 
@@ -153,25 +88,20 @@ class LayerStore(State):
         pool: BlockPool | None = None,
         blocks: int | None = None,
     ) -> None:
-        self.config, self.table_of_rows, self.copy_streams = config, table, copy_streams
-        self._saved: torch.cuda.Event | None = None  # blocks are on their way to the host until then
-        self.batch, self.heads, _, self.split = k.shape
-        self.width, self.latent = self.split + v.shape[3], latent
-        self.key_dim, self.value_dim = (self.width, self.split) if latent else (self.split, v.shape[3])
-        self.dtype, self.device = k.dtype, k.device
+        batch, heads, tokens, split = k.shape
         if latent and host is not None and host.config.kv_dtype is not None:
             raise ValueError(
                 f"kv_dtype={host.config.kv_dtype!r} is for keys and values: this model caches latents (MLA), which are "
                 "narrow already; leave kv_dtype out"
             )
-        self.block_size, self.sinks, self.ring = config.block_size, config.sinks, ring_tokens(config)
-        self._rows = table.start(self.batch, k.shape[2])
-        table.on(self.device)  # now, so that what a cache takes is known before the first block is full
-        self._taken: Taken | None = None
-        self._sealed = False  # it has sealed
-        self.capturing = False
+        super().__init__(table, batch, tokens, k.device)
+        self.config, self.heads, self.dtype, self.latent = config, heads, k.dtype, latent
+        self.split, self.width = split, split + v.shape[3]
+        self.key_dim, self.value_dim = (self.width, split) if latent else (split, v.shape[3])
+        self.block_size, self.sinks = config.block_size, config.sinks
+        self.ring = Ring(config.sinks, ring_tokens(config))
         exact = config.max_length is not None  # a known length needs no spare capacity
-        expected = -(-(config.max_length or k.shape[2]) // self.block_size) * self.batch
+        expected = -(-(config.max_length or tokens) // self.block_size) * self.batch
         if blocks is not None and not exact:
             expected = blocks  # of all rows: padding takes none
         self.pool = pool or BlockPool(
@@ -185,10 +115,12 @@ class LayerStore(State):
             capacity=expected if exact else room(expected, self.device),
             ids=table.ids,
         )
-        self.recent_kv = k.new_zeros(self.batch, self.heads, self.sinks + self.ring, self.width)
+        self.token_bytes, self.stored_bytes = self.width * self.dtype.itemsize, self.width * self.pool.kv.itemsize
+        self.recent_kv = k.new_zeros(self.batch, self.heads, sum(self.ring), self.width)
+        self.writer = BlockWriter(self.pool, table, copy_streams)
         self.pages = None if pools is None else LayerPages(pools, self.pool)
-        self.pool.register(self)
-        self.counters = Counters(self.batch, self.heads, self.device)
+        stored = 0 if self.pool.host is None else self.heads * self.block_size * self.stored_bytes
+        self.counters = Counters(self.batch, self.heads, self.device, stored)
 
     def keep_means(self, tokens: int) -> None:
         """Keep the mean key and value of every ``tokens`` tokens, a multiple of the block size, for sparse attention.
@@ -200,77 +132,7 @@ class LayerStore(State):
         if "means" not in self.pool.fields:
             self.pool.add_field("means", (self.heads, self.width), self.dtype)
 
-    # ------------------------------------------------------------------ what the rows hold
-
-    @property
-    def held(self) -> Rows:
-        """What the rows hold in this layer: in the middle of a pass layers may differ."""
-        return self._rows or self.table_of_rows.rows
-
-    @held.setter
-    def held(self, rows: Rows) -> None:
-        self._rows = rows
-        if not self.capturing:
-            rows.on(self.device)  # in the order of this stream, before a copy stream needs it
-
-    @contextmanager
-    def at(self, rows: Rows) -> Iterator[None]:
-        """Inside, the layer holds ``rows`` as it did in the step that has just ended."""
-        mine, self._rows = self._rows, rows
-        try:
-            yield
-        finally:
-            self._rows = mine
-
-    def join(self) -> None:
-        """All layers hold the same: their table says what."""
-        self._rows = self._taken = None
-
-    @property
-    def length(self) -> int:
-        """Columns of the attention mask that are cached, padding included."""
-        return self.held.columns
-
-    @property
-    def full_blocks(self) -> int:
-        """Full blocks of the row that has most."""
-        return max(self.held.sealed)
-
-    @property
-    def padded(self) -> bool:
-        """Some column is padding."""
-        return self.held.valid is not None
-
-    @property
-    def block_table(self) -> Tensor:
-        """int32 ``[batch, capacity]``, physical block of each full block of each row. Behind these it says nothing."""
-        held = self.table_of_rows.on(self.device)
-        return held if held.shape[0] == self.batch else held[: self.batch]
-
-    @property
-    def step_rows(self) -> StepRows:
-        """The rows of captured steps, on this device."""
-        steps = self.table_of_rows.steps(self.device)
-        return steps if len(steps.past) == self.batch else steps.first(self.batch)
-
-    @property
-    def rows(self) -> Tensor:
-        """int32 ``[batch, 2]``: each row's tokens, and those in full blocks.
-
-        Of a decode step: while it attends; and once it has sealed, as it leaves them.
-        """
-        if not self.capturing:
-            return reads_here(self.held.on(self.device))
-        over = self._taken is not None and self.held is self._taken.after and self._sealed
-        return self.step_rows.after if over else self.step_rows.now
-
     # ------------------------------------------------------------------ writing
-
-    def announce(self, columns: int, valid: Tensor | None) -> None:
-        """``columns`` new columns are about to come, of which ``valid [batch, columns]`` are tokens: :attr:`coming`."""
-        if not self.capturing:
-            more = self.table_of_rows.tokens_of(columns, valid)
-            self.coming = tuple(length + n for length, n in zip(self.held.lengths, more))
 
     def fit(self, before: Rows) -> None:
         """Make room in the pool for all that the table names, sealed or not.
@@ -290,7 +152,7 @@ class LayerStore(State):
 
         ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it, or the
         pass over drafts. What a captured pass writes behind its last draft lands where no row holds a token, for the
-        ring has room for all (:func:`ring_tokens`), and is written over by the next tokens.
+        ring has room for all (:func:`.ring.ring_tokens`), and is written over by the next tokens.
         """
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
@@ -309,45 +171,28 @@ class LayerStore(State):
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
         self.fit(before)
-        if valid is None and before.uniform:
-            self._extend(_ALL, k, v, before, after, indexer)
-        else:
+        parts = [(_ALL, k, v)]
+        if valid is not None or not before.uniform:
             picks = [slice(None)] * self.batch if valid is None else self.table_of_rows.picks(valid)
-            for row, at in enumerate(picks):
-                mine = (x[row : row + 1, :, at] for x in (k, v))
-                self._extend(slice(row, row + 1), *mine, before, after, indexer)
+            parts = ((slice(row, row + 1), *(x[row : row + 1, :, at] for x in (k, v))) for row, at in enumerate(picks))
+        for rows, mine, values in parts:  # rows that hold as much as each other
+            first = rows.start or 0
+            length, start, end = before.lengths[first], before.sealed[first], after.sealed[first]
+            if start < end:
+                self._seal(Span(rows, start, end, length), mine, values, indexer)
+            # What remains goes to the ring; older tokens that stay unsealed are there already.
+            skip = max(end * self.block_size - length, 0)
+            if skip < mine.shape[2]:
+                recent_kv = self.recent_kv if rows == _ALL else self.recent_kv[rows]
+                past = after.past(len(recent_kv), length + skip, self.device)
+                append(mine[:, :, skip:], values[:, :, skip:], None, recent_kv, past, self.sinks)
         self._taken, self.held = None, after
-
-    def _extend(self, rows: slice, k: Tensor, v: Tensor, before: Rows, after: Rows, indexer: Indexer) -> None:
-        """:meth:`extend` of rows that hold as much as each other."""
-        first = rows.start or 0
-        length, start, target = before.lengths[first], before.sealed[first], after.sealed[first]
-        recent_kv = self.recent_kv if rows == _ALL else self.recent_kv[rows]
-        if start < target:
-            self._seal_range(rows, start, target, length, k, v, indexer)
-        # What remains goes to the ring; older tokens that stay unsealed are there already.
-        skip = max(target * self.block_size - length, 0)
-        if skip < k.shape[2]:
-            past = after.past(len(recent_kv), length + skip, self.device)
-            append(k[:, :, skip:], v[:, :, skip:], None, recent_kv, past, self.sinks)
-
-    def _ring_index(self, start: int, end: int) -> Tensor:
-        """Recent-buffer positions of tokens ``start .. end - 1``."""
-        return self.sinks + torch.arange(start, end, device=self.device) % self.ring
 
     @no_inference_mode
     def read_sinks(self) -> None:
         """The first row has begun with full blocks that were there: put its sinks where decode steps look for them."""
         self.join()
-        size, ids = self.block_size, self.table_of_rows.host[0]
-        for block in range(min(-(-self.sinks // size), self.full_blocks)):
-            # All of it: what is whole is copied from pinned memory in the order of the stream.
-            kv = self.pool.kv[int(ids[block])].to(self.device, non_blocking=True)  # [H, block_size, Dk + Dv]
-            if (scales := self.pool.fields.get("scales")) is not None:
-                kv = dequantise(kv, scales[int(ids[block])], self.split, self.dtype)
-            first = block * size
-            n = min(size, self.sinks - first)
-            self.recent_kv[0, :, first : first + n] = kv[:, :n]
+        add_sinks(self.recent_kv[0], self.ring, self.pool, self.table_of_rows.blocks.host[0, : self.full_blocks])
 
     # ------------------------------------------------------------------ sealing
 
@@ -355,7 +200,7 @@ class LayerStore(State):
         """Seal what a decode step has made old, once it has attended; or what drafts will have, before they attend.
 
         In a captured step the device knows which rows. ``due``: in a captured pass over drafts, the row as
-        :meth:`_sealing` has it.
+        :func:`.sealing.steps_due` has it.
         """
         taken = self._taken
         if taken.after.sealed == taken.before.sealed and not self.capturing:
@@ -367,149 +212,40 @@ class LayerStore(State):
             for row, (block, then) in enumerate(zip(taken.before.sealed, taken.after.sealed)):
                 if block < then:
                     none = self.recent_kv[row : row + 1, :, :0].split((self.split, self.width - self.split), -1)
-                    past = taken.now.lengths[row]
                     # Not aside: what follows in this pass, later drafts among it, reads these blocks.
-                    self._seal_range(slice(row, row + 1), block, then, past, *none, indexer, aside=False)
+                    span = Span(slice(row, row + 1), block, then, taken.now.lengths[row])
+                    self._seal(span, *none, indexer, aside=False)
         else:
-            index = self._with_means(replace(index, scales=self.pool.fields.get("scales")))
-            for now, after in pairwise(self._sealing(taken) if due is None else due):
-                seal(self.recent_kv, now, after, self.sinks, self.block_table, self.pool.kv, index)
-            if self.pool.host is not None and not self.capturing:
-                self.count_to_host(sum(taken.after.sealed) - sum(taken.before.sealed))
+            if due is None:
+                due = [self.rows, self.step_rows.after] if self.capturing else steps_due(taken, self.device)
+            index = with_means(index, self.pool, self.mean_tokens)
+            seal_steps(self.recent_kv, due, self.sinks, self.block_table, self.pool, index)
+            if not self.capturing:
+                self.counters.count_to_host(sum(taken.after.sealed) - sum(taken.before.sealed))
         self._sealed, self.held = True, taken.after
 
-    def _sealing(self, taken: Taken) -> list[Tensor]:
-        """The rows, int32 ``[batch, 2]``, before each of the blocks that are due is sealed, and behind the last one."""
-        if self.capturing:
-            return [self.rows, self.step_rows.after]
-        first, last = taken.before.sealed, taken.after.sealed
-        more = range(max(then - block for block, then in zip(first, last)))
-        between = [tuple(min(block + i, then) for block, then in zip(first, last)) for i in more]
-        held = [taken.now if taken.now.sealed == one else replace(taken.now, sealed=one, _on={}) for one in between]
-        return [rows.on(self.device) for rows in (*held, taken.after)]
+    def _seal(self, span: Span, k: Tensor, v: Tensor, indexer: Indexer, aside: bool = True) -> None:
+        """Seal blocks of the ring's tokens and of ``k, v``, see :func:`.sealing.seal_span`."""
+        index, by_host = self._indexing(indexer)
+        index, table = with_means(index, self.pool, self.mean_tokens), self.block_table
+        seal_span(span, self.recent_kv, k, v, self.sinks, table, self.writer, index, by_host, aside)
+        self.counters.count_to_host((span.end - span.start) * len(self.recent_kv[span.rows]))
 
-    def count_to_host(self, blocks: int) -> None:
-        """So many blocks have gone to host memory."""
-        if self.pool.host is not None:
-            self.counters.to_host_bytes += blocks * self.heads * self.block_size * self.stored_bytes
-
-    def _with_means(self, index: Index) -> Index:
-        """``index`` with the place of the means, if they are kept."""
-        if not self.mean_tokens:
-            return index
-        return replace(index, means=self.pool.fields["means"], span=self.mean_tokens // self.block_size)
-
-    def _seal_range(
-        self, rows: slice, start: int, end: int, past: int, k: Tensor, v: Tensor, indexer: Indexer, aside: bool = True
-    ) -> None:
-        """Seal blocks ``start .. end - 1`` of some rows, of the ring's tokens and new ones.
-
-        Args:
-            past: tokens that were there before ``k, v [rows, H, n, D]``.
-            aside: a copy stream may bring them to the host, if there is one. What reads them next has to wait for it.
-        """
-        pool, index = self.pool, indexer.sealing(self)
-        by_host = index is None
-        index = self._with_means(_of_rows(Index(self.key_dim) if by_host else index, rows))
-        recent_kv, table = self.recent_kv, self.block_table
-        if rows != _ALL:
-            recent_kv, table = recent_kv[rows], table[rows]
-        shape = (len(recent_kv), self.heads, self.block_size, self.width)
-        piece = end - start
-        staged = by_host or self.copy_stream is not None or pool.kv.device != self.device or "scales" in pool.fields
-        if staged:
-            piece = max(1, _SEAL_BYTES // (math.prod(shape) * k.itemsize))
-        for lo in range(start, end, piece):
-            hi, kv = min(lo + piece, end), pool.kv
-            copy_stream = self.copy_stream if aside else None  # a piece may have found that memory cannot be pinned
-            if copy_stream is not None:
-                kv = copy_stream.take((hi - lo, *shape), dtype=self.dtype)
-            elif staged:
-                kv = torch.empty(hi - lo, *shape, dtype=self.dtype, device=self.device)
-            seal_range(recent_kv, k, v, past, lo, hi, self.sinks, table, kv, index)
-            if by_host:
-                found = indexer.index(kv, lo * self.block_size, rows)
-                pool.note(table[:, lo:hi].T.flatten(), **{name: value.flatten(0, 1) for name, value in found.items()})
-            if staged:
-                self._store_blocks(kv, rows, lo, copy_stream)
-            self.count_to_host((hi - lo) * len(recent_kv))
-
-    def _store_blocks(self, blocks: Tensor, rows: slice, start: int, copy_stream: CopyStream | None) -> None:
-        """Write blocks ``start ..`` of some rows, ``[n, rows, H, block_size, Dk + Dv]``, to where the pool has them.
-
-        ``copy_stream``: they are in a buffer of this copy stream, which copies them to the host.
-        """
-        end = start + len(blocks)
-        ids = self.table_of_rows.host[rows, start:end].T.flatten()
-        first = int(ids[0]) if (ids[1:] - ids[:-1] == 1).all() else None
-        scales = self.pool.fields.get("scales")
-        physical_ids = None
-        if first is None or scales is not None:
-            # A copy, never a view of the table, which changes in place before a copy stream reads it.
-            physical_ids = self.block_table[rows, start:end].T.clone(memory_format=torch.contiguous_format).flatten()
-        if copy_stream is None:
-            self.pool.write(physical_ids, blocks.flatten(0, 1), first)
-        else:
-            for used in (physical_ids, scales):  # read and written there: not freed before that
-                if used is not None and used.is_cuda:
-                    used.record_stream(copy_stream.stream)
-            self._saved = copy_stream.run(lambda: self.pool.write(physical_ids, blocks.flatten(0, 1), first))
-            self.pool.in_use_until(self._saved)
+    def _indexing(self, indexer: Indexer) -> tuple[Index, IndexBlocks | None]:
+        """What the kernels that seal blocks index, and what indexes them afterwards, if the kernels cannot."""
+        index = indexer.sealing(self)
+        return (Index(self.key_dim), indexer.index) if index is None else (index, None)
 
     # ------------------------------------------------------------------ a step
-
-    @property
-    def table(self) -> Tensor:
-        """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
-        return self.block_table if self.capturing else self.block_table[:, : self.full_blocks]
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
         """KV of all blocks, :attr:`rows` and :attr:`table`: what a step may attend to beside the recent tokens."""
         return self.pool.kv, self.rows, self.table
 
-    @property
-    def copy_stream(self) -> CopyStream | None:
-        """The copy stream to the host; None if blocks stay on the device, or the CPU has to copy them."""
-        return self.copy_streams.out(self.device) if self.copy_streams is not None and self.pool.direct else None
-
     def wait_for_copies(self) -> None:
         """Make the current stream wait until all blocks are in host memory. Not allowed inside a capture."""
-        if self._saved is not None:
-            if self._saved.query():
-                self._saved = None
-            else:
-                wait(self._saved, self.device)
-
-    def in_use_until(self, event: torch.cuda.Event) -> None:
-        """A copy stream reads the block table and blocks until ``event``."""
-        self.pool.in_use_until(event)
-        self.table_of_rows.in_use_until(event, self.device)
-
-    @contextmanager
-    def after_saving(self, query: Tensor) -> Iterator[Tensor]:
-        """Run the body after pending copies to the host, on their stream; yields ``query``."""
-        if self._saved is None:
-            yield query
-            return
-        query = query.clone()  # of a view into the prompt's queries, which would be kept alive
-        # Not self.copy_stream: memory may have turned out since then that cannot be pinned.
-        copy_stream = self.copy_streams.out(self.device)
-        with copy_stream.after_current_stream():
-            try:
-                yield query
-            finally:
-                self._saved = copy_stream.mark()
-                self.in_use_until(self._saved)
-                if query.is_cuda:
-                    query.record_stream(copy_stream.stream)
-                if self.pages is not None and self.pages.pool is not None:
-                    self.pages.pool.busy_until(self._saved)  # other layers share it
-
-    def forget(self, ids: Tensor) -> None:
-        """Drop device pages of these blocks, which mean nothing any more."""
-        if self.pages is not None:
-            self.pages.forget(ids)
+        self.writer.wait()
 
     def attend(
         self,
@@ -554,43 +290,12 @@ class LayerStore(State):
             **means,
         )
 
-    def tally(self, queries: Rows | None = None) -> Tally:
-        """Of the decode step that has just ended, or the pass over drafts, whose ``queries`` are those of the row."""
-        tally = Tally()
-        tally.add(self._taken, self.sinks, queries)
-        return tally
-
-    def count_steps(self, granularity: str, tally: Tally) -> None:
-        """Count decode steps that attended with this granularity."""
-        counters, dense = self.counters, granularity == "all"
-        counters.steps += tally.steps
-        counters.drafts += tally.drafts
-        counters.last_dense = dense
-        counters.dense += dense * tally.steps
-        counters.sparse += (not dense) * tally.steps
-        counters.context += self.heads * tally.context
-        counters.recent += self.heads * (tally.ring if dense else tally.ring + tally.sinks)
-
-    def count_index(self, size: int) -> None:
-        """``size`` bytes of bounds or labels were read."""
-        self.counters.index_bytes += size
-
     def count_means(self, tally: Tally) -> None:
         """Steps have read the means, if there are any."""
         if self.mean_tokens:
             blocks = self.mean_tokens // self.block_size
             spans = sum(times * -(-n // blocks) for n, times in tally.full.items())
-            self.count_index(self.heads * spans * self.token_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's key and value, one KV head."""
-        return self.width * self.dtype.itemsize
-
-    @property
-    def stored_bytes(self) -> int:
-        """As :attr:`token_bytes`, as the block pool has them: of codes fewer go over the link."""
-        return self.width * self.pool.kv.itemsize
+            self.counters.index_bytes += self.heads * spans * self.token_bytes
 
     def add_addresses(self, found: list[int]) -> None:
         found.extend(self.pool.addresses)
@@ -600,19 +305,24 @@ class LayerStore(State):
 
     # ------------------------------------------------------------------ reading back
 
-    def gathered_shape(self, columns: int) -> tuple[int, ...]:
+    def _shape(self, columns: int) -> tuple[int, ...]:
         """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
         return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.width)
 
-    def read_blocks(self, out: Tensor) -> None:
-        """Copy the full blocks to the device, into the front of ``out`` (see :meth:`gathered_shape`)."""
+    def read_ahead(self, columns: int) -> None:
+        """Begin to read the full blocks back on a copy stream, for :meth:`materialise` of so many columns."""
+        how = self.dtype, self.device, self._read_blocks, self.writer.in_use_until
+        self.writer.copy_streams.read_ahead(self, self._shape(columns), *how)
+
+    def _read_blocks(self, out: Tensor) -> None:
+        """Copy the full blocks to the device, into the front of ``out`` (see :meth:`_shape`)."""
         self._read(0, self.full_blocks, out)
         if self.pool.host is not None:
             blocks = self.batch * self.heads * self.full_blocks
             self.counters.to_device_bytes += blocks * self.block_size * self.stored_bytes
 
     def _read(self, first: int, end: int, out: Tensor) -> None:
-        """Copy blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`gathered_shape`).
+        """Copy blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`_shape`).
 
         What is there of rows that have fewer means nothing.
         """
@@ -621,7 +331,7 @@ class LayerStore(State):
 
     def _gathered(self, first: int, end: int) -> Tensor:
         """The same in a tensor of its own."""
-        shape = self.gathered_shape((end - first) * self.block_size)
+        shape = self._shape((end - first) * self.block_size)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._read(first, end, out)
         return out
@@ -634,12 +344,10 @@ class LayerStore(State):
             which the next but one call of a later chunk may overwrite. What padding has is finite.
         """
         rows, new = self.held, 0 if k is None else k.shape[2]
-        out = None if k is None or self.copy_streams is None else self.copy_streams.arrived(self)
+        streams = self.writer.copy_streams
+        out = None if k is None or streams is None else streams.arrived(self, self.device)
         kv = self.tokens(out, rows.columns + new)
-        if rows.valid is not None or not rows.uniform:
-            token = (rows.valid_columns(self.device).cumsum(1) - 1).clamp_min(0)  # of each column
-            for row, length in enumerate(rows.lengths):  # one by one: twice a row is less than twice all
-                kv[row, :, : rows.columns] = kv[row][:, token[row]] if length else 0
+        to_columns(kv, rows)
         kv = kv[:, :, : rows.columns + new]
         key, value = kv.split((self.split, self.width - self.split), -1)
         if k is not None:
@@ -649,37 +357,18 @@ class LayerStore(State):
     def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
         """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
 
-        What is there behind a row's last token means nothing. ``out``: of :meth:`gathered_shape`, with the full blocks
+        What is there behind a row's last token means nothing. ``out``: of :meth:`_shape`, with the full blocks
         in it.
         """
         rows = self.held
         if out is None:
-            out = torch.empty(self.gathered_shape(max(room, *rows.lengths, 1)), dtype=self.dtype, device=self.device)
-            self.read_blocks(out)
+            out = torch.empty(self._shape(max(room, *rows.lengths, 1)), dtype=self.dtype, device=self.device)
+            self._read_blocks(out)
         kv = out.flatten(2, 3)
-        groups = [_ALL] if rows.uniform else [slice(row, row + 1) for row in range(self.batch)]
-        for some in groups:
-            first = some.start or 0
-            held, to = (t if some == _ALL else t[some] for t in (self.recent_kv, kv))
-            at, end = rows.sealed[first] * self.block_size, rows.lengths[first]
-            while at < end:  # the ring begins again once at most
-                begun = at % self.ring
-                until = min(end, at + self.ring - begun)
-                to[:, :, at:until] = held[:, :, self.sinks + begun : self.sinks + begun + until - at]
-                at = until
+        add_recent(kv, self.recent_kv, rows, self.ring)
         return kv
 
-    def valid_columns(self) -> Tensor:
-        """Validity of all cached columns, bool ``[batch, length]``."""
-        return self.held.valid_columns(self.device)
-
     # ------------------------------------------------------------------ changing
-
-    def first_rows(self, n: int) -> LayerStore:
-        """The first ``n`` rows, of which a captured step is to be made."""
-        new = super().first_rows(n)
-        new.batch = n
-        return new
 
     def reindex(self, indexer: Indexer, own: bool = True) -> None:
         """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index.
@@ -687,24 +376,10 @@ class LayerStore(State):
         ``own``: False for rows that stand for those of another store, whose blocks theirs are.
         """
         if own:
-            self.table_of_rows.unshare()
-        kv, sealed = self._gathered(0, self.full_blocks), self.held.sealed
-        index, size = indexer.sealing(self), self.block_size
-        nowhere = kv.new_empty(0, self.heads, size, 0)
-        front = torch.empty_like(self.recent_kv)  # not the sinks that are kept: those of codes would be rounded
-        groups = [slice(None)] if self.held.uniform else [slice(row, row + 1) for row in range(self.batch)]
-        for rows in groups:
-            n, table = sealed[rows.start or 0], self.block_table[rows]
-            if not n:
-                continue
-            if index is None:
-                found = indexer.index(kv[rows, :, :n].permute(2, 0, 1, 3, 4), 0, rows)
-                at = table[:, :n].T.flatten()
-                self.pool.note(at, **{name: value.flatten(0, 1) for name, value in found.items()})
-            else:
-                tokens = kv[rows].flatten(2, 3).split((self.split, self.width - self.split), -1)
-                of_rows = _of_rows(index, rows)
-                seal_range(front[rows], *tokens, 0, 0, n, self.sinks, table, nowhere, of_rows)
+            self.table_of_rows.blocks.unshare()
+        kv, front = self._gathered(0, self.full_blocks), torch.empty_like(self.recent_kv)
+        index, by_host = self._indexing(indexer)
+        index_again(kv, self.held, front, self.split, self.sinks, self.block_table, self.pool, index, by_host)
 
     @no_inference_mode
     def crop(self, length: int) -> None:
@@ -728,7 +403,7 @@ class LayerStore(State):
             kv = self._gathered(first, -(-max(end for *_, end in back) // size)).flatten(2, 3)
             for row, start, end in back:
                 held = kv[row, :, start - first * size : end - first * size]
-                self.recent_kv[row, :, self._ring_index(start, end)] = held
+                self.recent_kv[row, :, self.ring.index(start, end, self.device)] = held
         self._taken, self.held = None, after
 
     @no_inference_mode
@@ -747,10 +422,6 @@ class LayerStore(State):
         mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
         return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
 
-    def begin(self, tokens: int) -> None:
-        """The first of about ``tokens`` columns are about to come."""
-        self._rows = self.table_of_rows.start(self.batch, tokens)
-
     def reset(self) -> None:
         """Forget everything but keep the memory. The table of the rows has its own turn."""
         self.wait_for_copies()
@@ -766,9 +437,8 @@ class LayerStore(State):
         """An independent store that shares the full blocks."""
         self.wait_for_copies()
         new = super().copy()
-        new.table_of_rows, new.copy_streams = table, copy_streams
+        new.table_of_rows, new.writer = table, self.writer.copy(table, copy_streams)
         new.pages = None if pools is None else LayerPages(pools, new.pool)
-        new.pool.register(new)
         return new
 
     second_bytes = 0  # allocated on a second device

@@ -84,6 +84,6 @@ def account(store: LayerStore, policy: Policy, plan: Plan, query: Tensor, tally:
     """Steps were replayed, the last one for ``query``: what of them is left to the host."""
     if len(query) < store.batch:  # steps of the first rows: the others have asked for nothing
         query = torch.cat((query, query.new_zeros(store.batch - len(query), *query.shape[1:])))
-    store.count_to_host(tally.sealed)
+    store.counters.count_to_host(tally.sealed)
     policy.account(query, store, plan, tally)
     policy.replayed(store, plan, tally)

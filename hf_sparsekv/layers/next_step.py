@@ -41,7 +41,7 @@ class NextStep:
             return
         plan = policy.prepare(store)
         if not policy.brings_only:
-            with store.after_saving(last) as last:
+            with store.writer.after_saving(last, store.pages) as last:
                 policy.look_ahead(last, store, plan)
         elif policy.tokens is not None:
             self.query = last.clone()  # a view would keep all of the prompt's queries alive

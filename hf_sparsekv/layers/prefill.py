@@ -76,7 +76,7 @@ def _observed(
 
 def read_ahead(store: LayerStore, policy: Policy, owner: Owner, step: Step, mask: Tensor | None) -> None:
     """Begin to read back what the next layer, of ``store`` and ``policy``, needs for this piece of a prompt."""
-    if store.copy_stream is None or not store.full_blocks or store.length != step.past:
+    if store.writer.copy_stream is None or not store.full_blocks or store.length != step.past:
         return
     if not are_drafts(store, policy, owner, step, mask):
-        owner.copy_streams.read_ahead(store, step.length)
+        store.read_ahead(step.length)

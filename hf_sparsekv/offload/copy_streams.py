@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,25 +22,6 @@ from torch import Tensor
 from ..tensors import no_inference_mode
 
 STAGED = 4  # pieces of a prompt's KV being copied to the host: 256 MiB, about 5 ms on the link
-
-
-class Stored(Protocol):
-    """What :class:`CopyStreams` need of a layer's store to read its full blocks back."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def gathered_shape(self, columns: int) -> tuple[int, ...]:
-        """Of a buffer that holds ``columns`` columns in blocks."""
-        ...
-
-    def read_blocks(self, out: Tensor) -> None:
-        """Copy the full blocks into the front of ``out``, on the current stream."""
-        ...
-
-    def in_use_until(self, event: torch.cuda.Event) -> None:
-        """A copy stream reads the blocks, and where they are, until ``event``."""
-        ...
 
 
 class CopyStream:
@@ -97,7 +77,7 @@ class CopyStreams:
     def __init__(self) -> None:
         self._out: dict[torch.device, CopyStream] = {}
         self._back: dict[torch.device, CopyStream] = {}
-        self._ahead: tuple[Stored, Tensor, torch.cuda.Event] | None = None
+        self._ahead: tuple[object, Tensor, torch.cuda.Event] | None = None
 
     def __deepcopy__(self, memo: dict) -> CopyStreams:
         return CopyStreams()
@@ -113,17 +93,30 @@ class CopyStreams:
             self._back[device] = CopyStream(device, 2)
         return self._back[device]
 
-    def read_ahead(self, store: Stored, columns: int) -> None:
-        """Begin to read the full blocks of ``store`` back, into a buffer of at least ``columns`` columns."""
-        copy_stream = self._from_host(store.device)
+    def read_ahead(
+        self,
+        store: object,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        read: Callable[[Tensor], None],
+        in_use_until: Callable[[torch.cuda.Event], None],
+    ) -> None:
+        """Begin to read full blocks of ``store`` back, into a buffer of this shape, for :meth:`arrived`.
+
+        Args:
+            read: copies them into the buffer, on the current stream.
+            in_use_until: is told until when a copy stream reads the blocks, and where they are.
+        """
+        copy_stream = self._from_host(device)
         # Filled on the copy stream itself, which comes after whatever the computing stream did with the buffer two
         # layers ago.
-        out = copy_stream.take(store.gathered_shape(columns), store.dtype)
-        event = copy_stream.run(lambda: store.read_blocks(out))
-        store.in_use_until(event)
+        out = copy_stream.take(shape, dtype)
+        event = copy_stream.run(lambda: read(out))
+        in_use_until(event)
         self._ahead = store, out, event
 
-    def arrived(self, store: Stored) -> Tensor | None:
+    def arrived(self, store: object, device: torch.device) -> Tensor | None:
         """The blocks that :meth:`read_ahead` has read, if it was for ``store``. The current stream waits for them.
 
         The layers before have asked in the same forward pass, so nothing is left of one that was broken off.
@@ -131,7 +124,7 @@ class CopyStreams:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] is not store:
             return None
-        wait(ahead[2], store.device)
+        wait(ahead[2], device)
         return ahead[1]
 
     def release(self) -> None:

@@ -42,6 +42,10 @@ class Blocks(Protocol):
     device: torch.device
     capacity: int
 
+    def register(self, user: LayerPages) -> None:
+        """``user`` is told which blocks mean nothing any more."""
+        ...
+
 
 class DevicePools:
     """The device pools of one cache: one for each shape and dtype of blocks, on each device.
@@ -193,6 +197,7 @@ class LayerPages:
         self.pool: DevicePool | None = None
         self.table: Tensor | None = None  # page table, int32 [num_blocks, H]
         self._number = self._entries = 0
+        blocks.register(self)
 
     def enter(self, entries: int) -> bool:
         """Make ready for steps that choose ``entries`` blocks (of one KV head): room and page table. False without.

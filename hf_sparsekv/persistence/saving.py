@@ -90,7 +90,7 @@ def _whole(tensor: Tensor) -> Pieces:
 def _table(table: RowTable, rows: Rows) -> np.ndarray:
     """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 behind them."""
     blocks = max(rows.sealed, default=0)
-    return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.host[:, :blocks], -1)
+    return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.blocks.host[:, :blocks], -1)
 
 
 def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:

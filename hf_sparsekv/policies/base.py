@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, SparseConfig
+from ..kv.counters import Tally
 from ..kv.state import State
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..types import AttentionParams
 from .crossover import dense_tokens
@@ -307,7 +308,7 @@ class Policy(State):
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         """Decode steps are over: counters. ``q``: the query of the last one."""
-        store.count_steps("all" if plan.dense else self.granularity, tally)
+        store.counters.count_steps("all" if plan.dense else self.granularity, tally)
         store.counters.crossover += plan.crossover * tally.steps
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..config import PredictiveConfig
+from ..kv.counters import Tally
 from ..kv.state import Held
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
@@ -166,7 +167,7 @@ class LayerAheadPolicy(PredictivePolicy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         if not plan.dense:
-            store.count_index(self.labels.nbytes_read(store, tally.blocks))
+            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """Nothing: the next step chooses by itself."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..config import OffloadConfig, SparseConfig
 from ..kv.block_ids import bucket
-from ..kv.row_table import table_width
-from ..kv.store import ring_tokens
+from ..kv.block_table import table_width
+from ..kv.ring import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS
 

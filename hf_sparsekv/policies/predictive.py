@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, PredictiveConfig
+from ..kv.counters import Tally
 from ..kv.state import Held
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels
 from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
@@ -154,7 +155,7 @@ class PredictivePolicy(TokenPolicy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         if plan.ahead:  # behind what the step has sealed
-            store.count_index(self.labels.nbytes_read(store, tally.blocks + tally.sealed))
+            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks + tally.sealed)
         if not plan.dense:
             store.count_means(tally)
 

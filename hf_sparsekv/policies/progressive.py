@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, ProgressiveConfig
+from ..kv.counters import Tally
 from ..kv.state import Held
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
 from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
@@ -151,7 +152,7 @@ class ProgressivePolicy(TokenPolicy):
                 self._audit(q, store)
         super().account(q, store, plan, tally)
         if not plan.dense:
-            store.count_index(self.labels.nbytes_read(store, tally.blocks))
+            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
 
     # ------------------------------------------------------------------ the next step
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
-from ..kv.store import LayerStore, Tally
+from ..kv.counters import Tally
+from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.topk_select import token_select
 from ..predictor.channels import LabelChannels

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config import TwoLevelConfig
+from ..kv.counters import Tally
 from ..kv.state import Held
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
@@ -184,14 +185,14 @@ class TwoLevelPolicy(TokenPolicy):
         super().account(q, store, plan, tally)
         chosen = plan.attends == "chosen"
         if plan.ahead and self.lag:  # behind what the step has sealed
-            store.count_index(self.metadata.nbytes(store, tally.blocks + tally.sealed))
+            store.counters.index_bytes += self.metadata.nbytes(store, tally.blocks + tally.sealed)
         elif chosen and not self.lag:
-            store.count_index(self.metadata.nbytes(store, tally.blocks))
+            store.counters.index_bytes += self.metadata.nbytes(store, tally.blocks)
         if plan.dense:
             return
         if self.labels is not None:
             few = self.config.coarse_blocks * tally.rows
-            store.count_index(self.labels.nbytes_read(store, few if chosen else tally.blocks))
+            store.counters.index_bytes += self.labels.nbytes_read(store, few if chosen else tally.blocks)
         store.count_means(tally)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:

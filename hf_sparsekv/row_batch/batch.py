@@ -176,7 +176,7 @@ class RowBatch:
         self._row(row)
         cache = self._prompts.read(prefilled, "calibrate")
         self.cache.joined_rows()
-        self.cache.row_table.unshare(row)
+        self.cache.row_table.blocks.unshare(row)
         give_channels(self.cache, row, channels := channels_of(cache, 0))
         if len(blocks := self.blocks(row)):
             same = self.begin(blocks, channels)
@@ -189,7 +189,7 @@ class RowBatch:
     def blocks(self, row: int) -> np.ndarray:
         """Ids of a row's full blocks, int32 ``[n]``."""
         table = self.cache.row_table
-        return table.host[self._row(row), : self.cache.joined_rows().sealed[row]].copy()
+        return table.blocks.host[self._row(row), : self.cache.joined_rows().sealed[row]].copy()
 
     def drop(self, prefilled: Prefilled | Batch) -> None:
         """A prompt, read or half read, is not wanted: its blocks are free, its cache is over."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig, PredictiveConfig
-from ..kv.store import LayerStore, Tally
+from ..kv.counters import Tally
+from ..kv.store import LayerStore
 from ..ops._dispatch import use_triton
 from ..ops.topk_select import token_select
 from ..policies.base import Policy
@@ -247,7 +248,7 @@ class SecondDevicePolicy(Policy):
     def account(self, q: Tensor, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         if plan.ahead:  # behind what the step has sealed
-            store.count_index(self.replica.labels.nbytes_read(store.replica, tally.blocks + tally.sealed))
+            store.counters.index_bytes += self.replica.labels.nbytes_read(store.replica, tally.blocks + tally.sealed)
 
     def replayed(self, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)

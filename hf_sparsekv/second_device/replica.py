@@ -247,7 +247,7 @@ class PrimaryStore(LayerStore):
             k, v = (nothing.expand(*shape, dim) for dim in (self.key_dim, self.value_dim))
             self.replica = ReplicaStore(k, v, self.config, None, self.table_of_rows)
             self.replica.peer, self.replica.home = peer, self.device
-            self.table_of_rows.order(peer.device, peer.after_all_steps)
+            self.table_of_rows.blocks.order(peer.device, peer.after_all_steps)
         self.replica.held = self.held
         return self.replica
 
@@ -264,9 +264,6 @@ class PrimaryStore(LayerStore):
         with self.peer.entered(self.device, out):
             self.replica._read(first, end, out)
         self.peer.join(self.device)
-
-    def _store_blocks(self, blocks: Tensor, *rest) -> None:
-        super()._store_blocks(blocks[..., :0], *rest)
 
     def fit(self, before: Rows) -> None:
         super().fit(before)

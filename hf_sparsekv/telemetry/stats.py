@@ -200,7 +200,7 @@ def allocated(layers: list[SparseLayer], pools: DevicePools | None, table: RowTa
     begun = [layer for layer in layers if layer.store is not None]
     sizes = [layer.store.nbytes() for layer in begun]
     home = {layer.store.device for layer in begun}
-    tables = sum(size for device, size in table.nbytes.items() if device in home)
+    tables = sum(size for device, size in table.blocks.nbytes.items() if device in home)
     return {
         "device": sum(s[0] for s in sizes)
         + sum(layer.policy.nbytes for layer in layers)
@@ -208,7 +208,7 @@ def allocated(layers: list[SparseLayer], pools: DevicePools | None, table: RowTa
         + tables,
         "host": sum(s[1] for s in sizes),
         "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun)
-        + sum(table.nbytes.values())
+        + sum(table.blocks.nbytes.values())
         - tables,
     }
 

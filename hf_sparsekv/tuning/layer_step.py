@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import TwoLevelConfig
 from ..kv.block_ids import bucket
-from ..kv.store import ring_tokens
+from ..kv.ring import ring_tokens
 from ..ops._device import gpu
 from ..ops.append import append
 from ..ops.block_score import block_score

@@ -18,7 +18,7 @@ import triton
 from compile_kernels import Chip
 from triton.runtime.jit import JITFunction
 
-from hf_sparsekv.kv.row_table import table_width
+from hf_sparsekv.kv.block_table import table_width
 from hf_sparsekv.ops.add_norm.triton import add_norm
 from hf_sparsekv.ops.append.triton import append
 from hf_sparsekv.ops.begin_step.triton import begin_step

@@ -41,7 +41,7 @@ def quiet(engine: Engine) -> None:
     assert (loop.idle, loop.blocks.used, loop.rows.rows, loop.order.reading) == (True, 0, (), None)
     table = loop.rows.cache.row_table
     pinned, kept = (0, 0) if (index := loop.blocks.index) is None else (index.pinned, len(index))
-    assert (table.host == -1).all() and pinned == 0
+    assert (table.blocks.host == -1).all() and pinned == 0
     assert table.ids._references.sum() == kept  # blocks that somebody has
 
 
