@@ -149,7 +149,7 @@ class RowTable:
         if isinstance(made, Taken) and given is valid and before is rows:
             return made
         more = self.tokens_of(1, valid)
-        lengths = tuple(length + n for length, n in zip(rows.lengths, more))
+        lengths = tuple([length + n for length, n in zip(rows.lengths, more)])
         known = rows.valid
         if min(more) < 1 and not self.managed:
             known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
