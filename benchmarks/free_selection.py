@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_sparsekv.config import PREDICTOR, PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
 from hf_sparsekv.policies.plan import Plan
-from hf_sparsekv.policies.predictive import PredictivePolicy
 from hf_sparsekv.policies.registry import register
 
 

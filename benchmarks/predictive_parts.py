@@ -21,11 +21,11 @@ from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
+from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
+from hf_sparsekv.policies.ahead.second_device.packed import Packed
+from hf_sparsekv.policies.ahead.second_device.policy import SecondDevicePolicy
 from hf_sparsekv.policies.device_tokens import DeviceTokens
-from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
-from hf_sparsekv.policies.predictive import PredictivePolicy
-from hf_sparsekv.second_device.packed import Packed
-from hf_sparsekv.second_device.policy import SecondDevicePolicy
 from hf_sparsekv.types import AttentionParams
 
 # Of the tokens chosen for consecutive steps, on the recorded small model: two thirds are the same

@@ -13,7 +13,6 @@ or, with a cache of one's own::
 """
 
 from . import policies as _policies  # noqa: F401 (registers the methods)
-from . import second_device as _second_device  # noqa: F401 (the predictive method can use one)
 from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
 from .attention.rotary import fixed_rotary

@@ -32,7 +32,7 @@ from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.layers.sparse_layer import SparseLayer
-from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
+from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
 
 TIGHT = {"token_budget": 32}
 TAPPED = [name for name in MODELS if name != "longcat-flash"]  # two attention modules in a layer

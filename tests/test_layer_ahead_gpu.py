@@ -10,7 +10,7 @@ from models import build
 
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.policies.layer_ahead import LayerAheadPolicy
+from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
 
 pytestmark = pytest.mark.gpu
 CYCLES = 2_000_000  # about a millisecond: longer than the rest of such a step

@@ -11,7 +11,7 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace
 
 from hf_sparsekv.layers.replay import Replay
-from hf_sparsekv.policies.predictive import PredictivePolicy
+from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
 
 
 def test_a_captured_step_predicts_before_it_attends(monkeypatch):

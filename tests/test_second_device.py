@@ -18,10 +18,10 @@ from test_predictive import TIGHT, PredictiveRace, decode
 from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.replay import Replay
+from hf_sparsekv.policies.ahead.second_device.packed import Packed
+from hf_sparsekv.policies.ahead.second_device.replica import PeerDevice, PrimaryStore
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.shared import Shared
-from hf_sparsekv.second_device.packed import Packed
-from hf_sparsekv.second_device.replica import PeerDevice, PrimaryStore
 
 
 class Slow:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.second_device.policy import ReplicaPolicy
-from hf_sparsekv.second_device.replica import PeerDevice
+from hf_sparsekv.policies.ahead.second_device.policy import ReplicaPolicy
+from hf_sparsekv.policies.ahead.second_device.replica import PeerDevice
 
 GPU = torch.cuda.device_count()
 CYCLES = 4_000_000  # of a second device that is slow: about 2 ms

@@ -14,8 +14,8 @@ from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.kv.row_views import RowViews
 from hf_sparsekv.kv.state import Held, State
 from hf_sparsekv.policies.base import Policy
+from hf_sparsekv.policies.labelled import LabelledPolicy
 from hf_sparsekv.policies.selector import Selector
-from hf_sparsekv.policies.token_policy import TokenPolicy
 
 
 class Inner(State):
@@ -243,13 +243,13 @@ class Largest(First):
 
 
 def test_an_index_that_nobody_would_ask_for_is_refused():
-    with pytest.raises(TypeError, match=r"Mine.index\(\) would never be asked: TokenPolicy.sealing\(\)"):
+    with pytest.raises(TypeError, match=r"Mine.index\(\) would never be asked: LabelledPolicy.sealing\(\)"):
 
-        class Mine(TokenPolicy):
+        class Mine(LabelledPolicy):
             def index(self, kv, start, rows):
                 return {}
 
-    class Both(TokenPolicy):
+    class Both(LabelledPolicy):
         def index(self, kv, start, rows):
             return {}
 

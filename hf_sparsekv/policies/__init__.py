@@ -3,7 +3,10 @@
 from . import two_level as two_level
 
 # isort: split
-from . import layer_ahead as layer_ahead  # a predictor of the next one's method
-from . import predictive as predictive
+from .ahead import layer as layer
+from .ahead import predictive as predictive
+from .ahead import second_device as second_device
+
+# isort: split
 from . import progressive as progressive
 from . import streaming as streaming

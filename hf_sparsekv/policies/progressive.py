@@ -23,12 +23,12 @@ from ..types import AttentionParams
 from .block_walk import BlockWalkPolicy
 from .device_tokens import add_device_tokens
 from .label_index import label_bytes
+from .labelled import LabelledPolicy
 from .measured import PackStats, WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 from .shared import Shared
-from .token_policy import TokenPolicy
 
 FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
@@ -40,7 +40,7 @@ NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their e
     about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("threshold", 0.5, 1.0),
 )
-class ProgressivePolicy(TokenPolicy):
+class ProgressivePolicy(LabelledPolicy):
     """State: the label channels, and what walks have read.
 
     Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens

@@ -20,10 +20,10 @@ from ..types import AttentionParams
 from .block_metadata import BlockMetadata, bounds_bytes
 from .device_tokens import add_device_tokens
 from .label_index import label_bytes
+from .labelled import LabelledPolicy
 from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
-from .token_policy import TokenPolicy
 
 
 @register(
@@ -32,7 +32,7 @@ from .token_policy import TokenPolicy
     about="tokens by labels, among all or in a bounded number of blocks (AsyncTLS)",
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
 )
-class TwoLevelPolicy(TokenPolicy):
+class TwoLevelPolicy(LabelledPolicy):
     """State: the label channels; with ``lag`` the blocks chosen in the previous step, and where they are.
 
     Without ``lag`` nothing that is chosen outlives its step. Offloaded, tokens that are chosen among all are read where

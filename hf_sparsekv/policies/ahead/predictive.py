@@ -1,6 +1,6 @@
 """Selection for a predicted query, beside the computation: one step ahead here (AsyncSpade section 4).
 
-For the query that the layer before expects in the same step: :mod:`.layer_ahead`.
+For the query that the layer before expects in the same step: :mod:`.layer`.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig, PredictiveConfig
-from ..kv.counters import Tally
-from ..kv.state import Held
-from ..kv.store import LayerStore
-from ..ops.topk_select import token_select
-from ..predictor.channels import LabelChannels
-from ..predictor.query import CustomPredictor, QueryPredictor, make_predictor
-from ..tensors import no_inference_mode
-from ..types import AttentionParams
-from .device_tokens import add_device_tokens
-from .label_index import label_bytes
-from .memory import Memory, Request, mean_bytes
-from .plan import CROSSOVER, DENSE, Plan, planned
+from ...config import OffloadConfig, PredictiveConfig
+from ...kv.counters import Tally
+from ...kv.state import Held
+from ...kv.store import LayerStore
+from ...ops.topk_select import token_select
+from ...predictor.channels import LabelChannels
+from ...predictor.query import CustomPredictor, QueryPredictor, make_predictor
+from ...tensors import no_inference_mode
+from ...types import AttentionParams
+from ..device_tokens import add_device_tokens
+from ..label_index import label_bytes
+from ..labelled import LabelledPolicy
+from ..memory import Memory, Request, mean_bytes
+from ..plan import CROSSOVER, DENSE, Plan, planned
+from ..registry import register
+from ..shared import Labelled
 from .query_ring import QueryRing
-from .registry import register
-from .shared import Labelled
-from .token_policy import TokenPolicy
 
 
 @register(
     "predictive", PredictiveConfig, about="tokens chosen beforehand for a predicted query (AsyncSpade, InfiniGen)"
 )
-class PredictivePolicy(TokenPolicy):
+class PredictivePolicy(LabelledPolicy):
     """Tokens of all full blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step; with blocks in host memory, their copies. A step

@@ -12,22 +12,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig, PredictiveConfig
-from ..kv.counters import Tally
-from ..kv.store import LayerStore
-from ..ops._dispatch import use_triton
-from ..ops.topk_select import token_select
-from ..policies.base import Policy
-from ..policies.label_index import label_bytes
-from ..policies.measured import PackStats
-from ..policies.memory import Memory, Request
-from ..policies.plan import Plan, planned
-from ..policies.predictive import PredictivePolicy, queries_bytes, room_for, selects
-from ..policies.shared import Labelled
-from ..predictor.channels import LabelChannels
-from ..predictor.query import QueryPredictor
-from ..tensors import no_inference_mode
-from ..types import AttentionParams
+from ....config import OffloadConfig, PredictiveConfig
+from ....kv.counters import Tally
+from ....kv.store import LayerStore
+from ....ops._dispatch import use_triton
+from ....ops.topk_select import token_select
+from ....predictor.channels import LabelChannels
+from ....predictor.query import QueryPredictor
+from ....tensors import no_inference_mode
+from ....types import AttentionParams
+from ...base import Policy
+from ...label_index import label_bytes
+from ...measured import PackStats
+from ...memory import Memory, Request
+from ...plan import Plan, planned
+from ...shared import Labelled
+from ..predictive import PredictivePolicy, queries_bytes, room_for, selects
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 
@@ -60,7 +60,7 @@ class ReplicaPolicy(PredictivePolicy):
         scores = peer.buffer("scores", (batch, store.heads, room), torch.float32, stream_index)
         scratch = None
         if use_triton(scores):
-            from ..ops.topk_select.triton import scratch_size
+            from ....ops.topk_select.triton import scratch_size
 
             scratch = peer.buffer(
                 "select", (scratch_size(scores, self.config.token_budget),), torch.int32, stream_index
@@ -171,7 +171,7 @@ class SecondDevicePolicy(Policy):
             return True  # a user's may
         if self.config.token_reduce != "mean" or not use_triton(self.peer.enabled):
             return False
-        from ..ops._group import MANY
+        from ....ops._group import MANY
 
         return self.replica.queries.held.shape[1] > MANY * store.heads
 

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import PredictiveConfig
-from ..kv.counters import Tally
-from ..kv.state import Held
-from ..kv.store import LayerStore
-from ..ops.topk_select import token_select
-from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode, reads_here
-from ..types import AttentionParams
-from .plan import Plan, planned
+from ...config import PredictiveConfig
+from ...kv.counters import Tally
+from ...kv.state import Held
+from ...kv.store import LayerStore
+from ...ops.topk_select import token_select
+from ...predictor.channels import LabelChannels
+from ...tensors import no_inference_mode, reads_here
+from ...types import AttentionParams
+from ..plan import Plan, planned
 from .predictive import PredictivePolicy
 
 

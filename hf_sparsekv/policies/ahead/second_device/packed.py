@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kv.state import Held, State
-from ..ops.pack import pack
-from ..tensors import no_inference_mode
+from ....kv.state import Held, State
+from ....ops.pack import pack
+from ....tensors import no_inference_mode
 
 
 class Packed(State):
@@ -60,7 +60,7 @@ class Packed(State):
         return self.kv.view(-1, block_size, self.kv.shape[-1])
 
     def update(self, ids: Tensor, kv: Tensor, block_table: Tensor, scratch: Tensor | None = None) -> None:
-        """Bring ``ids`` together, see :func:`..ops.pack.pack`."""
+        """Bring ``ids`` together, see :func:`....ops.pack.pack`."""
         pack(
             ids,
             kv,

@@ -22,7 +22,7 @@ from .plan import Plan
 from .shared import Labelled, Shared
 
 
-class TokenPolicy(Policy):
+class LabelledPolicy(Policy):
     """State: the label channels; with blocks in host memory, copies of chosen tokens on the device.
 
     Attributes:

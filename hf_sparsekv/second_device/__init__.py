@@ -1,6 +1,0 @@
-"""Predictive selection on a second device.
-
-Importing it registers itself with :class:`..policies.predictive.PredictivePolicy`; nothing else depends on it.
-"""
-
-from . import policy as policy
