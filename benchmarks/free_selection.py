@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_sparsekv.config import PREDICTOR, PredictiveConfig
+from hf_sparsekv import PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
 from hf_sparsekv.policies.plan import Plan
 from hf_sparsekv.policies.registry import register
+from hf_sparsekv.predictor.query import PREDICTOR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,14 @@ from .attention.mla import absorb_mla, restore_mla
 from .attention.rotary import fixed_rotary
 from .attention.tap import QueryTap, predict_ahead
 from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
-from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig
+from .config import OffloadConfig, SparseConfig
 from .cuda_graph.optimize import optimize, unoptimize
 from .generating import generate, sparse
+from .policies.ahead.predictive_config import PredictiveConfig
 from .policies.measured import WalkStats
+from .policies.progressive_config import ProgressiveConfig
 from .policies.streaming import StreamingConfig
+from .policies.two_level_config import TwoLevelConfig
 from .prefix import PrefixCache
 from .row_trial import check_rows
 from .serving import Sampling, ServingConfig

@@ -18,12 +18,15 @@ from .attention.mla import caller, passes_on
 from .bookkeeping.models import check_kind, indexed, need_config, prefix_tuning
 from .bookkeeping.owner import LayerOwner
 from .bookkeeping.row_changes import held_rows
-from .config import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseConfig, TwoLevelConfig, with_changes
+from .config import OffloadConfig, SparseConfig, with_changes
 from .kv.row_table import RowTable
 from .layers.sparse_layer import SparseLayer
 from .offload.page_table import DevicePools
 from .persistence.loading import load_cache
 from .persistence.saving import save_cache
+from .policies.ahead.predictive_config import PredictiveConfig
+from .policies.progressive_config import ProgressiveConfig
+from .policies.two_level_config import TwoLevelConfig
 from .policies.watch import BlockWatch
 from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect

@@ -25,11 +25,12 @@ from .attention.mla import absorbs, is_mla, restore
 from .attention.tap import QueryTap
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
-from .config import OffloadConfig, SparseConfig, TwoLevelConfig, with_changes
+from .config import OffloadConfig, SparseConfig, with_changes
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
 from .generate_watch import GenerateWatch
 from .policies.registry import method_of
+from .policies.two_level_config import TwoLevelConfig
 from .ranks import ranks_of
 
 _METHOD = "_prepare_cache_for_generation"

@@ -17,8 +17,8 @@ from .attention.mla import passes_on
 from .attention.rotary import unfixed
 from .cache import SparseCache
 from .cache_name import cache_name
-from .config import TwoLevelConfig
 from .cuda_graph.optimize import runner_of
+from .policies.two_level_config import TwoLevelConfig
 from .row_batch import no_positions, positions
 
 passes_on(__name__)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig, _not_negative, _positive
+from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.ops.topk_select.reference import topk_ids
+from hf_sparsekv.option_checks import not_negative, positive
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.types import AttentionParams
@@ -30,7 +31,7 @@ class OracleConfig(SparseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("token_budget", self.token_budget)
+        positive("token_budget", self.token_budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class RandomConfig(OracleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _not_negative("seed", self.seed)
+        not_negative("seed", self.seed)
 
 
 class ReferencePolicy(Selector):

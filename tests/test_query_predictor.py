@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv.config import PREDICTORS
 from hf_sparsekv.ops.query_predict.reference import query_predict
-from hf_sparsekv.predictor.query import CustomPredictor, QueryPredictor, make_predictor
+from hf_sparsekv.predictor.query import PREDICTORS, CustomPredictor, QueryPredictor, make_predictor
 
 FORMS = {  # windows averaged, softmax
     "ridge": (False, False),

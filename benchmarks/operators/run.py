@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_sparsekv.config import TwoLevelConfig
+from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.results import device_name, versions
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape, set_count, steps
 from hf_sparsekv.tuning.timing import Time, captured

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hf_sparsekv.config import OffloadConfig, TwoLevelConfig
+from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.config import OffloadConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.request import Handle, Sampling

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import PredictiveConfig, TwoLevelConfig
+from hf_sparsekv import PredictiveConfig, TwoLevelConfig
 from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels
 from hf_sparsekv.policies.label_index import default_channels

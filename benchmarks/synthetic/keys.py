@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig, TwoLevelConfig
+from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv.config import SparseConfig
 
 from .statistics import FRACTIONS, stored_blocks
 

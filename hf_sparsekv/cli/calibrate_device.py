@@ -14,9 +14,9 @@ import torch
 import typer
 from rich.table import Table
 
-from ..config import TwoLevelConfig
 from ..ops._dispatch import has_triton
 from ..policies import crossover
+from ..policies.two_level_config import TwoLevelConfig
 from ..tuning.fitting import METHODS, Timing, fit, wrong_by
 from . import loading
 from .output import CommandError, messages, note, results

@@ -14,8 +14,10 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
-from ..config import BY_LAYER, PREDICTORS, OffloadConfig, SparseConfig
+from ..config import OffloadConfig, SparseConfig
+from ..policies.ahead.predictive_config import BY_LAYER
 from ..policies.registry import Method, methods
+from ..predictor.query import PREDICTORS
 
 DENSE = "dense"
 CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type=str)  # what --cache takes

@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from ..config import BY_LAYER, OffloadConfig, SparseConfig
+from ..config import OffloadConfig, SparseConfig
+from ..policies.ahead.predictive_config import BY_LAYER
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 from .filed_cache import FiledCache

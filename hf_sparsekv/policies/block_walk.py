@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..config import ProgressiveConfig
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
 from ..ops.seal import Index
 from ..ops.sparse_decode.reference import gather
+from ..policies.progressive_config import ProgressiveConfig
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .block_metadata import BlockMetadata, bounds_bytes

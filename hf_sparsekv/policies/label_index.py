@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import PredictiveConfig, ProgressiveConfig, TwoLevelConfig
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.seal import Index
 from ..ops.token_score import token_score
 from ..predictor.channels import ChannelStats, LabelChannels
 from ..tensors import sent
+from .label_options import LabelOptions
 from .memory import LayerShape, Request
 
 
@@ -42,7 +42,7 @@ class LabelIndex(State):
 
     def __init__(
         self,
-        config: TwoLevelConfig | PredictiveConfig | ProgressiveConfig,
+        config: LabelOptions,
         layer_idx: int,
         fixed: LabelChannels | None,
     ) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..config import OffloadConfig, PredictiveConfig, ProgressiveConfig, TwoLevelConfig
+from ..config import OffloadConfig
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..ops.seal import Index
@@ -17,6 +17,7 @@ from ..types import AttentionParams
 from .base import Policy
 from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
+from .label_options import LabelOptions
 from .measured import PackStats, WalkStats
 from .plan import Plan
 from .shared import Labelled, Shared
@@ -33,11 +34,9 @@ class LabelledPolicy(Policy):
     PARTS: ClassVar = ("labels", "tokens")
     OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
-    config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig
-
     def __init__(
         self,
-        config: TwoLevelConfig | ProgressiveConfig | PredictiveConfig,
+        config: LabelOptions,
         layer_idx: int,
         offloaded: bool,
         channels: LabelChannels | None = None,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig, ProgressiveConfig
+from ..config import OffloadConfig
 from ..kv.counters import Tally
 from ..kv.state import Held
 from ..kv.store import LayerStore
@@ -17,6 +17,7 @@ from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.mass_select.reference import LENGTHS
 from ..ops.sparse_decode.reference import gather
 from ..ops.topk_select import token_select
+from ..policies.progressive_config import ProgressiveConfig
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams

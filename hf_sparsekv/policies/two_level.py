@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import TwoLevelConfig
 from ..kv.counters import Tally
 from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops.place_tokens import place_tokens
 from ..ops.seal import Index
 from ..ops.topk_select import block_select, token_select
+from ..policies.two_level_config import TwoLevelConfig
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams

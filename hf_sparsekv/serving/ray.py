@@ -30,7 +30,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from hf_sparsekv_ray.router import PrefixRouter
 from hf_sparsekv_ray.scaling import ByRows, Fitting
 
-from ..config import OffloadConfig, TwoLevelConfig
+from ..config import OffloadConfig
+from ..policies.two_level_config import TwoLevelConfig
 from .config import ServingConfig
 from .engine import Engine
 from .garbage import set_aside

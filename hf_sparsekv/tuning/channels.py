@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..cache import OffloadedSparseCache
 from ..cache_name import over
-from ..config import TwoLevelConfig
 from ..layers.sparse_layer import SparseLayer
+from ..policies.two_level_config import TwoLevelConfig
 from ..predictor.channels import ChannelStats, LabelChannels, describe
 from .serving_plan import CHUNK
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import TwoLevelConfig
 from ..kv.block_ids import bucket
 from ..kv.ring import ring_tokens
 from ..ops._device import gpu
@@ -25,6 +24,7 @@ from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
 from ..policies.label_index import default_channels
+from ..policies.two_level_config import TwoLevelConfig
 
 MODELS = {
     "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import OffloadConfig, TwoLevelConfig
+from ..config import OffloadConfig
+from ..policies.two_level_config import TwoLevelConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 PRESETS = ("accurate", None, "fast")  # the largest budget first; None: the defaults

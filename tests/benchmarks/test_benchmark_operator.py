@@ -19,7 +19,7 @@ from benchmarks.operators.run import arguments, main, shapes
 from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
 from benchmarks.report import Report
-from hf_sparsekv.config import TwoLevelConfig
+from hf_sparsekv import TwoLevelConfig
 from hf_sparsekv.ops.small_linear.triton import tile
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape

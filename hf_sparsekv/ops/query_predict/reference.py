@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...config import MAX_WINDOW, MIN_EPSILON
 from .._dispatch import give
 
+MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
+MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 TINY = 1e-30  # mean squared norm from which on queries count as more than nothing: its inverse is a normal float32
 
 

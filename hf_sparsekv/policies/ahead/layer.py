@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...config import PredictiveConfig
 from ...kv.counters import Tally
 from ...kv.state import Held
 from ...kv.store import LayerStore
@@ -18,6 +17,7 @@ from ...tensors import no_inference_mode, reads_here
 from ...types import AttentionParams
 from ..plan import Plan, planned
 from .predictive import PredictivePolicy
+from .predictive_config import PredictiveConfig
 
 
 class LayerAheadPolicy(PredictivePolicy):

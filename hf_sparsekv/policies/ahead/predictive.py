@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...config import OffloadConfig, PredictiveConfig
+from ...config import OffloadConfig
 from ...kv.counters import Tally
 from ...kv.state import Held
 from ...kv.store import LayerStore
@@ -26,6 +26,7 @@ from ..memory import Memory, Request, mean_bytes
 from ..plan import CROSSOVER, DENSE, Plan, planned
 from ..registry import register
 from ..shared import Labelled
+from .predictive_config import PredictiveConfig
 from .query_ring import QueryRing
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ....config import OffloadConfig, PredictiveConfig
+from ....config import OffloadConfig
 from ....kv.counters import Tally
 from ....kv.store import LayerStore
 from ....ops._dispatch import use_triton
@@ -28,6 +28,7 @@ from ...memory import Memory, Request
 from ...plan import Plan, planned
 from ...shared import Labelled
 from ..predictive import PredictivePolicy, queries_bytes, room_for, selects
+from ..predictive_config import PredictiveConfig
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 

@@ -1,0 +1,134 @@
+"""The configuration of predictive selection.
+
+Apart from its policies because it says which of three they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from ...config import SparseConfig
+from ...option_checks import flag, not_negative, one_of, positive, require
+from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
+from ..label_options import Reduce, check_labels, check_tail
+
+# Predictions within a step, by the layer before; and none: each layer's own query.
+BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
+
+
+def _is_device(name: object) -> bool:
+    try:
+        return isinstance(name, str) and torch.device(name) is not None
+    except RuntimeError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictiveConfig(SparseConfig):
+    """Tokens chosen for a predicted query, so that a step finds them chosen.
+
+    Source: AsyncSpade, section 4.
+
+    Args:
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
+            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. A
+            little more right are its input plus what it added to the residual stream for the row's token before
+            (``"layer:in_delta"``, 4 to 7 % more for a step), and the stream between its attention and its MLP
+            (``"layer:mid"``), with too little time left to hide the choice. It takes hooks, which ``optimize()``
+            or :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
+            place, as all do with ``"own"``. From queries of earlier steps, much less right
+            (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
+            (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
+            ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
+        predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
+        start_length: attend to everything until so many tokens are cached, and then to the end of the block.
+        cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
+            ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
+            newly chosen; or a second device (``"cuda:1"``), which keeps the blocks, chooses, and hands over what is
+            chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
+        strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
+            exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
+        layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
+        token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TwoLevelConfig`.
+        calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
+        dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says
+            little (docs/studies/settings.md).
+    """
+
+    FREE = (
+        *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
+        *("layers_per_pack", "token_reduce"),
+    )
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"token_budget": 512},
+            "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
+            "previous": {"predictor": "assembled_ridge", "tail": None},
+            "paper": {"predictor": "assembled", "tail": None},
+        }
+    )
+
+    label_share = 4
+
+    dense_layers: int = 2
+    token_budget: int = 1024
+    predictor: str | Predict | None = None
+    predictor_window: int = WINDOW
+    predictor_epsilon: float = EPSILON
+    start_length: int = 0
+    cache_rank: str | None = None
+    strict: bool = False
+    layers_per_pack: int = 1
+    token_reduce: Reduce = "max"
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
+    tail: Literal["mean"] | None = "mean"
+    tail_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("token_budget", self.token_budget)
+        if isinstance(self.predictor, str):
+            one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
+        own = PREDICTOR if self.predictor is None or self.predictor in BY_LAYER else self.predictor
+        check_predictor(own, self.predictor_window, self.predictor_epsilon)
+        require(
+            self.cache_rank in (None, "stream", "host") or self.predictor is None or self.predictor not in BY_LAYER,
+            f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
+            f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
+        )
+        not_negative("start_length", self.start_length)
+        require(
+            self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
+            f"cache_rank must be 'stream', 'host', a device such as 'cuda:1' or None, got {self.cache_rank!r}",
+        )
+        require(
+            self.cache_rank in (None, "stream", "host") or self.dense_below in ("auto", None, 0),
+            f"with cache_rank={self.cache_rank!r} blocks lie on that device, so attending to all of them is never as "
+            f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
+        )
+        flag("strict", self.strict)
+        positive("layers_per_pack", self.layers_per_pack)
+        check_labels(self)
+        check_tail(self)
+
+    @property
+    def prediction(self) -> str | Predict:
+        """What :attr:`predictor` stands for."""
+        if self.predictor is not None:
+            return self.predictor
+        return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR
+
+    @property
+    def by_layer(self) -> bool:
+        """Queries are expected within a step, or not at all: nothing of earlier steps is needed."""
+        return isinstance(self.prediction, str) and self.prediction in BY_LAYER

@@ -1,0 +1,102 @@
+"""The configuration of progressive selection.
+
+Apart from its policy because the baselines of the papers have it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+from ..config import SparseConfig
+from ..option_checks import not_negative, one_of, positive, require
+from .label_options import Reduce, check_labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressiveConfig(SparseConfig):
+    """Progressive selection: tokens in order of importance until enough attention mass is covered.
+
+    Source: PSA's threshold (section 3) and Twilight's top-p over estimated masses. The budget is different in each
+    step, layer, row and KV head. A token's mass is estimated from its label: the exponential of the query's product
+    with some channels of its key. Sinks and recent tokens, whose true masses are computed, tell how much masses exceed
+    what labels say (the verifier), and count as covered.
+
+    Args:
+        threshold: share of the attention mass to cover, in (0, 1], for each query head. It is estimated;
+            ``audit_every`` shows the true one. 1 attends to everything.
+        min_tokens: tokens attended to at least, beside sinks and recent window, if there are as many.
+        max_tokens: tokens attended to at most per step, row and KV head, whatever they cover: a safety valve.
+            ``stats()`` says how often it decided. ``None``: all.
+        group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
+            masses (which the heads with the largest logits decide).
+        estimate: ``"labels"``, or one of three that go by boxes around the keys of whole blocks, as baselines:
+            ``"as_min"`` (PSA's), ``"bound"`` (Quest's bound on what is left, which guarantees the threshold and reads
+            nearly everything) and ``"scores"`` (this package's earlier one). See
+            :mod:`hf_sparsekv.policies.block_walk`: plain torch on any device, which reads every key to find where to
+            stop, so these are slower than dense attention. ``min_tokens`` and ``max_tokens`` become whole blocks, and
+            label options are not used.
+        label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
+            128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
+            (docs/studies/progressive.md).
+        label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TwoLevelConfig`.
+        audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
+            with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
+            ``estimate="labels"``.
+    """
+
+    FREE = ("threshold", "min_tokens", "max_tokens", "group_reduce", "audit_every")
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"threshold": 0.9},
+            "accurate": {"threshold": 0.98},
+            "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512, "dense_layers": 2},
+            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0, "dense_layers": 2},
+        }
+    )
+
+    threshold: float = 0.95
+    min_tokens: int = 256
+    max_tokens: int | None = None
+    group_reduce: Literal["all", "sum"] = "all"
+    estimate: Literal["labels", "scores", "as_min", "bound"] = "labels"
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
+    audit_every: int | None = None
+
+    label_share = 2  # of the channels are label channels by default: one in so many
+    token_reduce: ClassVar[Reduce] = (
+        "max"  # where one score stands for a group: what is brought to the device before the first step
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = (
+            isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool) and 0 < self.threshold <= 1
+        )
+        require(ok, f"threshold must lie in (0, 1], got {self.threshold!r}")
+        not_negative("min_tokens", self.min_tokens)
+        if self.max_tokens is not None:
+            positive("max_tokens", self.max_tokens)
+            require(
+                self.max_tokens >= self.min_tokens,
+                f"max_tokens={self.max_tokens} is less than min_tokens={self.min_tokens}: lower min_tokens as well",
+            )
+        for name in ("min_tokens", "max_tokens"):
+            require((getattr(self, name) or 0) < 1 << 31, f"{name} must be less than 2^31, which kernels count to")
+        one_of("group_reduce", self.group_reduce, ("all", "sum"))
+        one_of("estimate", self.estimate, ("labels", "scores", "as_min", "bound"))
+        check_labels(self)
+        if self.audit_every is not None:
+            positive("audit_every", self.audit_every)
+            require(self.labels, f"audit_every needs estimate='labels', got {self.estimate!r}")
+
+    @property
+    def labels(self) -> bool:
+        """Tokens have labels."""
+        return self.estimate == "labels"

@@ -1,0 +1,149 @@
+"""The configuration of the default: tokens by labels, among all or in a bounded number of blocks.
+
+Apart from the policies because its ``level`` says which of three they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from types import MappingProxyType
+from typing import Literal
+
+from ..config import SparseConfig
+from ..option_checks import flag_or_none, one_of, positive, power_of_two, require
+from .label_options import Reduce, check_labels, check_tail
+
+Metadata = Literal["min_max", "cuboid_mean", "mean"]
+METADATA = ("min_max", "cuboid_mean", "mean")
+Level = Literal["auto", "two_level", "block", "token"]
+LEVELS = ("auto", "two_level", "block", "token")
+
+
+def _check_index(config: TwoLevelConfig) -> None:
+    """What the block metadata must obey."""
+    one_of("block_reduce", config.block_reduce, ("mean", "max"))
+    if config.bound_tokens is not None:
+        power_of_two("bound_tokens", config.bound_tokens)
+        require(
+            config.bound_tokens <= config.block_size,
+            f"bound_tokens={config.bound_tokens} exceeds block_size={config.block_size}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelConfig(SparseConfig):
+    """Tokens by quantised label channels, among all or in a bounded number of blocks.
+
+    Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
+
+    By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
+    what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device behind
+    its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
+    choose in host memory (docs/offloading.md).
+
+    Args:
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        num_blocks: blocks that the coarse level keeps, which must be able to hold the budget. ``None`` means 128, or as
+            many as ``token_budget`` needs if that is more.
+        level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
+            attends to all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses
+            among all cached tokens (as Double Sparsity does). ``"auto"``: ``"token"``, or ``"two_level"`` if
+            ``num_blocks``, ``metadata``, ``bound_tokens`` or ``lag=True`` asks for a choice of blocks.
+        metadata: what is kept of a block's keys to score it by: ``"min_max"`` (Quest's bound, as AsyncTLS has it),
+            ``"cuboid_mean"`` (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys;
+            half the memory). ``None`` means ``"min_max"``.
+        bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
+            does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
+            ``None`` means one pair a block (AsyncTLS).
+        label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
+            dimension, at most 128 (which is AsyncTLS's choice for MLA latents).
+        label_bits: 4 (packed codes with a scale and a zero point per token) or 16 (unquantised).
+        channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
+            prompt.
+        channel_importance: how online calibration ranks channels: ``"max"`` (AsyncTLS: product of the largest
+            magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
+        calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
+        block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
+            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
+        token_reduce: the same for the token score.
+        lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
+            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/ruler.md). ``None``, which
+            files of earlier releases hold, means off.
+        tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
+            columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
+            attention for one more token's reading in ``tail_tokens`` (docs/studies/not-chosen.md). Lost facts stay
+            lost. Without effect with ``level="block"``. ``None``: they do not count.
+        tail_tokens: columns that share one mean, a multiple of ``block_size``.
+    """
+
+    FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+    PRESETS = MappingProxyType(
+        {
+            "fast": {"token_budget": 512},
+            "accurate": {"token_budget": 2048},
+            "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None, "dense_layers": 2},
+            "paper": {
+                **{"level": "two_level", "metadata": "min_max", "lag": True, "dense_layers": 2},
+                **{"block_reduce": "mean", "token_reduce": "mean", "tail": None},
+            },
+        }
+    )
+
+    label_share = 4  # of the channels are label channels by default: one in so many
+
+    token_budget: int = 1024
+    num_blocks: int | None = None
+    level: Level = "auto"
+    metadata: Metadata | None = None
+    bound_tokens: int | None = None
+    label_channels: int | None = None
+    label_bits: int = 4
+    channel_file: str | PathLike[str] | None = None
+    channel_importance: Literal["max", "mean"] = "max"
+    calibration_tokens: int = 256
+    block_reduce: Reduce = "max"
+    token_reduce: Reduce = "max"
+    lag: bool | None = False
+    tail: Literal["mean"] | None = "mean"
+    tail_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("token_budget", self.token_budget)
+        one_of("level", self.level, LEVELS)
+        if self.num_blocks is not None:
+            positive("num_blocks", self.num_blocks)
+            holds = self.num_blocks * self.block_size
+            require(
+                self.level not in ("auto", "two_level") or holds >= self.token_budget,
+                f"num_blocks={self.num_blocks} blocks of {self.block_size} tokens hold {holds} tokens, fewer than "
+                f"token_budget={self.token_budget}: raise num_blocks to at least {self.blocks_for_budget}",
+            )
+        require(
+            self.level != "block" or self.token_budget >= self.block_size,
+            f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
+            f"{self.block_size} tokens",
+        )
+        one_of("metadata", self.metadata, (*METADATA, None))
+        _check_index(self)
+        check_labels(self)
+        check_tail(self)
+        flag_or_none("lag", self.lag)
+
+    @property
+    def blocks_for_budget(self) -> int:
+        """Fewest blocks that hold ``token_budget`` tokens."""
+        return -(-self.token_budget // self.block_size)
+
+    @property
+    def bounds_per_block(self) -> int:
+        """Parts of a block that have metadata of their own."""
+        return self.block_size // (self.bound_tokens or self.block_size)
+
+    @property
+    def coarse_blocks(self) -> int:
+        """Blocks that the coarse level keeps per step, row and KV head."""
+        if self.level == "block":
+            return self.token_budget // self.block_size
+        return self.num_blocks or max(128, self.blocks_for_budget)
