@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.topk_select import token_select
-from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
-from hf_sparsekv.policies.two_level import TwoLevelPolicy
+from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
+from hf_sparsekv.policies.token import TokenPolicy
 
 from .report import Report
 from .synthetic.foreseen import ROOMS, Pairs, Selection, place_of
@@ -29,10 +29,9 @@ def selection_of(cache: SparseCache) -> Selection | None:
     """
     config = cache.config
     for policy in (layer.policy for layer in cache.sparse_layers):
-        place = None if policy.foresight is None else place_of(policy.foresight)
-        if isinstance(policy, LayerAheadPolicy) and place is not None:
-            return Selection(config.token_budget, place, config)
-        if isinstance(policy, TwoLevelPolicy) and policy.fetches_tokens:
+        if isinstance(policy, LayerAheadPolicy) and policy.foresight is not None:
+            return Selection(config.token_budget, place_of(cache.foresight), config)
+        if isinstance(policy, TokenPolicy) and policy.fetches:
             return Selection(config.token_budget, None, config)
     return None
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_sparsekv import PredictiveConfig
 from hf_sparsekv.kv.store import LayerStore
-from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
+from hf_sparsekv.policies.ahead.earlier_queries import EarlierQueriesPolicy
+from hf_sparsekv.policies.ahead.predictive import Predictive
 from hf_sparsekv.policies.plan import Plan
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.predictor.query import PREDICTOR
@@ -22,8 +23,8 @@ class FreeConfig(PredictiveConfig):
     predictor: str = PREDICTOR
 
 
-@register("free", FreeConfig, about="the same selection given for free", reference=True)
-class FreePolicy(PredictivePolicy):
+@register("free", FreeConfig, about="the same selection given for free", reference=True, shared=Predictive)
+class FreePolicy(EarlierQueriesPolicy):
     """Attends in each step to what the prompt's last query has chosen: as many tokens, in as many places."""
 
     HOST: ClassVar = {"given": False}

@@ -21,8 +21,8 @@ from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.topk_select import token_select
-from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
-from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
+from hf_sparsekv.policies.ahead.earlier_queries import EarlierQueriesPolicy
+from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.ahead.second_device.packed import Packed
 from hf_sparsekv.policies.ahead.second_device.policy import SecondDevicePolicy
 from hf_sparsekv.policies.device_tokens import DeviceTokens
@@ -39,7 +39,7 @@ def predictive_layers(cache: SparseCache) -> list[SparseLayer]:
     return [
         layer
         for layer in cache.sparse_layers
-        if (isinstance(layer.policy, PredictivePolicy | SecondDevicePolicy) and layer.policy.chosen)
+        if (isinstance(layer.policy, EarlierQueriesPolicy | SecondDevicePolicy) and layer.policy.chosen)
         or (isinstance(layer.policy, LayerAheadPolicy) and layer.policy.plan(layer.store).attends == "chosen")
     ]
 
@@ -56,7 +56,7 @@ def partly_new(ids: Tensor, blocks: int, size: int, share: float) -> Tensor:
     return new
 
 
-def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[PredictivePolicy]]:
+def seats(layers: list[SparseLayer]) -> tuple[list[LayerStore], list[EarlierQueriesPolicy]]:
     """Stores and policies of the layers, where tokens are chosen."""
     stores, policies = [layer.store for layer in layers], [layer.policy for layer in layers]
     if isinstance(policies[0], SecondDevicePolicy):

@@ -76,9 +76,9 @@ class SparseCache(LayerOwner):
                 raise TypeError(f"config must be a {self.config_type.__name__}, got {type(config).__name__}")
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
-        policy = self._policy_type(config)
+        method = self._method(config)
         config = with_changes(config, changes)
-        super().__init__(config, policy.place(config, offload), policy)
+        super().__init__(config, method.shared.place(config, offload), method)
         self._checked = False  # what the model is
         if model_config is not None:
             self.bind(model_config)
@@ -124,7 +124,7 @@ class SparseCache(LayerOwner):
         Raises:
             ValueError: the cache is not empty, or its method chooses a step's tokens in the step before.
         """
-        if not self.make_policy(self.config.dense_layers).rows_join:
+        if not self.shared.rows_join:
             raise ValueError(
                 f"rows() serves methods that choose for each step by itself; {self.config} chooses ahead: leave lag, "
                 "the predictor of earlier queries, or the second device out"
@@ -293,7 +293,7 @@ class SparseCache(LayerOwner):
 
     def stats(self) -> CacheStats:
         """Counters since the cache was made or reset. Synchronises with the device."""
-        return collect(self.sparse_layers, self.device_pools, self.row_table)
+        return collect(self.sparse_layers, self.shared, self.device_pools, self.row_table)
 
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
@@ -320,7 +320,7 @@ class SparseCache(LayerOwner):
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated by its own layers, shared blocks included: ``device``, ``host``; ``second`` if it has one."""
-        held = allocated(self.sparse_layers, self.device_pools, self.row_table)
+        held = allocated(self.sparse_layers, self.shared, self.device_pools, self.row_table)
         return {place: held[place] for place in self.shared.places}
 
     @no_autocast

@@ -15,6 +15,8 @@ from .kv.state import Held
 from .kv.store import LayerStore
 from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
+from .policies.registry import Method
+from .policies.shared import Shared
 from .predictor.channels import describe
 
 FIRST = 512  # queries kept for label channels, which are calibrated on as many tokens at most
@@ -24,7 +26,6 @@ LAST = 64  # queries kept for the first selection
 class _Recording(Policy):
     """Dense attention that keeps the queries which other policies begin with, ``[batch, Hq, n, Dk]``."""
 
-    rows_join = False
     TENSORS: ClassVar = {name: Held(captured=False, shared=True, dropped=True) for name in ("first", "last")}
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
@@ -38,6 +39,12 @@ class _Recording(Policy):
         if self.last is not None and tail.shape[2] < LAST:
             tail = torch.cat((self.last[:, :, tail.shape[2] - LAST :], tail), 2)
         self.last = tail.clone()
+
+
+class _Recorded(Shared):
+    """What its layers have in common: it is no batch of rows that come and go, but what caches begin with."""
+
+    rows_join = False
 
 
 class PrefixCache(SparseCache):
@@ -69,8 +76,8 @@ class PrefixCache(SparseCache):
     ) -> None:
         super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
-    def _policy_type(self, config: SparseConfig) -> type[Policy]:
-        return _Recording
+    def _method(self, config: SparseConfig) -> Method:
+        return Method("prefix", SparseConfig, _Recording, shared=_Recorded)
 
     @torch.no_grad()
     def start(self, cache: SparseCache) -> SparseCache:

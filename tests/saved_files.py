@@ -52,7 +52,7 @@ def state(cache):
         calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]
         tensors.append(torch.zeros(0) if labels is None or calibrating else labels.channels)
-        tensors.append(policy.ids if policy.chosen else torch.zeros(0))
+        tensors.append(policy.ids if getattr(policy, "chosen", False) else torch.zeros(0))
         if calibrating:
             tensors += [labels.stats.q, labels.stats.k]
             host += (labels.stats.tokens,)

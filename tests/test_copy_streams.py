@@ -22,7 +22,7 @@ from hf_sparsekv import SparseCache
 from hf_sparsekv.kv import pool, sealing
 from hf_sparsekv.offload import device_pool
 from hf_sparsekv.offload.copy_streams import CopyStream
-from hf_sparsekv.policies.two_level import TwoLevelPolicy as two_level_policy
+from hf_sparsekv.policies.ahead.lag import LaggingBlockPolicy
 
 
 @pytest.fixture
@@ -214,11 +214,11 @@ def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
 
     monkeypatch.setattr(pool.BlockPool, "_grow", fail)
     monkeypatch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None and pinned[0]))
-    plan = two_level_policy.plan
+    plan = LaggingBlockPolicy.plan
     monkeypatch.setattr(
-        two_level_policy,
+        LaggingBlockPolicy,
         "plan",
-        lambda self, store: replace(plan(self, store), ahead=store.full_blocks > 0 and self.lag),
+        lambda self, store: replace(plan(self, store), ahead=store.full_blocks > 0),
     )
     parts = (ids[:, :100], ids[:, 100:190], *ids[:, 190:200].split(1, dim=1))
     found = logits(model("llama"), cache, parts)
@@ -247,13 +247,13 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
         model("llama")(prompt(2, 300)["input_ids"], past_key_values=cache)
     assert cache.layers[-1].policy.chosen and lazy[0].done < lazy[0].given
     name = {"copied": "copy", "reset": "reset", "reordered": "map_rows"}[way]
-    method = getattr(two_level_policy, name)
+    method = getattr(LaggingBlockPolicy, name)
 
     def arrived(self, *args):
         checked.append(all(copy_stream.done == copy_stream.given for copy_stream in lazy))
         return method(self, *args)
 
-    monkeypatch.setattr(two_level_policy, name, arrived)
+    monkeypatch.setattr(LaggingBlockPolicy, name, arrived)
     if way == "copied":
         copy.deepcopy(cache)
     elif way == "reset":

@@ -32,7 +32,8 @@ from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.layers.sparse_layer import SparseLayer
-from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
+from hf_sparsekv.policies.ahead.foresight import Foresight
+from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 
 TIGHT = {"token_budget": 32}
 TAPPED = [name for name in MODELS if name != "longcat-flash"]  # two attention modules in a layer
@@ -155,7 +156,7 @@ def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
         assert tap.layers == {0: "there is no layer before it", 1: "in", 2: "in"}
         cache = predictive(**TIGHT, predictor="layer")
         decode(cache, net, steps=3)
-        assert [layer.policy.source for layer in cache.sparse_layers] == [None, "in", "in"]
+        assert [layer.policy.foresight.source for layer in cache.sparse_layers] == [None, "in", "in"]
         assert cache.stats().foreseen_calls == 2 * 3
         with pytest.warns(UserWarning, match="layers 1, 2 choose tokens by their own query.*no place for 'layer:mid'"):
             decode(predictive(**TIGHT, predictor="layer:mid"), net, steps=3)
@@ -340,13 +341,14 @@ def go_on(cache, net=None, steps: int = 12) -> Tensor:
 def forget(cache) -> None:
     """What the layers before have added is unknown."""
     for layer in cache.sparse_layers:
-        layer.policy.added_at = None
+        if layer.policy.foresight is not None:
+            layer.policy.foresight.added_at = None
 
 
 def added(cache, layer: int = 1) -> Tensor | None:
     """What the layer before is taken to add in the next step; None for nothing."""
     policy = cache.sparse_layers[layer].policy
-    return policy.added.clone() if policy.added_at == cache.get_seq_length() else None
+    return policy.foresight.added.clone() if policy.foresight.added_at == cache.get_seq_length() else None
 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
@@ -455,9 +457,9 @@ def test_what_the_layer_before_has_added(name, captured, monkeypatch):
         for at in (1, 2):
             expected = seen.given[at][0][:, -1:] - seen.given[at - 1][0][:, -1:]
             torch.testing.assert_close(added(cache, at), expected, rtol=1e-4, atol=1e-5)
-        place = place or cache.sparse_layers[1].policy.added.data_ptr()
-        assert cache.sparse_layers[1].policy.added.data_ptr() == place
-        assert cache.sparse_layers[0].policy.added is None, "there is no layer before it"
+        place = place or cache.sparse_layers[1].policy.foresight.added.data_ptr()
+        assert cache.sparse_layers[1].policy.foresight.added.data_ptr() == place
+        assert cache.sparse_layers[0].policy.foresight.added is None, "there is no layer before it"
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
@@ -467,14 +469,14 @@ def test_nothing_is_added_where_the_last_token_is_another(captured, monkeypatch,
     if captured:
         Imitation(net).install()
     read = []
-    does = LayerAheadPolicy.expected
+    does = Foresight.expected
 
     def expected(self, stream, store):
         found = does(self, stream, store)
         read.append(bool((found != stream).any()))
         return found
 
-    monkeypatch.setattr(LayerAheadPolicy, "expected", expected)
+    monkeypatch.setattr(Foresight, "expected", expected)
 
     def next_steps(cache) -> list[bool]:
         found = []
@@ -534,7 +536,7 @@ def test_a_trial_run_leaves_what_was_added_as_it_was(monkeypatch):
 
     def recorded(*args):
         found = record(*args)
-        seen.append(cache.sparse_layers[1].policy.added.clone())
+        seen.append(cache.sparse_layers[1].policy.foresight.added.clone())
         return found
 
     monkeypatch.setattr(runner.capturer, "capture", watched)
@@ -556,7 +558,7 @@ def test_fused_layers_add_the_same(name, monkeypatch):
         )
         with predict_ahead(net):
             decode(cache, net, steps=4)
-            at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.source == "in_delta")
+            at = max(i for i, layer in enumerate(cache.sparse_layers) if layer.policy.foresight.source == "in_delta")
         found.append(added(cache, at))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
@@ -582,10 +584,10 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
         return lambda: (order.append("wait"), done())
 
     monkeypatch.setattr(Replay, "ahead", waiting)
-    for name in ("foresee", "attend", "note_added"):
-        does = getattr(LayerAheadPolicy, name)
+    for kind, name in ((LayerAheadPolicy, "foresee"), (LayerAheadPolicy, "attend"), (Foresight, "note_added")):
+        does = getattr(kind, name)
         monkeypatch.setattr(
-            LayerAheadPolicy, name, lambda self, *a, does=does, n=name, **k: (order.append(n), does(self, *a, **k))[1]
+            kind, name, lambda self, *a, does=does, n=name, **k: (order.append(n), does(self, *a, **k))[1]
         )
     order.clear()
     go_on(cache, net, steps=1)

@@ -10,7 +10,8 @@ from models import build
 
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.policies.ahead.layer import LayerAheadPolicy
+from hf_sparsekv.policies.ahead.foresight import Foresight
+from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 
 pytestmark = pytest.mark.gpu
 CYCLES = 2_000_000  # about a millisecond: longer than the rest of such a step
@@ -69,7 +70,7 @@ def test_fused_layers_give_the_stream_as_well(name, offload, predictor, request)
 
 def test_what_the_layer_before_has_added_is_there_for_the_next_step(monkeypatch):
     """Noted late, beside the step's end: the step still ends behind it, and reads nothing that was reused."""
-    note = LayerAheadPolicy.note_added
+    note = Foresight.note_added
 
     def late(self, *args, **named):
         if len(args) == 2:  # in a captured step
@@ -77,12 +78,12 @@ def test_what_the_layer_before_has_added_is_there_for_the_next_step(monkeypatch)
         note(self, *args, **named)
 
     eager, fast = pair("llama")
-    monkeypatch.setattr(LayerAheadPolicy, "note_added", late)
+    monkeypatch.setattr(Foresight, "note_added", late)
     caches = [predictive(True, **TIGHT, predictor="layer:in_delta") for _ in range(2)]
     expected, found = (logits(net, cache) for net, cache in zip((eager, fast), caches))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert runner_of(fast).replays == 40
-    added = [cache.sparse_layers[1].policy.added for cache in caches]
+    added = [cache.sparse_layers[1].policy.foresight.added for cache in caches]
     torch.testing.assert_close(*added, rtol=1e-3, atol=1e-3)
 
 

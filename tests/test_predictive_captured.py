@@ -11,7 +11,7 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace
 
 from hf_sparsekv.layers.replay import Replay
-from hf_sparsekv.policies.ahead.predictive import PredictivePolicy
+from hf_sparsekv.policies.ahead.earlier_queries import EarlierQueriesPolicy
 
 
 def test_a_captured_step_predicts_before_it_attends(monkeypatch):
@@ -23,11 +23,12 @@ def test_a_captured_step_predicts_before_it_attends(monkeypatch):
         monkeypatch.setattr(owner, name, lambda self, *args: (order.append(name), does(self, *args))[1])
 
     race.feed(prompt(1, 130)["input_ids"])
-    for owner, name in ((Replay, "on_side_stream"), (PredictivePolicy, "attend"), (PredictivePolicy, "choose")):
-        tell(owner, name)
+    tell(Replay, "on_side_stream")
+    for name in ("attend", "choose_for"):
+        tell(EarlierQueriesPolicy, name)
     tell(type(race.ours.sparse_layers[0].policy.predictor), "predict")
     race.run(1)
-    assert order[:10] == ["on_side_stream", "predict", "attend", "on_side_stream", "choose"] * 2
+    assert order[:10] == ["on_side_stream", "predict", "attend", "on_side_stream", "choose_for"] * 2
 
 
 @pytest.mark.parametrize("place", ["stream", "cpu"])
@@ -55,7 +56,7 @@ def test_a_capture_that_runs_out_of_memory_leaves_no_prediction(place, monkeypat
             net(ids[:, :150], past_key_values=cache)
             if fails:
                 with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                    patch.setattr(PredictivePolicy, "choose", full)
+                    patch.setattr(EarlierQueriesPolicy, "choose_for", full)
                     net(ids[:, :1], past_key_values=cache)
                 assert runner.captures == 0
             found.append(net(ids[:, 150:179], past_key_values=cache).logits)

@@ -135,7 +135,8 @@ def test_a_subclass_of_a_configuration_is_of_the_same_method():
 def test_named_caches_are_the_same_with_a_default(kind, config, offload):
     named, plain = kind(config), SparseCache(config, offload)
     assert named.offload_config == plain.offload_config == offload
-    assert [type(c.make_policy(5)) for c in (named, plain)] == [methods()[method_of(config).name].policy] * 2
+    assert [type(c.shared) for c in (named, plain)] == [method_of(config).shared] * 2
+    assert type(named.make_policy(5)) is type(plain.make_policy(5))
     assert type(kind().config) is type(config)
     with pytest.raises(TypeError, match=f"config must be a {type(config).__name__}, got StreamingConfig"):
         kind(StreamingConfig())

@@ -143,7 +143,7 @@ def test_of_a_prompt_that_was_not_watched_nothing_is_added():
     it = Rows(MADE["ahead"](), net, net)
     with QueryTap(net):
         row = it.join(it.prefill(150, 1))
-    added = [layer.policy.added for layer in it.rows.cache.sparse_layers[1:]]
+    added = [layer.policy.foresight.added for layer in it.rows.cache.sparse_layers[1:]]
     assert all(held[row].any() for held in added)
     it.rows.leave(row)
     assert it.join(it.prefill(90, 2)) == row
@@ -506,7 +506,8 @@ def test_of_a_cropped_row_nothing_is_expected_of_the_token_that_is_gone():
     first, second = (it.join(it.prefill(n, n)) for n in (200, 190))
     for _ in range(2):
         it.step()
-    added = [layer.policy.added for layer in it.rows.cache.sparse_layers if layer.policy.added is not None]
+    foresights = [layer.policy.foresight for layer in it.rows.cache.sparse_layers]
+    added = [foresight.added for foresight in foresights if foresight.added is not None]
     known = [one.clone() for one in added]
     assert added and all(bool(one[[first, second]].any(-1).all()) for one in added)
     for length, seen in ((202, known), (201, [torch.zeros_like(one) for one in known])):

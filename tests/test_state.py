@@ -15,6 +15,7 @@ from hf_sparsekv.kv.row_views import RowViews
 from hf_sparsekv.kv.state import Held, State
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.labelled import LabelledPolicy
+from hf_sparsekv.policies.registry import Method
 from hf_sparsekv.policies.selector import Selector
 
 
@@ -211,8 +212,8 @@ class FirstCache(SparseCache):
         self.policy = policy
         super().__init__(SparseConfig(block_size=16, window=16, max_draft=4, dense_layers=1))
 
-    def _policy_type(self, config: SparseConfig) -> type[Policy]:
-        return self.policy
+    def _method(self, config: SparseConfig) -> Method:
+        return Method("first", SparseConfig, self.policy)
 
 
 def test_a_policy_of_one_method():

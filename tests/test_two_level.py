@@ -11,7 +11,7 @@ from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
 from hf_sparsekv import OffloadConfig, TwoLevelConfig
-from hf_sparsekv.policies.two_level import level
+from hf_sparsekv.policies.two_level_config import level
 
 STEPS = 24  # blocks of 16 become full at 132 and 148
 

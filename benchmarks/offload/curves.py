@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv.policies.two_level import TwoLevelPolicy
+from hf_sparsekv.policies.ahead.lag import LaggingBlockPolicy
 
 from ..baselines import Variant, find, make_cache, prepare
 from ..decoding import free, generate
@@ -40,7 +40,7 @@ class OverlapWatch:
 
     def __call__(self) -> None:
         for at, layer in enumerate(self.cache.sparse_layers):  # asked anew: they account for replayed steps then
-            if not isinstance(layer.policy, TwoLevelPolicy) or not layer.policy.chosen:
+            if not isinstance(layer.policy, LaggingBlockPolicy) or not layer.policy.chosen:
                 continue
             now = layer.policy.ids
             last, self.last[at] = self.last[at], now.clone()

@@ -22,7 +22,7 @@ class ForeseeingCache(Protocol):
     """What the hooks need of a cache.
 
     Attributes:
-        foresight: what its layers want of those before them (``Policy.foresees_by``); None for nothing.
+        foresight: what its layers want of those before them (``Shared.foresight``); None for nothing.
         met: hooks that give it have met this cache.
         layers, sparse_layers: all of its layers, by index, and those that select.
     """
@@ -78,7 +78,8 @@ class Hooks:
             self._handles.pop()
         for cache in self._met:
             for layer in cache.sparse_layers:
-                layer.policy.source = None
+                if layer.policy.foresight is not None:
+                    layer.policy.foresight.source = None
             cache.met = False
         self._met.clear()
 
@@ -115,11 +116,11 @@ class Hooks:
                 if here.positions is None or begins.kind not in here.positions:
                     return
                 given["position_embeddings"] = here.positions[begins.kind]
-            policy = layer.policy
-            if policy.source == "mid":
+            foresight = layer.policy.foresight
+            if foresight.source == "mid":
                 here.call = layer, given
             else:
-                layer.foresee(lambda: begins.query(policy.expected(stream, layer.store), given), stream)
+                layer.foresee(lambda: begins.query(foresight.expected(stream, layer.store), given), stream)
 
         return entered
 
@@ -162,11 +163,12 @@ class Hooks:
         wanting = [layer for layer in cache.sparse_layers if layer.policy.foresight is not None]
         for layer in wanting:
             point = self.points.found.get(layer.index)
-            layer.policy.source = None if point is None else point.source(cache.foresight)
-            layer.policy.stream_like = None if point is None else (point.width, point.like.dtype)
+            foresight = layer.policy.foresight
+            foresight.source = None if point is None else point.source(cache.foresight)
+            foresight.stream_like = None if point is None else (point.width, point.like.dtype)
         self._met.add(cache)
         cache.met = True
-        without = [layer.index for layer in wanting if layer.policy.source is None and layer.policy.warns_unforeseen]
+        without = [layer.index for layer in wanting if layer.policy.foresight.source is None]
         odd = [index for index in without if self.points.skipped.get(index) != "there is no layer before it"]
         if odd and not self._said:
             self._said = True
@@ -194,7 +196,7 @@ def _waiting(point: Point | None, cache: ForeseeingCache):
     if point is None or point.index >= len(cache.layers):
         return None
     layer = cache.layers[point.index]
-    policy = getattr(layer, "policy", None)
-    if policy is None or policy.source is None or point.module.config._attn_implementation != "sparsekv":
+    foresight = getattr(getattr(layer, "policy", None), "foresight", None)
+    if foresight is None or foresight.source is None or point.module.config._attn_implementation != "sparsekv":
         return None
     return layer

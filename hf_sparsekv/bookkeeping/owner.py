@@ -37,8 +37,7 @@ from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools
 from ..policies.base import Policy
 from ..policies.plan import Plan
-from ..policies.registry import method_of
-from ..policies.shared import Shared
+from ..policies.registry import Method, method_of
 from ..policies.watch import BlockWatch
 from ..predictor.channels import check_config, check_layers
 from ..row_batch import RowBatch
@@ -57,7 +56,7 @@ class LayerOwner(Cache):
 
     Args:
         config, offload: as the constructor of the cache completes them.
-        policy: the class of the policies of layers that are not dense.
+        method: what chooses in layers that are not dense.
 
     Attributes:
         config, offload_config: these.
@@ -75,11 +74,11 @@ class LayerOwner(Cache):
         model_config: None until the model is known.
     """
 
-    def __init__(self, config: SparseConfig, offload: OffloadConfig | None, policy: type[Policy]) -> None:
+    def __init__(self, config: SparseConfig, offload: OffloadConfig | None, method: Method) -> None:
         super().__init__(layers=[])
         self.config, self.offload_config = config, offload
-        self.shared: Shared = policy.share(config, offload)
-        self.foresight = policy.foresees_by(config, offload is not None)
+        self.shared = method.share(config, offload)
+        self.foresight = self.shared.foresight
         self.met = False
         self.budget = None if offload is None else HostBudget(offload)
         self.device_pools = None if offload is None else DevicePools(offload)
@@ -100,9 +99,9 @@ class LayerOwner(Cache):
 
     # ------------------------------------------------------------------ layers
 
-    def _policy_type(self, config: SparseConfig) -> type[Policy]:
-        """The class of the policies of layers that are not dense."""
-        return method_of(config).policy
+    def _method(self, config: SparseConfig) -> Method:
+        """What chooses in layers that are not dense."""
+        return method_of(config)
 
     def make_policy(self, layer_idx: int) -> Policy:
         """The selection policy of one layer."""

@@ -228,7 +228,7 @@ def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) ->
     if options.kv_dtype is not None and not offload:
         raise typer.BadParameter("--kv-dtype is of keys and values in host memory: leave --no-offload out")
     try:
-        place = methods()[kind.value].policy.place(config, offload_config(options))
+        place = methods()[kind.value].shared.place(config, offload_config(options))
     except ValueError as error:
         message = f"{_option_names(str(error))} (without --no-offload they go to host memory: add --no-offload)"
         raise typer.BadParameter(message) from error

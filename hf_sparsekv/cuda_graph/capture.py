@@ -138,7 +138,7 @@ class Trial:
         self.rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         self.saved = [Saved(layer) for layer in self.layers]
         self.changes = cache.changes
-        self.low_priority = all(layer.policy.low_priority for layer in self.layers)
+        self.low_priority = all(layer.policy.launch.low_priority for layer in self.layers)
 
     def run(self, sides: Sides | None) -> object:
         """The step's forward pass, looking ahead on one of ``sides``; its output without the cache."""

@@ -30,7 +30,7 @@ class Recorder:
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
         """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
 
-        And the side streams for look-ahead, of equal or lower priority (``Policy.low_priority``).
+        And the side streams for look-ahead, of equal or lower priority (``Launch.low_priority``).
         """
         if self._captures_on is None or self._captures_on[0].device != device:
             main, equal = (torch.cuda.Stream(device, priority=-1) for _ in range(2))

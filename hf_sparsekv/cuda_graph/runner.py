@@ -234,7 +234,7 @@ class StepRunner:
             if step is None:
                 return self._eagerly(**given) if drafts is None else None
         graphs[key] = step  # the last one: the first one goes first
-        each = any(layer.policy.each_step for layer in layers) or any(plan.learns for plan in plans)
+        each = any(layer.policy.launch.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
         held = rows if drafts is None else drafts.taken.after
         now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new, autocast)

@@ -79,8 +79,8 @@ class CapturedLayer:
             policy.look_ahead(q, store, plan)
 
         self.query = q
-        if plan.ahead or policy.follows:
-            replay.fork(ahead, policy.layers_per_launch)
+        if plan.ahead or policy.launch.always:
+            replay.fork(ahead, policy.launch.layers)
         else:
             replay.late(ahead)
         if last:
@@ -107,4 +107,4 @@ class CapturedLayer:
         """See :meth:`.sparse_layer.SparseLayer.note_added`; ``managed``: rows come and go."""
         if self.plan.foresees:
             valid = self.replay.valid if managed else None
-            self.replay.behind(lambda: policy.note_added(before, after, valid=valid))
+            self.replay.behind(lambda: policy.foresight.note_added(before, after, valid=valid))

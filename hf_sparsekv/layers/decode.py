@@ -60,7 +60,7 @@ def asked(store: LayerStore, owner: Owner) -> Rows:
 
 def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, drafts: bool = False) -> Plan:
     """A decode step is about to be captured or replayed that finds ``rows``: what it does; see :func:`planned`."""
-    if drafts:
+    if drafts and policy.drafts != "exact":
         policy.begin_drafts()
     next_step.begin(store, policy)
     with store.at(rows):

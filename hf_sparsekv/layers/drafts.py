@@ -44,7 +44,8 @@ def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
     """A pass over so many drafts of the only row may be captured, as far as one layer is concerned."""
     if type(policy) is Policy:  # each query attends to everything, which exact attention reads once
         return not policy.offloaded
-    changes = policy.each_step or policy.observes or policy.source == "in_delta"  # the host's work, or of a token
+    changes = policy.launch.each_step or policy.observes  # the host's work
+    changes = changes or (policy.foresight is not None and policy.foresight.by_delta)  # of a token
     return policy.drafts == "together" and not changes and _select(store, policy, new)
 
 

@@ -26,13 +26,15 @@ def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
     nothing = torch.empty(1, dtype=like.dtype, device=like.device)
     k, v = (nothing.expand(batch, like.heads, 1, dim) for dim in (like.split, like.width - like.split))
     layer._begin(Step(layer, k, v, 0), other.q_heads)
-    layer.policy.open_rows(other.policy)
+    if layer.policy.labels is not None:
+        layer.policy.labels.open_rows(other.policy.labels)
 
 
 def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
     """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
     other.store.wait_for_copies()
-    layer.policy.join_row(row, other.policy, layer.store)
+    if layer.policy.foresight is not None:
+        layer.policy.foresight.join_row(row, other.policy.foresight, layer.store)
 
 
 def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
@@ -44,7 +46,8 @@ def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, T
 def crop_row(layer: SparseLayer, row: int, rows: Rows) -> None:
     """The last tokens of a row are removed, which leaves ``rows``."""
     layer.store.crop_to(rows)
-    layer.policy.crop_row(row)
+    if layer.policy.foresight is not None:
+        layer.policy.foresight.crop_row(row)
 
 
 @no_autocast

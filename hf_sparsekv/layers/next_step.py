@@ -40,7 +40,7 @@ class NextStep:
             policy.look_ahead(last, store, plan)
             return
         plan = policy.prepare(store)
-        if not policy.brings_only:
+        if not plan.brings:
             with store.writer.after_saving(last, store.pages) as last:
                 policy.look_ahead(last, store, plan)
         elif policy.tokens is not None:

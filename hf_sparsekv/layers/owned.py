@@ -18,6 +18,7 @@ from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools
 from ..policies.base import Policy
+from ..policies.shared import Shared
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
@@ -29,6 +30,7 @@ class Owner(Protocol):
     Attributes:
         config: of the cache.
         model_config: of the model; None: it is not known yet.
+        shared: what the policies of all layers have in common.
         layers: all of it, in the model's order.
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
@@ -37,6 +39,7 @@ class Owner(Protocol):
     """
 
     config: SparseConfig
+    shared: Shared
     model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
     row_table: RowTable

@@ -273,7 +273,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             step.committed = True
             owner.passed(self.index)
         plan = policy.plan(store) if captured is None else captured.plan
-        if policy.foresight is not None and policy.warns_unforeseen and not (plan.dense or owner.met):
+        if policy.foresight is not None and not (plan.dense or owner.met):
             owner.warn_own_queries()
         if captured is not None:
             return captured.attend(store, policy, q, params, own, last=next_layer(owner, self.index) is None)
@@ -304,7 +304,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """The layer before has ended: what it added to the stream for each row's last token.
 
         Steps that choose for their own query, or attend to everything, leave it out: nobody reads it, and the first
-        that does begins without (:meth:`.base.Policy.note_added`).
+        that does begins without (:class:`..policies.ahead.foresight.Foresight`).
 
         Args:
             before, after: its input and output ``[batch, n, hidden]``, or their last columns.
@@ -321,7 +321,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if new == 1 and not (past and planned(store, policy, asked(store, self.owner)).foresees):
             return
         waits = self.owner.new_rows(after.device)
-        policy.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
+        policy.foresight.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
     @torch.no_grad()
     def fill(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None = None, absorbed=None) -> None:

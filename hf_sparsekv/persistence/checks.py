@@ -49,11 +49,11 @@ def _sparse_fits(layer: SparseLayer, record: Layer, sealed: list[int], length: b
         "near buffer": record.near == config.sinks + ring_tokens(config),
         "blocks": (record.blocks > 0) == (sum(sealed) > 0) and record.blocks <= sum(sealed),
         "index": record.blocks > 0 or not record.index,
-        "policy": record.policy == policy.saved_as,
+        "policy": record.policy == layer.owner.shared.name_of(policy),
         "channels": (record.channels is not None) == (labels is not None and tokens is None),
         "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
         "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
-        "ring": (record.ring is not None) == (queries and "queries" in policy.PARTS)
+        "ring": (record.ring is not None) == (queries and "queries" in policy.file_names())
         and (record.ring is None or record.ring[0] % record.heads == 0),
         **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
     }
@@ -71,7 +71,7 @@ def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
 def check_reserved(cache: FiledCache, file: Reader) -> None:
     """A small file may not ask for much memory: that is up to who passes a configuration."""
     config, size = cache.config, 0
-    chosen = method_of(config).policy.reserves(config, cache.offload_config is not None)
+    chosen = method_of(config).shared.reserves(config)
     for record in file.layers:
         if record.window is None:
             token = record.heads * (record.key_dim + record.value_dim) * getattr(torch, record.dtype).itemsize

@@ -110,7 +110,7 @@ def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]
         length=store.length,
         near=store.recent_kv.shape[2],
         blocks=len(named),
-        policy=layer.policy.saved_as,
+        policy=layer.owner.shared.name_of(layer.policy),
         stats_tokens=labels.stats.tokens if calibrates else None,
         kv_dtype=kv_dtype_of(store.pool),
     )

@@ -3,9 +3,7 @@
 from . import two_level as two_level
 
 # isort: split
-from .ahead import layer as layer
 from .ahead import predictive as predictive
-from .ahead import second_device as second_device
 
 # isort: split
 from . import progressive as progressive

@@ -15,7 +15,7 @@ from ..policies.progressive_config import ProgressiveConfig
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .block_metadata import BlockMetadata, bounds_bytes
-from .memory import Memory, Request
+from .memory import Request
 from .selector import Selector
 
 METADATA = {"scores": "cuboid_mean", "as_min": "cuboid_mean", "bound": "min_max"}  # what an estimate goes by
@@ -49,10 +49,6 @@ class BlockWalkPolicy(Selector):
     def __init__(self, config: ProgressiveConfig, layer_idx: int, offloaded: bool) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.metadata = BlockMetadata(METADATA[config.estimate], 1, "max")
-
-    @classmethod
-    def needs(cls, request: Request) -> Memory:
-        return Memory(blocks=request.blocks, bounds=bounds_bytes(request, METADATA[request.config.estimate], 1))
 
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
@@ -126,3 +122,8 @@ def stop(held: Tensor, near: Tensor, predicted: Tensor, tokens: Tensor, config: 
     used = torch.where(enough.any(-1), enough.int().argmax(-1) + 1, n) if n else tokens.sum(-1)
     most = n if config.max_tokens is None else max(1, config.max_tokens // size)
     return torch.minimum(used.clamp_max(most), (tokens > 0).sum(-1))
+
+
+def walk_bytes(request: Request) -> int:
+    """Bytes of the boxes around blocks, all layers."""
+    return bounds_bytes(request, METADATA[request.config.estimate], 1)

@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 
 from .. import user_file
+from ..config import SparseConfig
+from ..kv.store import LayerStore
 from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton
 
@@ -133,6 +135,35 @@ def dense_tokens(
     if rule is None and has_triton():  # without its kernels nothing that is known holds
         rule = guess(gpu(device), method)
     return 0 if rule is None else rule.tokens(batch, width)
+
+
+class Crossover:
+    """Up to which length one layer's dense attention is as quick as selecting (``config.dense_below``).
+
+    Args:
+        name: the selection's in the table; None: it has none there.
+    """
+
+    def __init__(self, name: str | None, config: SparseConfig, offloaded: bool) -> None:
+        self.name, self.config, self.offloaded = name, config, offloaded
+        self._blocks: dict[int, int] = {}  # by rows: full blocks of each, on average
+
+    def below(self, store: LayerStore) -> bool:
+        """Dense attention is as quick at this batch and length.
+
+        Full blocks are what counts: they are what there is to select from. Of rows of different lengths their mean: one
+        decision for the whole batch. Rows that hold nothing do not count.
+        """
+        held = store.held
+        rows = max(1, sum(n > 0 for n in held.lengths))
+        blocks = self._blocks.get(rows)
+        if blocks is None:
+            config, width = self.config, store.heads * store.token_bytes
+            name = f"{self.name}:mla" if store.latent else self.name  # other kernels, other numbers
+            chosen = getattr(config, "token_budget", 0)
+            tokens = dense_tokens(config.dense_below, name, store.device, self.offloaded, rows, width, chosen)
+            blocks = self._blocks[rows] = tokens // store.block_size
+        return sum(held.sealed) <= blocks * rows
 
 
 def lookup(device_name: str, method: str | None) -> Rule | None:

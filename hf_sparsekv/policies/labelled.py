@@ -1,4 +1,7 @@
-"""What methods have in common that choose tokens by their labels."""
+"""What methods have in common that choose tokens by their labels.
+
+Apart from them because labels, and copies of chosen tokens on the device, are kept alike whatever is chosen for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..config import OffloadConfig
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..ops.seal import Index
@@ -15,23 +17,23 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .base import Policy
+from .crossover import Crossover
 from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
 from .label_options import LabelOptions
 from .measured import PackStats, WalkStats
 from .plan import Plan
-from .shared import Labelled, Shared
 
 
 class LabelledPolicy(Policy):
     """State: the label channels; with blocks in host memory, copies of chosen tokens on the device.
 
     Attributes:
-        fetches_tokens: such copies are kept, where there is device memory for them.
+        copies_tokens: such copies are kept, where there is device memory for them.
     """
 
+    method: str  # its name in the table of crossovers
     HOST: ClassVar = {"_taken": None}  # tokens, and how many count or None: from a step's attention to its end
-    PARTS: ClassVar = ("labels", "tokens")
     OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
     def __init__(
@@ -43,15 +45,12 @@ class LabelledPolicy(Policy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.labels = LabelIndex(config, layer_idx, channels)
-        self.fetches = self.fetches_tokens = offloaded
-
-    @classmethod
-    def share(cls, config, offload: OffloadConfig | None) -> Shared:
-        return Labelled(cls, config, offload)
+        self.fetches = self.copies_tokens = offloaded
 
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
+        self.crossover = Crossover(self.method, self.config, self.offloaded)
         if self.labels is not None:
             self.labels.start(store)
         self.tokens = DeviceTokens.begin(self.tokens, store)
@@ -94,12 +93,16 @@ class LabelledPolicy(Policy):
         return store.attend(q, places, "token", params, pages=self.tokens.pages, used=used, columns=ids)
 
     def wanted_copies(self, tokens: int) -> int:
+        """Tokens of one row and KV head that a step is expected to choose of ``tokens``, if it keeps copies of them.
+
+        0: no copies of tokens are kept on the device (:mod:`.device_tokens`), or nothing is chosen of so few.
+        """
         budget = self.config.token_budget
-        return budget if self.fetches_tokens and tokens > budget else 0
+        return budget if self.copies_tokens and tokens > budget else 0
 
     def enter(self, store: LayerStore) -> bool:
         """Whether chosen tokens are copied to the device; makes room for them."""
-        if self.fetches_tokens:
+        if self.copies_tokens:
             chosen = self.wanted_copies(store.block_table.shape[1] * store.block_size)
             self.tokens = DeviceTokens.enter(self.tokens, store, chosen)
         return self.tokens is not None

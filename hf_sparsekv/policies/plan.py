@@ -15,6 +15,8 @@ class Plan:
             chosen before, or blocks that the step chooses), or what else a policy calls it.
         ahead: the step prepares the next one (:meth:`.base.Policy.look_ahead`).
         paged: chosen blocks or tokens are addressed by device page ids.
+        brings: that decides where the next one reads, never what: chosen tokens are copied to the device. After a piece
+            of a prompt it waits for the step, because another piece may follow.
         foresees: tokens are chosen for the query that the layer before expects in this very step.
         learns: label channels are being calibrated.
         pack: which of two buffers the step reads.
@@ -25,6 +27,7 @@ class Plan:
     attends: str = "dense"
     ahead: bool = False
     paged: bool = False
+    brings: bool = False
     foresees: bool = False
     learns: bool = False
     pack: int = 0

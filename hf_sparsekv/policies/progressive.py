@@ -21,18 +21,48 @@ from ..policies.progressive_config import ProgressiveConfig
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .block_walk import BlockWalkPolicy
+from .base import Policy
+from .block_walk import BlockWalkPolicy, walk_bytes
 from .device_tokens import add_device_tokens
+from .drafting import Drafting
 from .label_index import label_bytes
 from .labelled import LabelledPolicy
+from .launch import Launch
 from .measured import PackStats, WalkStats
 from .memory import Memory, Request
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
-from .shared import Shared
+from .shared import Labelled, Shared
 
 FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
+
+
+class Progressive(Labelled):
+    """What its layers have in common."""
+
+    def __init__(self, policy: type[Policy], config: ProgressiveConfig, offload: OffloadConfig | None) -> None:
+        super().__init__(policy, config, offload)
+        self.whole_tokens = config.min_tokens
+
+    @classmethod
+    def of(cls, policy: type[Policy], config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
+        return cls(policy, config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
+
+    @classmethod
+    def crossover(cls, config: ProgressiveConfig) -> str | None:
+        return "progressive"
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        memory = Memory(blocks=request.blocks)
+        if not request.config.labels:
+            memory.bounds = walk_bytes(request)
+            return memory
+        memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        if request.offload is not None and request.full_blocks > 0:
+            add_device_tokens(memory, request, expected(request.table * request.config.block_size))
+        return memory
 
 
 @register(
@@ -40,8 +70,9 @@ NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their e
     ProgressiveConfig,
     about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("threshold", 0.5, 1.0),
+    shared=Progressive,
 )
-class ProgressivePolicy(LabelledPolicy):
+class ProgressivePolicy(Drafting, LabelledPolicy):
     """State: the label channels, and what walks have read.
 
     Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens
@@ -64,28 +95,10 @@ class ProgressivePolicy(LabelledPolicy):
         self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
-        self.brings_only = offloaded
         self._audited = NOTHING
+        self.launch = Launch(each_step=config.audit_every is not None)
         # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
         self._params: list[AttentionParams] = []
-
-    @property
-    def whole_tokens(self) -> int:
-        return self.config.min_tokens
-
-    @classmethod
-    def share(cls, config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
-        return super().share(config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
-
-    @classmethod
-    def needs(cls, request: Request) -> Memory:
-        if not request.config.labels:
-            return BlockWalkPolicy.needs(request)
-        memory = Memory(blocks=request.blocks)
-        memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
-        if request.offload is not None and request.full_blocks > 0:
-            add_device_tokens(memory, request, expected(request.table * request.config.block_size))
-        return memory
 
     def reset(self) -> None:
         super().reset()
@@ -105,9 +118,9 @@ class ProgressivePolicy(LabelledPolicy):
             return planned(learns=True, captured=self.labels.goes_on)
         if store.full_blocks * store.block_size <= self.config.min_tokens:
             return DENSE
-        if self.below_crossover(store):
+        if self.crossover.below(store):
             return CROSSOVER
-        return planned("walk", self.fetches, self.tokens is not None)
+        return planned("walk", self.fetches, self.tokens is not None, brings=self.fetches)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         self._params[:] = [params]
@@ -143,12 +156,9 @@ class ProgressivePolicy(LabelledPolicy):
             totals=totals,
         )
 
-    @property
-    def each_step(self) -> bool:
-        return self.config.audit_every is not None
-
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        if self.each_step and not plan.dense and store.counters.steps % self.config.audit_every == 0:
+        every = self.config.audit_every
+        if every is not None and not plan.dense and store.counters.steps % every == 0:
             with store.at(tally.last):
                 self._audit(q, store)
         super().account(q, store, plan, tally)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..config import SparseConfig
+from ..config import OffloadConfig, SparseConfig
+from .shared import Shared
 
 if TYPE_CHECKING:
     from .base import Policy
@@ -43,15 +44,21 @@ class Method:
         knob: what to turn for a quicker or a more exact step.
         variants: further names, and the settings that each stands for.
         reference: a yardstick: evaluation offers it, the command line, benchmarks and the demo do not.
+        shared: class of what all layers of a cache have in common, which may take other policies instead.
     """
 
     name: str
     config: type[SparseConfig]
     policy: type[Policy]
-    about: str
-    knob: Knob
+    about: str = ""
+    knob: Knob = Knob("token_budget", 64, 4096)
     variants: Mapping[str, dict] = field(default_factory=dict)
     reference: bool = False
+    shared: type[Shared] = Shared
+
+    def share(self, config: SparseConfig, offload: OffloadConfig | None) -> Shared:
+        """What all layers of a new cache have in common; ``offload``: what :meth:`.shared.Shared.place` said."""
+        return self.shared.of(self.policy, config, offload)
 
 
 _METHODS: dict[str, Method] = {}
@@ -65,6 +72,7 @@ def register(
     knob: tuple[str, float, float] = ("token_budget", 64, 4096),
     variants: Mapping[str, dict] | None = None,
     reference: bool = False,
+    shared: type[Shared] = Shared,
 ) -> Callable[[type[Policy]], type[Policy]]:
     """Make a policy class the method ``name``; the arguments are those of :class:`Method`.
 
@@ -73,7 +81,7 @@ def register(
     """
 
     def decorate(policy: type[Policy]) -> type[Policy]:
-        method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference)
+        method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference, shared)
         _check(method)
         _METHODS[name] = method
         return policy

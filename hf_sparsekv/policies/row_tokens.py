@@ -13,6 +13,7 @@ from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
 from ..tensors import no_inference_mode, sent
 from .base import Policy
 from .device_tokens import REUSED, DeviceTokens, empty_slots, slot_bytes
+from .labelled import LabelledPolicy
 
 SPILL = 32  # of so many tokens that were chosen a working set leaves one out
 
@@ -51,7 +52,7 @@ class RowTokens:
             self.layers.append(DeviceTokens(store, 0, store.pages.pools.enabled(store.device), made[store]))
 
     @classmethod
-    def open(cls, policies: Sequence[Policy], stores: Sequence[LayerStore]) -> RowTokens | None:
+    def open(cls, policies: Sequence[LabelledPolicy], stores: Sequence[LayerStore]) -> RowTokens | None:
         """Room for the copies of these layers, as much as their cache allows; each policy gets its layer's.
 
         None, and the policies none, where no device memory is to be had: steps read what they choose in host memory.
@@ -224,4 +225,4 @@ def expected_working_set(policy: Policy, tokens: int) -> int:
 
     ``REUSED`` selections; 0 where nothing is chosen of so few tokens, or no copies are kept.
     """
-    return min(tokens, round(REUSED * policy.wanted_copies(tokens)))
+    return min(tokens, round(REUSED * policy.wanted_copies(tokens))) if isinstance(policy, LabelledPolicy) else 0

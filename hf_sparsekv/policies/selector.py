@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from ..kv.store import LayerStore
 from ..types import AttentionParams
-from .base import Policy
+from .crossover import Crossover
+from .drafting import Drafting
 from .plan import CROSSOVER, DENSE, Plan, planned
 
 
-class Selector(Policy):
+class Selector(Drafting):
     """A subclass says in :meth:`select` which tokens or blocks a step attends to beside sinks and recent tokens.
 
     While the full blocks hold no more than ``config.token_budget`` tokens (if there is such a field) and while dense
@@ -26,7 +25,11 @@ class Selector(Policy):
     """
 
     captured = True
-    drafts: Literal["exact", "each", "together"] = "each"
+    method: str | None = None  # its name in the table of crossovers
+
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        super().start(store, q_heads)
+        self.crossover = Crossover(self.method, self.config, self.offloaded)
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
@@ -40,7 +43,7 @@ class Selector(Policy):
     def plan(self, store: LayerStore) -> Plan:
         if store.full_blocks * store.block_size <= getattr(self.config, "token_budget", 0):
             return DENSE
-        return CROSSOVER if self.below_crossover(store) else planned("every", captured=self.captured)
+        return CROSSOVER if self.crossover.below(store) else planned("every", captured=self.captured)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         return self.attend_drafts(q, store, store, plan, params)

@@ -1,30 +1,69 @@
-"""What the layers of one cache have in common."""
+"""What the layers of one cache have in common, and what a method says of a cache before it has layers.
+
+Apart from the policies because there is one of it a cache, and some of it is asked where there is no cache at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import OffloadConfig, SparseConfig
 from ..predictor.channels import LabelChannels
-
-if TYPE_CHECKING:
-    from .base import Policy
+from .base import Policy
+from .memory import Memory, Request
 
 
 class Shared:
-    """Created once per cache by ``Policy.share()``; creates the policies of its sparse layers.
+    """Created once a cache (:meth:`.registry.Method.share`); creates the policies of its sparse layers.
 
     Attributes:
         channels: label channels from a file, for methods that have labels.
         places: where the cache's memory is: the keys of ``cache.memory_bytes()``.
+        saved_as: what files of saved caches call the policies; None: by their class.
+        foresight: what queries are expected from (:mod:`..attention.points`): ``"layer:mid"``, ``"layer:in_delta"``,
+            ``"layer:in"``, or ``"layer"``, which is the last. None: none are.
+        rows_join: rows may come and go: what is chosen does not outlive its step.
+        whole_tokens: a row of no more tokens attends to all of them, whoever decodes beside it.
     """
 
     channels: LabelChannels | None = None
     places: tuple[str, ...] = ("device", "host")
+    saved_as: str | None = None
+    foresight: str | None = None
+    rows_join: bool = True
+    whole_tokens: int = 0
+
+    # ------------------------------------------------------------------ before there is a cache
+
+    @classmethod
+    def of(cls, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> Shared:
+        """That of a new cache; ``offload``: what :meth:`place` said."""
+        return cls(policy, config, offload)
+
+    @classmethod
+    def place(cls, config: SparseConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
+        """Where the blocks are to live, given what the user asked for. Raises ValueError for what cannot be."""
+        return offload
+
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
+        """Bytes that the sparse layers of such a cache will take."""
+        return Memory(blocks=request.blocks)
+
+    @classmethod
+    def reserves(cls, config: SparseConfig) -> int:
+        """Ids of a row and KV head that the configuration alone makes a layer keep."""
+        return 0
+
+    @classmethod
+    def crossover(cls, config: SparseConfig) -> str | None:
+        """The selection's name in the table of crossovers."""
+        return None
+
+    # ------------------------------------------------------------------ of one cache
 
     def __init__(self, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> None:
         self.kind, self.config, self.offloaded = policy, config, offload is not None
@@ -36,8 +75,17 @@ class Shared:
         """The policy of a layer behind the dense ones."""
         return self.kind(self.config, layer_idx, self.offloaded)
 
+    def name_of(self, policy: Policy) -> str:
+        """What files of saved caches call the policy of a layer."""
+        kind = type(policy)
+        return kind.__name__ if self.saved_as is None or kind is Policy else self.saved_as
+
     def check_model(self, text_config) -> None:
         """Raise ``ValueError`` for a model that this cache cannot serve."""
+
+    def second_bytes(self, policies: Iterable[Policy]) -> int:
+        """Bytes that these have allocated on a second device."""
+        return 0
 
     def check_file(self, loading: bool) -> None:
         """Raise ``ValueError`` if the cache cannot be saved, or loaded."""

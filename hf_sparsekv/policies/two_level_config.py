@@ -147,3 +147,34 @@ class TwoLevelConfig(SparseConfig):
         if self.level == "block":
             return self.token_budget // self.block_size
         return self.num_blocks or max(128, self.blocks_for_budget)
+
+
+def level(config: TwoLevelConfig) -> str:
+    """What ``config.level`` comes to: ``"two_level"``, ``"block"`` or ``"token"``."""
+    if config.level != "auto":
+        return config.level
+    asked = (config.num_blocks, config.metadata, config.bound_tokens) != (None, None, None)
+    return "two_level" if asked or config.lag else "token"
+
+
+def kind_of(config: TwoLevelConfig) -> str:
+    """Which summary of a block's keys is kept, where one is."""
+    return config.metadata or "min_max"
+
+
+def lags(config: TwoLevelConfig) -> bool:
+    """Tokens are chosen within the blocks of the previous step."""
+    return bool(config.lag) and level(config) != "token"
+
+
+def selection(config: TwoLevelConfig) -> str:
+    """What the table of crossovers calls the selection."""
+    of = level(config)
+    if of != "two_level":
+        return f"{of}_only"
+    return "two_level:lag" if lags(config) else "two_level"
+
+
+def has_tail(config: TwoLevelConfig) -> bool:
+    """Means stand for tokens that are not chosen."""
+    return config.tail is not None and config.level != "block"

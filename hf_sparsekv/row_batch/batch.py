@@ -55,7 +55,9 @@ class RowBatch:
         check_kinds(cache)
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
         self._policy = cache.make_policy(cache.config.dense_layers)
-        self.calibration_tokens, self.alike_tokens, self.whole_tokens = calibration_of(cache, self._policy, max_length)
+        self.calibration_tokens, self.alike_tokens, self.whole_tokens = calibration_of(
+            cache, self._policy.labels, max_length
+        )
         self.widths = tuple(sorted({width(rows, max_rows) for rows in range(1, max_rows + 1)}))
         self._places = Places(max_rows)
         self._prompts = Prompts(max_length)

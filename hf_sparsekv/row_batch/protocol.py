@@ -16,6 +16,7 @@ from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from ..layers.sparse_layer import SparseLayer
 from ..policies.base import Policy
+from ..policies.shared import Shared
 
 if TYPE_CHECKING:
     from .batch import RowBatch
@@ -27,6 +28,7 @@ class Batch(Protocol):
     config: SparseConfig
     offload_config: OffloadConfig | None
     layers: list[CacheLayerMixin]
+    shared: Shared
     row_table: RowTable
     changes: int
     model_config: PreTrainedConfig | None

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ..layers.joining import open_rows
-from ..policies.base import Policy
+from ..policies.label_index import LabelIndex
 from .protocol import Batch
 
 Channels = Sequence[Tensor | None]  # of each layer, int32 ``[H, r]``; None where there are no labels
@@ -26,14 +26,14 @@ class Calibration(NamedTuple):
     whole_tokens: int
 
 
-def calibration_of(cache: Batch, policy: Policy, max_length: int) -> Calibration:
-    """That of rows of up to ``max_length`` tokens, whose layers have such a policy."""
-    labels, offload = policy.labels, cache.offload_config
+def calibration_of(cache: Batch, labels: LabelIndex | None, max_length: int) -> Calibration:
+    """That of rows of up to ``max_length`` tokens, whose layers have such labels."""
+    offload, least = cache.offload_config, cache.shared.whole_tokens
     online = labels is not None and labels.fixed is None
     wanted = cache.config.calibration_tokens if online else 0
     tokens = wanted if wanted <= max_length else 0
-    alike = (tokens or None) if online and max_length > policy.whole_tokens else 0
-    whole = 0 if offload is not None and offload.kv_dtype == "int8" else policy.whole_tokens
+    alike = (tokens or None) if online and max_length > least else 0
+    whole = 0 if offload is not None and offload.kv_dtype == "int8" else least
     return Calibration(tokens, alike, whole)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layers.sparse_layer import SparseLayer
-from ..policies.row_tokens import RowTokens
+from ..policies.row_tokens import RowTokens, expected_working_set
 
 
 class WorkingSets:
@@ -53,7 +53,7 @@ class Slots:
 
     def open(self, layers: Sequence[SparseLayer], max_length: int) -> None:
         """The stores of these layers have been made, for rows of up to ``max_length`` tokens."""
-        copying = [layer for layer in layers if layer.policy.wanted_copies(max_length)]
+        copying = [layer for layer in layers if expected_working_set(layer.policy, max_length)]
         if copying:
             self.tokens = RowTokens.open([layer.policy for layer in copying], [layer.store for layer in copying])
 

@@ -11,6 +11,7 @@ from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
+from ..policies.shared import Shared
 from .working_set import working_set_bytes
 
 
@@ -192,10 +193,10 @@ _COUNTS = frozenset(
 )
 
 
-def allocated(layers: list[SparseLayer], pools: DevicePools | None, table: RowTable) -> dict[str, int]:
+def allocated(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> dict[str, int]:
     """Bytes that a cache takes: on the ``device``, ``host``, on a ``second`` device.
 
-    Of its sparse layers, of their ``pools``, and of the block table, of which each device has one.
+    Of its sparse layers, of what these share, of their ``pools``, and of the block table, of which each device has one.
     """
     begun = [layer for layer in layers if layer.store is not None]
     sizes = [layer.store.nbytes() for layer in begun]
@@ -207,7 +208,8 @@ def allocated(layers: list[SparseLayer], pools: DevicePools | None, table: RowTa
         + (0 if pools is None else pools.nbytes)
         + tables,
         "host": sum(s[1] for s in sizes),
-        "second": sum(layer.store.second_bytes + layer.policy.second_bytes for layer in begun)
+        "second": sum(layer.store.second_bytes for layer in begun)
+        + shared.second_bytes(layer.policy for layer in begun)
         + sum(table.blocks.nbytes.values())
         - tables,
     }
@@ -218,7 +220,7 @@ def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
 
 
-def collect(layers: list[SparseLayer], pools: DevicePools | None, table: RowTable) -> CacheStats:
+def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> CacheStats:
     """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
     fetched = {"needed": 0, "found": 0, "bytes": 0} if pools is None else pools.counters()
     stores = [layer.store for layer in layers if layer.store is not None]
@@ -238,7 +240,7 @@ def collect(layers: list[SparseLayer], pools: DevicePools | None, table: RowTabl
         up += counters.to_host_bytes
         down += counters.to_device_bytes
         down += counters.total_from_host * store.stored_bytes
-    held = allocated(layers, pools, table)
+    held = allocated(layers, shared, pools, table)
     total = [store.counters for store in stores]
     measured = [one for layer in layers for one in layer.policy.measured()]
     walks = tuple(m for m in measured if isinstance(m, WalkStats))

@@ -216,15 +216,15 @@ def plan_memory(
             raise ValueError(f"{name} must be positive, got {value}")
     if config.max_length is not None and config.max_length < context:
         raise ValueError(f"max_length={config.max_length} is less than the context of {context} tokens")
-    policy = method_of(config).policy
-    offload = policy.place(config, offload)
+    shared = method_of(config).shared
+    offload = shared.place(config, offload)
     item, size = model.dtype.itemsize, config.block_size
     sparse, dense = [], []
     for index, layer in enumerate(model.layers):
         if layer.kind == "full":
             (dense if index < config.dense_layers else sparse).append(layer)
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
-    memory = policy.needs(request)
+    memory = shared.needs(request)
     block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
     at_home = offload is not None and offload.keep_dense
     kept = block_capacity * size * sum(map(request.token if at_home else request.stored, dense))
@@ -271,7 +271,7 @@ def _dense_tokens(
     """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
     layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
     offloaded, item = offload is not None, model.dtype.itemsize
-    name = method_of(config).policy.crossover(config, offloaded)
+    name = method_of(config).shared.crossover(config)
     in_blocks = [
         dense_tokens(
             config.dense_below,

@@ -1,6 +1,1 @@
-"""Predictive selection on a second device.
-
-Importing it registers itself with :class:`..predictive.PredictivePolicy`; nothing else depends on it.
-"""
-
-from . import policy as policy
+"""Predictive selection on a second device: it keeps the blocks, chooses, and hands over what is chosen."""

@@ -5,7 +5,7 @@ Source: AsyncSpade sections 4.1 and 4.3, Inference Rank and Cache Rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -23,17 +23,20 @@ from ....tensors import no_inference_mode
 from ....types import AttentionParams
 from ...base import Policy
 from ...label_index import label_bytes
+from ...launch import Launch
 from ...measured import PackStats
 from ...memory import Memory, Request
 from ...plan import Plan, planned
 from ...shared import Labelled
-from ..predictive import PredictivePolicy, queries_bytes, room_for, selects
+from ..chosen_before import ChosenBefore
+from ..earlier_queries import EarlierQueriesPolicy, queries_bytes
+from ..predicted_tokens import ids_bytes, room_for, selects
 from ..predictive_config import PredictiveConfig
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 
 
-class ReplicaPolicy(PredictivePolicy):
+class ReplicaPolicy(EarlierQueriesPolicy):
     """A layer's share on the device that chooses: all that a step uses there has an address that is kept."""
 
     def __init__(
@@ -79,7 +82,7 @@ class ReplicaPolicy(PredictivePolicy):
         token_select(scores, None, budget, store.block_size, **how)
 
 
-class SecondDevicePolicy(Policy):
+class SecondDevicePolicy(ChosenBefore):
     """A layer's share on the device that attends; :attr:`replica` is the one on the device that chooses.
 
     Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
@@ -98,11 +101,6 @@ class SecondDevicePolicy(Policy):
     PARTS: ClassVar = ("replica", "packs")
 
     config: PredictiveConfig
-    method = "predictive"
-    low_priority = False
-    rows_join = False
-    follows = True  # the other device gets each token
-    each_step = True  # selections that have come are taken over between steps
     store_type = PrimaryStore
 
     def __init__(
@@ -112,7 +110,8 @@ class SecondDevicePolicy(Policy):
         self.replica = ReplicaPolicy(config, layer_idx, channels, peer)
         self.peer = peer
         self.packs: list[Packed] = []
-        self.layers_per_launch = config.layers_per_pack
+        # Look-ahead gives the other device each token; selections that have come are taken over between steps.
+        self.launch = Launch(config.layers_per_pack, low_priority=False, always=True, each_step=True)
 
     def reset(self) -> None:
         with self.peer.after_all_steps():
@@ -272,10 +271,6 @@ class SecondDevicePolicy(Policy):
     def nbytes(self) -> int:
         return sum(packed.nbytes for packed in self.packs)
 
-    @property
-    def second_bytes(self) -> int:
-        return self.replica.nbytes
-
     # ------------------------------------------------------------------ capture
 
     def snapshot(self) -> dict:
@@ -322,13 +317,17 @@ class SecondDevice(Labelled):
     """
 
     places = (*Labelled.places, "second")
+    rows_join = False
 
-    def __init__(self, policy: type[PredictivePolicy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
+    def __init__(self, policy: type[Policy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
         super().__init__(policy, config, offload)
         self.peer = PeerDevice(torch.device(config.cache_rank))
 
     def policy(self, layer_idx: int) -> SecondDevicePolicy:
         return SecondDevicePolicy(self.config, layer_idx, self.channels, self.peer)
+
+    def second_bytes(self, policies: Iterable[Policy]) -> int:
+        return sum(policy.replica.nbytes for policy in policies if isinstance(policy, SecondDevicePolicy))
 
     def check_file(self, loading: bool) -> None:
         if loading:
@@ -346,14 +345,16 @@ class SecondDevice(Labelled):
     def rejoin(self, stream: torch.cuda.Stream) -> None:
         self.peer.rejoin(stream)
 
-    @staticmethod
-    def needs(request: Request) -> Memory:
+    @classmethod
+    def needs(cls, request: Request) -> Memory:
         """The keys and values of sparse layers are there alone; here are the copies of what is chosen, twice."""
         config, batch, recent = request.config, request.batch, request.recent_tokens
         size, block_capacity = config.block_size, request.block_capacity
         if config.max_length is None:  # the replica is made when its table is there
             block_capacity = request.room(request.table * batch)
-        memory = Memory(blocks=0, second=queries_bytes(request), device_pages=2 * copied_bytes(request))
+        memory = Memory(
+            blocks=0, second=ids_bytes(request) + queries_bytes(request), device_pages=2 * copied_bytes(request)
+        )
         for layer in request.layers:
             token = request.token(layer)
             memory.second += block_capacity * size * token + batch * recent * token
@@ -367,6 +368,3 @@ def copied_bytes(request: Request) -> int:
     """Bytes of the copies of chosen tokens, all layers."""
     tokens = request.batch * room_for(request.config)
     return sum(tokens * each.heads * (each.width * request.item + 12) + 16 for each in request.layers)
-
-
-PredictivePolicy.second_device = SecondDevice

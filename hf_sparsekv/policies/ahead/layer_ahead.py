@@ -1,0 +1,112 @@
+"""Tokens chosen for the query that the layer before expects in the same step (InfiniGen speculates likewise).
+
+Apart from :mod:`.earlier_queries` because nothing that is chosen outlives its step.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...kv.counters import Tally
+from ...kv.store import LayerStore
+from ...predictor.channels import LabelChannels
+from ...tensors import reads_here
+from ...types import AttentionParams
+from ..drafting import Drafting
+from ..launch import Launch
+from ..plan import Plan, planned
+from .foresight import Foresight
+from .predicted_tokens import PredictedTokens
+from .predictive_config import PredictiveConfig
+
+
+class LayerAheadPolicy(Drafting, PredictedTokens):
+    """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
+
+    What the step before has sealed can be chosen, and crops, beams and copies of the cache have no choice to follow.
+    Where nobody foresees a layer's query (the first layer; no hooks on the model), :meth:`attend` chooses by the query
+    that it gets, before it attends. So do drafts: nobody foresees theirs.
+    """
+
+    drafts = "together"
+    HOST: ClassVar = {
+        "foreseen": None,  # columns that were cached when tokens were chosen beforehand
+        "_places": None,  # where the chosen tokens are, from their choice to the attention to them
+    }
+
+    def __init__(
+        self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded, channels)
+        self.foresight = None if config.prediction == "own" else Foresight()
+        self.launch = Launch(low_priority=False)  # the next layer waits for it
+
+    @property
+    def follows_crops(self) -> bool:
+        return self.foresight is not None and self.foresight.by_delta
+
+    def plan(self, store: LayerStore) -> Plan:
+        if (plan := self.plan_all(store)) is not None:
+            return plan
+        foresees = self.foresight is not None and self.foresight.source is not None
+        return planned("chosen", paged=self.tokens is not None, foresees=foresees)
+
+    def prepare(self, store: LayerStore) -> Plan:
+        plan = self.plan(store)
+        if not plan.dense and not plan.paged and self.enter(store):
+            plan = self.plan(store)
+        if plan.foresees:
+            self.foresight.prepare(store)
+        return plan
+
+    def cropped(self) -> None:
+        super().cropped()
+        if self.foresight is not None:
+            self.foresight.cropped()
+
+    def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        """The layer before expects ``q [batch, Hq, Dk]`` of this one, in the step that has begun."""
+        self._choose_for(q, store)
+        self.foreseen = store.length
+
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+        if self.foreseen != store.length - 1:
+            self._choose_for(q, store)
+        elif not store.capturing:
+            store.counters.foreseen += 1
+        self.foreseen = None  # layers that share these keys attend for queries of their own
+        if self.watch is not None:
+            self.watch.mark_tokens(self.ids, store.block_size)
+        if self._places is None:
+            return store.attend(q, self.ids, "token", params)
+        places, self._places = reads_here(self._places), None
+        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
+
+    def begin_drafts(self) -> None:
+        self.foreseen = self._places = None
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        ids = self.best_tokens(q, rows)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
+
+    def _choose_for(self, q: Tensor, store: LayerStore) -> None:
+        """Choose the tokens that this query wants, and bring them to the device."""
+        self.choose_for(q, store)
+        if self.bring(self.ids, store):
+            self._places = self.tokens.locate(self.ids, store)
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        if not plan.dense:
+            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
+            store.count_means(tally)
+
+    def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().replayed(store, plan, tally)
+        store.counters.foreseen += plan.foresees * tally.steps
+        if self.foresight is not None:
+            self.foresight.replayed(store, plan.foresees)

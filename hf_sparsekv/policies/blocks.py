@@ -1,0 +1,131 @@
+"""Blocks by what is kept of their keys, and tokens in them by their labels: AsyncTLS's two levels, and the first alone.
+
+Apart from :mod:`.token` because blocks have metadata to score them by, and whole ones are brought to the device.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kv.counters import Tally
+from ..kv.store import LayerStore
+from ..ops.place_tokens import place_tokens
+from ..ops.seal import Index
+from ..ops.topk_select import block_select, token_select
+from ..predictor.channels import LabelChannels
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
+from .block_metadata import BlockMetadata
+from .drafting import Drafting
+from .labelled import LabelledPolicy
+from .plan import CROSSOVER, DENSE, Plan, planned
+from .two_level_config import TwoLevelConfig, has_tail, kind_of, level, selection
+
+
+class BlockPolicy(Drafting, LabelledPolicy):
+    """Each step chooses blocks for its own query, and attends to them, or to the best tokens in them.
+
+    Nothing that is chosen outlives its step. Offloaded, chosen blocks are brought to the device before the attention.
+    """
+
+    config: TwoLevelConfig
+    follows_crops = False
+
+    def __init__(
+        self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded, channels)
+        self.method = selection(config)
+        self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
+        if level(config) == "block":
+            self.labels, self.granularity = None, "block"
+        self.copies_tokens = False
+        # Blocks are brought to pages that the next choice may take.
+        self.drafts = "each" if offloaded else "together"
+
+    @no_inference_mode
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        super().start(store, q_heads)
+        self.metadata.start(store)
+        if has_tail(self.config):
+            store.keep_means(self.config.tail_tokens)
+
+    def sealing(self, store: LayerStore) -> Index:
+        return self.metadata.sealing(store, super().sealing(store))
+
+    # ------------------------------------------------------------------ a step
+
+    def plan(self, store: LayerStore) -> Plan:
+        labels, many = self.labels, store.full_blocks > self.config.coarse_blocks
+        if labels is not None and labels.calibrating:
+            return planned(learns=True, captured=labels.goes_on)
+        if not many and (labels is None or self.is_few(store)):
+            return DENSE
+        if self.crossover.below(store):
+            return CROSSOVER
+        return planned("chosen" if many else "every")
+
+    def is_few(self, store: LayerStore) -> bool:
+        """All tokens of full blocks are within the budget."""
+        return store.full_blocks * store.block_size <= self.config.token_budget
+
+    def prepare(self, store: LayerStore) -> Plan:
+        plan = self.plan(store)
+        if plan.ahead or plan.attends == "chosen":
+            self.enter_blocks(store)
+        return self.plan(store)
+
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+        if plan.attends != "chosen":  # no more blocks than would be chosen
+            return self.attend_to(q, self.best_tokens(q, store), store, params, False)
+        blocks, page_ids = self.blocks_for(q, store, plan)
+        store.counters.blocks += (blocks >= 0).sum()
+        if self.watch is not None:
+            self.watch.mark(blocks)
+        pages, size, columns = None if page_ids is None else store.pages.pool.pages, store.block_size, None
+        if self.labels is None:
+            return store.attend(q, blocks, "block", params, page_ids, pages)
+        scores, budget = self.labels.scores(q, store, blocks), self.config.token_budget
+        if pages is not None and store.mean_tokens:
+            columns, tokens = place_tokens(token_select(scores, None, budget, size), blocks, page_ids, size)
+        else:
+            tokens = token_select(scores, blocks if pages is None else page_ids, budget, size)
+        return store.attend(q, tokens, "token", params, pages=pages, columns=columns)
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        return self.attend(q, rows, plan, params)
+
+    def blocks_for(self, q: Tensor, store: LayerStore, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        """``BlockIds [batch, H, coarse_blocks]`` that a step attends to, and their device pages, if they have some."""
+        blocks = self.choose_blocks(q, store)
+        return blocks, store.pages.fetch(blocks, store.table, keep=0) if self.enter_blocks(store) else None
+
+    def choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
+        """``BlockIds [batch, H, coarse_blocks]`` for this query."""
+        scores = self.metadata.scores(q, store)
+        return block_select(scores, self.config.coarse_blocks, rows=store.rows, block_size=store.block_size)
+
+    def enter_blocks(self, store: LayerStore) -> bool:
+        """Whether chosen blocks are brought to the device; makes room for them."""
+        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        if scored := self.blocks_scored(plan, tally):
+            store.counters.index_bytes += self.metadata.nbytes(store, scored)
+        if plan.dense:
+            return
+        if self.labels is not None:
+            few = self.config.coarse_blocks * tally.rows
+            read = few if plan.attends == "chosen" else tally.blocks
+            store.counters.index_bytes += self.labels.nbytes_read(store, read)
+        store.count_means(tally)
+
+    def blocks_scored(self, plan: Plan, tally: Tally) -> int:
+        """Blocks whose metadata the steps have read, of all rows together."""
+        return tally.blocks if plan.attends == "chosen" else 0
+
+    def file_names(self) -> set[str]:
+        return super().file_names() | {"previous"}  # of a cache saved with lag

@@ -1,0 +1,52 @@
+"""Drafts that attend to selections, as decode steps of their own would.
+
+Apart from :mod:`.base` because exact attention to everything, as for prompts, needs none of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kv.store import LayerStore
+from ..types import AttentionParams
+from .base import Policy
+from .plan import Plan
+
+
+class Drafting(Policy):
+    """Several new tokens over a cached past are to be verified. They begin with :meth:`begin_drafts`.
+
+    By :attr:`drafts`:
+
+    * ``"each"``: as decode steps, one token after the other.
+    * ``"together"``: tokens up to the next one that seals a block go through a step's :meth:`observe`, attention and
+      :meth:`account` together, and :meth:`attend_drafts` stands for :meth:`attend` and :meth:`look_ahead`. Only of one
+      row; those of several: each.
+    """
+
+    drafts = "each"
+
+    def drafts_read_less(self, new: int, store: LayerStore) -> bool:
+        """So many queries of a row, each with its own selection, read less than exact attention, which reads all once.
+
+        Where chosen tokens have copies on the device, what is read in host memory is what any of them chooses: always
+        less.
+        """
+        budget = getattr(self.config, "token_budget", 0)
+        return self.tokens is not None or new * budget < store.full_blocks * store.block_size
+
+    def begin_drafts(self) -> None:
+        """Several drafts come: what was chosen for a step that never came is not for them."""
+
+    def attend_drafts(
+        self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        """Attention of the last ``n`` tokens of the only row, ``q [n, Hq, Dk]`` to ``[n, Hq, Dv]``, if not dense.
+
+        What the next step finds chosen or brought beforehand is left here as well.
+
+        Args:
+            rows: the store as a batch of ``n`` rows, each of which ends with one of these tokens
+                (:class:`..kv.query_rows.QueryRows`): for scores, selection and attention.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")
