@@ -162,7 +162,7 @@ def measure_parts(cache: SparseCache, report, asked: Sequence[Tensor]) -> None:
             store.capturing = True
             stack.callback(setattr, store, "capturing", False)
         queries = [
-            query if policy.queries is None else policy.queries.held[:, :, 0].clone().to(home.device)
+            query if isinstance(policy, LayerAheadPolicy) else policy.queries.held[:, :, 0].clone().to(home.device)
             for query, policy in zip(of_layers, policies)
         ]
         for name, run in parts(layers, queries, home.key_dim**-0.5).items():
