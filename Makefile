@@ -23,7 +23,7 @@ DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv docs small-model demo-text demo-serve test test-core test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
+.PHONY: help venv docs small-model demo-text demo-serve test test-all test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -47,14 +47,16 @@ demo-text: small-model  ## generate from a long prompt with the sparse cache, th
 demo-serve: small-model  ## serve the small model, ask it three things at once with curl, show the metrics, stop
 	@tools/demo_serve.sh $(BIN) $(SERVE_OPTIONS)
 
-test: small-model browser  ## the whole suite, then its quick part with the newest transformers
+NOT_SLOW := not gpu and not ray and not slow and not small_model and not accuracy and not browser
+
+test: $(INSTALLED)  ## what each change has to pass: minutes
+	$(PARALLEL) -m "$(NOT_SLOW)" --durations=15
+
+test-all: small-model browser  ## the whole suite, then its quick part with the newest transformers
 	$(PARALLEL) -m "not gpu and not ray" --durations=15
 	@$(MAKE) --no-print-directory test-newest
 
 # Parts of it.
-test-core: $(INSTALLED)
-	$(PARALLEL) -m "not small_model and not gpu and not accuracy and not browser and not ray" --durations=15
-
 test-demo: browser  ## the demo in a headless Chromium
 	$(BIN)/python -m pytest -m browser
 

@@ -29,6 +29,7 @@ def fake(monkeypatch):
 # ---------------------------------------------------------------------- growth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("block_shape", [BLOCK_SHAPE, (2, 16, 10), (1, 64, 67)], ids=["page", "part", "odd"])
 def test_growth_never_moves_data(fake, pin, block_shape):

@@ -282,6 +282,7 @@ END = """
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_copies_in_flight():
     """Code 0 and nothing said: of a global, a cycle, a finaliser's caches, and of two inside ``generate()``."""
     run_alone(END.format(tests=os.path.dirname(__file__)))

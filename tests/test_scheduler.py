@@ -26,6 +26,7 @@ def test_one(i, worker_id):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "run"), [(0, None), (2, 23)])
 def test_a_worker_that_dies(tmp_path, restarts, run):
     """``run``: tests that pass; None: those that were under way."""

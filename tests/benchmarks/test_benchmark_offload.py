@@ -19,6 +19,8 @@ from benchmarks.offload import run as offload
 from benchmarks.report import Report
 from hf_sparsekv.policies.measured import PackStats
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
 BATCH, CONTEXT = 2, 440
 PREFILLED = ("hf_dynamic", "hf_offloaded", "two_level:lag+offload")

@@ -25,6 +25,8 @@ from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
+pytestmark = pytest.mark.slow
+
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU"
 )

@@ -18,6 +18,8 @@ from benchmarks.baselines import VARIANTS, NotRun, make_cache
 from benchmarks.report import Report, spread
 from hf_sparsekv import optimize
 
+pytestmark = pytest.mark.slow
+
 BATCH, CONTEXT = 2, 300
 
 

@@ -20,6 +20,8 @@ from benchmarks.synthetic.statistics import WORKING_SET, stored_blocks
 from hf_sparsekv import PredictiveConfig, predict_ahead
 from hf_sparsekv.attention.points import Point
 
+pytestmark = pytest.mark.slow
+
 
 def filled(cache, net, context: int = 400) -> SyntheticKV:
     """Synthetic tokens in a cache for a tiny model."""

@@ -28,6 +28,8 @@ from benchmarks.serving.vllm_engine import VllmSystem
 from hf_sparsekv import OffloadConfig, SparseCache
 from hf_sparsekv.serving.work import Work
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 97
 
 

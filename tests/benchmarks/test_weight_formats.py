@@ -20,6 +20,8 @@ from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
 
+pytestmark = pytest.mark.slow
+
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 4096}
 
 

@@ -88,11 +88,13 @@ def test_in_any_order(coded, attend):
     attend(*make(PLAIN, torch.bfloat16, coded), turns=4)
 
 
+@pytest.mark.slow
 @CODED
 def test_to_pages(coded, attend):
     attend(*make(PLAIN, torch.bfloat16, coded, paged=True))
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @DTYPES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -101,6 +103,7 @@ def test_codes_beside_pages(case, dtype, attend):
     attend(*make(case, dtype, coded=True, paged=True))
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("dim", [64, 128])
 def test_codes_are_exact(dim, dtype, attend):
@@ -116,6 +119,7 @@ def test_codes_are_exact(dim, dtype, attend):
     assert torch.equal(attend(args, named)[0], want)
 
 
+@pytest.mark.slow
 @DTYPES
 def test_light_tokens_in_codes(dtype, attend):
     """A ten thousandth of the largest weight, which has no value, times their scales: they are all there is."""

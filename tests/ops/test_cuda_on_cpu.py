@@ -74,6 +74,7 @@ def test_selection(place, kind, k, n, select):
     assert torch.equal(select(scores, k), reference_block(scores, k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("select", [{"LIST": 64, "LOG_BINS": 6}], indirect=True)
 @pytest.mark.parametrize("k", [20, 300, 900])
 @pytest.mark.parametrize("kind", ["random", "descending"])
@@ -141,6 +142,7 @@ def test_scores(case, monkeypatch, place):
         check(given, scores_of(given, fill, monkeypatch), fill)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("missing", [False, True], ids=["all blocks", "some blocks"])

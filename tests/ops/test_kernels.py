@@ -54,6 +54,7 @@ def compiled(script: str, *args: str) -> CompletedProcess:
     return forked.run([str(Path(__file__).with_name(script)), *args], env=here)
 
 
+@pytest.mark.slow
 def test_all_compile():
     """For sm_90, up to the GPU dialect; the interpreter takes a branch that gives a name another type, for instance."""
     done = compiled("compile_kernels.py")

@@ -138,6 +138,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows, form", FORMS, ids=lambda one: "-".join(map(str, one)) if isinstance(one, tuple) else one
 )
@@ -146,6 +147,7 @@ def test_forms(rows, form, runs):
     runs.check(Case(rows, 150, 1600), form, turns=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", EIGHT)
 @pytest.mark.parametrize("rows, form", [(2, Form(3, 1, 4, 1, 1)), *FORMS[6:11]], ids=str)
 def test_forms_of_8_bits(rows, form, numbers, runs):
@@ -153,6 +155,7 @@ def test_forms_of_8_bits(rows, form, numbers, runs):
     runs.check(Case(rows, 158, 1664, 128, numbers, block_rows=32), form, turns=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 6, 16])
 def test_rows_of_larger_tensors(rows, runs):
     """Rows of x and of the weight lie apart; what lies between is no number."""

@@ -159,6 +159,7 @@ def test_draws_follow_the_probabilities():
             assert found[0] >= calls - rare - 4 * max(1.0, rare) ** 0.5, asked
 
 
+@pytest.mark.slow
 def test_wrong_draws_exceed_the_limit():
     # At temperature 1.3 instead of 1.
     sampler = Sampler(1, VOCABULARY, "cpu")
