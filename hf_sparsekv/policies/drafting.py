@@ -5,6 +5,8 @@ Apart from :mod:`.base` because exact attention to everything, as for prompts, n
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from ..kv.store import LayerStore
@@ -24,7 +26,7 @@ class Drafting(Policy):
       row; those of several: each.
     """
 
-    drafts = "each"
+    drafts: Literal["exact", "each", "together"] = "each"
 
     def drafts_read_less(self, new: int, store: LayerStore) -> bool:
         """So many queries of a row, each with its own selection, read less than exact attention, which reads all once.

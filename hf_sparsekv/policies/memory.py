@@ -1,4 +1,4 @@
-"""What policies say about the memory that they will take, before there is a cache: ``Policy.needs(request)``."""
+"""What methods say about the memory that they will take, before there is a cache: ``Shared.needs(request)``."""
 
 from __future__ import annotations
 
