@@ -177,9 +177,9 @@ def test_working_set(rows, lag):
         net(**prompt(rows, 150), past_key_values=cache)
         assert (cache.stats().working_set_bytes is None) == (not lag)
         policies = [layer.policy for layer in cache.sparse_layers]
-        originals = [policy._choose_blocks for policy in policies]
+        originals = [policy.choose_blocks for policy in policies]
         for policy, original in zip(policies, originals):
-            policy._choose_blocks = lambda *given, policy=policy, original=original, **named: (
+            policy.choose_blocks = lambda *given, policy=policy, original=original, **named: (
                 chosen.append((policy, found := original(*given, **named))) or found
             )
         for token in prompt(rows, 30, seed=4)["input_ids"].split(1, dim=1):

@@ -128,7 +128,7 @@ def test_selects_what_a_cache_selects():
         n = st.stored_blocks(cache.config, store.length - 1)
         assert n == store.full_blocks
         scores = st.bound_scores(q, st.block_bounds(k, cache.config, 0, n))
-        assert np.array_equal(np.sort(st.ranking(scores)[..., :4]), layer.policy._choose_blocks(q, store).numpy())
+        assert np.array_equal(np.sort(st.ranking(scores)[..., :4]), layer.policy.choose_blocks(q, store).numpy())
         checked += 1
 
     with torch.no_grad():
