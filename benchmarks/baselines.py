@@ -16,7 +16,7 @@ from hf_sparsekv import (
     PredictiveConfig,
     ProgressiveConfig,
     SparseCache,
-    TwoLevelConfig,
+    TokenConfig,
     optimize,
     unoptimize,
 )
@@ -24,7 +24,7 @@ from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.offload.host_limit import host_memory_limit
 from hf_sparsekv.option_names import guess
-from hf_sparsekv.policies.registry import methods
+from hf_sparsekv.policies.registry import called, methods
 
 from .free_selection import FreeConfig
 from .shapes import cached_token, kv_bytes, text_config, windows
@@ -57,7 +57,7 @@ class Variant:
     settings: dict | None = None
     offload: bool = False
     crossover: bool = False
-    config: type = TwoLevelConfig
+    config: type = TokenConfig
     captured: bool = True
     second: bool = False
 
@@ -145,7 +145,7 @@ VARIANTS = {
 for _method in methods().values():  # any other method with its defaults
     if _method.config not in {variant.config for variant in VARIANTS.values()}:
         VARIANTS[_method.name] = Variant(_method.name, _method.about, settings={}, config=_method.config)
-for _name, _method in methods().items():
+for _name, _method in called().items():
     for _preset, _settings in _method.config.PRESETS.items():
         VARIANTS[f"{_name}:{_preset}"] = Variant(
             f"{_name}:{_preset}",

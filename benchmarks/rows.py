@@ -20,7 +20,7 @@ from argparse import ArgumentParser
 
 import torch
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.results import device_name, versions
 
@@ -121,7 +121,7 @@ def timed(run) -> float:
 
 def measure(model, report: Report, lengths: list[int], offload: bool) -> None:
     """All figures of one batch."""
-    config = TwoLevelConfig(dense_below=0)
+    config = TokenConfig(dense_below=0)
     cache = OffloadedSparseCache(config, OffloadConfig() if offload else None)
     rows = cache.rows(len(lengths), max(lengths) + 2 * K)
     joins, leaves = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_sparsekv import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, PredictiveConfig, ProgressiveConfig, SparseCache, TokenConfig
 from hf_sparsekv.policies.registry import Method as Registered
 from hf_sparsekv.policies.registry import methods
 
@@ -87,14 +87,14 @@ METHODS: dict[str, Method] = {
     "two_level": Method(
         "Tokens among all",
         "the best tokens, by labels of 4 bits a channel: what OffloadedSparseCache does by default",
-        TwoLevelConfig,
+        TokenConfig,
         (_BUDGET,),
         {"dense_below": 0},  # short contexts, too, show what is read
     ),
     "blocks": Method(
         "Two-level",
         "blocks by a bound on their scores, then the best tokens in them (AsyncTLS)",
-        TwoLevelConfig,
+        TokenConfig,
         (
             _BUDGET,
             Control("num_blocks", "Blocks", 4, 512, 4, 32, 128, "of 64 tokens, among which tokens are chosen"),
@@ -119,5 +119,7 @@ METHODS: dict[str, Method] = {
         (_BUDGET,),
     ),
 }
-METHODS |= {name: _plain(method) for name, method in methods().items() if name not in METHODS}
+METHODS |= {
+    name: _plain(method) for name, method in methods().items() if METHODS.keys().isdisjoint((name, *method.aliases))
+}
 METHODS[DENSE] = Method("Dense again", "full attention in both panes: how far apart equal runs are")

@@ -25,7 +25,7 @@ from .policies.ahead.predictive_config import PredictiveConfig
 from .policies.measured import WalkStats
 from .policies.progressive_config import ProgressiveConfig
 from .policies.streaming import StreamingConfig
-from .policies.two_level_config import TwoLevelConfig
+from .policies.token_config import TokenConfig, TwoLevelConfig
 from .prefix import PrefixCache
 from .row_trial import check_rows
 from .serving import Sampling, ServingConfig
@@ -56,6 +56,7 @@ __all__ = [
     "StepMonitor",
     "StepReport",
     "StreamingConfig",
+    "TokenConfig",
     "TwoLevelConfig",
     "WalkStats",
     "__version__",

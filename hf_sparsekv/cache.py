@@ -26,7 +26,7 @@ from .persistence.loading import load_cache
 from .persistence.saving import save_cache
 from .policies.ahead.predictive_config import PredictiveConfig
 from .policies.progressive_config import ProgressiveConfig
-from .policies.two_level_config import TwoLevelConfig
+from .policies.token_config import TokenConfig
 from .policies.watch import BlockWatch
 from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
@@ -48,7 +48,7 @@ class SparseCache(LayerOwner):
     linear-attention layers need it, because those touch the cache before any attention does.
 
     Args:
-        config: what to select, and by which method: a :class:`TwoLevelConfig`, :class:`ProgressiveConfig`, ...
+        config: what to select, and by which method: a :class:`TokenConfig`, :class:`ProgressiveConfig`, ...
         offload: how to keep full blocks in host memory; ``None`` keeps all KV on the device, unless ``config`` says
             otherwise.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
@@ -370,7 +370,7 @@ class OffloadedSparseCache(SparseCache):
 
     Each decode step chooses tokens by quantised label channels among all, wherever their blocks are, and attends to
     those tokens, the sinks and the recent window. What was chosen lately has a copy on the device. The same as
-    ``SparseCache(TwoLevelConfig(...), OffloadConfig())``.
+    ``SparseCache(TokenConfig(...), OffloadConfig())``.
 
     Args:
         config: what to select.
@@ -382,11 +382,11 @@ class OffloadedSparseCache(SparseCache):
         ValueError: the channel file named in ``config`` is missing or of another model.
     """
 
-    config_type = TwoLevelConfig
+    config_type = TokenConfig
 
     def __init__(
         self,
-        config: TwoLevelConfig | None = None,
+        config: TokenConfig | None = None,
         offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
         model_config: PreTrainedConfig | None = None,
         **changes: Any,

@@ -83,7 +83,7 @@ class SparseConfig(Options):
         return cls(**{**cls.PRESETS[name], **changes})
 
     def brief(self) -> str:
-        """Class and options that differ from the defaults, on one line: ``"TwoLevelConfig(token_budget=512)"``."""
+        """Class and options that differ from the defaults, on one line: ``"TokenConfig(token_budget=512)"``."""
         return f"{type(self).__name__}({self.changes()})"
 
     def changes(self) -> str:

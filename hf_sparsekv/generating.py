@@ -30,7 +30,7 @@ from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
 from .generate_watch import GenerateWatch
 from .policies.registry import method_of
-from .policies.two_level_config import TwoLevelConfig
+from .policies.token_config import TokenConfig
 from .ranks import ranks_of
 
 _METHOD = "_prepare_cache_for_generation"
@@ -67,9 +67,9 @@ def _settings(
             "configuration; or leave sparse() out and give that cache to generate(past_key_values=...)"
         )
     if isinstance(config, str):
-        config = TwoLevelConfig.preset(config)
+        config = TokenConfig.preset(config)
     elif config is None:
-        config = TwoLevelConfig()
+        config = TokenConfig()
     elif not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a configuration, a preset's name or None, got {type(config).__name__}")
     method_of(config)
@@ -325,7 +325,7 @@ def sparse(
 
     Args:
         model: of transformers, or what wraps one. Its attention implementation is set to ``"sparsekv"`` and put back.
-        config: a preset's name (:meth:`TwoLevelConfig.preset`), or a method's configuration. ``None``: the defaults.
+        config: a preset's name (:meth:`TokenConfig.preset`), or a method's configuration. ``None``: the defaults.
         offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
         optimize: call :func:`optimize` and undo it afterwards. ``None``: if the whole model is on one GPU. A model that
             was optimised before is left so, which saves a moment (docs/generating.md) at each beginning and end.

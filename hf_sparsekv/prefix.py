@@ -52,7 +52,7 @@ class PrefixCache(SparseCache):
 
         prefix = PrefixCache()
         model(**document, past_key_values=prefix, logits_to_keep=1)
-        for config in (TwoLevelConfig(token_budget=512), TwoLevelConfig(token_budget=1024)):
+        for config in (TokenConfig(token_budget=512), TokenConfig(token_budget=1024)):
             cache = prefix.start(OffloadedSparseCache(config))
             out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
 

@@ -18,7 +18,7 @@ from .attention.rotary import unfixed
 from .cache import SparseCache
 from .cache_name import cache_name
 from .cuda_graph.optimize import runner_of
-from .policies.two_level_config import TwoLevelConfig
+from .policies.token_config import TokenConfig
 from .row_batch import no_positions, positions
 
 passes_on(__name__)
@@ -105,7 +105,7 @@ class _Trial:
         size = max(max_length, 1)
         self.long, self.short = min(LONG, max(size - STEPS, 1)), min(SHORT, max(size - STEPS, 1))
         self.steps = min(STEPS, size - self.long)
-        config = TwoLevelConfig(block_size=BLOCK, window=BLOCK, token_budget=4096, calibration_tokens=BLOCK)
+        config = TokenConfig(block_size=BLOCK, window=BLOCK, token_budget=4096, calibration_tokens=BLOCK)
         self.config = config
 
     def ids(self, n: int, seed: int) -> Tensor:

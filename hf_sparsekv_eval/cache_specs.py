@@ -1,4 +1,4 @@
-"""Caches by name: ``two_level:token_budget=512,lag=true``, as the command line and YAML files give them."""
+"""Caches by name: ``token:token_budget=512,lag=true``, as the command line and YAML files give them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parse_cache(spec: str | dict) -> CacheSpec:
     """Read one spec.
 
     Args:
-        spec: ``"method"``, ``"method:option=value,..."``, or a mapping (also as text, ``"{cache: two_level, ...}"``)
+        spec: ``"method"``, ``"method:option=value,..."``, or a mapping (also as text, ``"{cache: token, ...}"``)
             with ``cache`` (the method), optionally ``name``, and options. Values are YAML scalars (``true``, ``null``,
             ``0.98``); ``none`` is ``null``.
 

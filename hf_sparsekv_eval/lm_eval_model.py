@@ -1,6 +1,6 @@
 """``sparsekv``, a model type of lm-evaluation-harness: any of its tasks with any of our caches.
 
-    hf-sparsekv lm-eval --model sparsekv --model_args "pretrained=NAME,cache=two_level:token_budget=512" --tasks ...
+    hf-sparsekv lm-eval --model sparsekv --model_args "pretrained=NAME,cache=token:token_budget=512" --tasks ...
 
 lm-eval knows no plug-ins: importing this module registers the type; ``hf-sparsekv lm-eval`` is ``lm_eval`` after it.
 """
@@ -36,7 +36,7 @@ class SparseKVLM(HFLM):
         ValueError: a wrong spec, or an encoder-decoder model.
     """
 
-    def __init__(self, pretrained, cache: str = "two_level", capture: bool = False, **kwargs) -> None:
+    def __init__(self, pretrained, cache: str = "token", capture: bool = False, **kwargs) -> None:
         self.spec = parse_cache(str(cache).replace(";", ","))
         if isinstance(pretrained, str):
             kwargs.setdefault("attn_implementation", "sparsekv")

@@ -14,7 +14,7 @@ from hf_sparsekv import (
     ProgressiveCache,
     ProgressiveConfig,
     SparseCache,
-    TwoLevelConfig,
+    TokenConfig,
 )
 from hf_sparsekv.policies.registry import Method, methods
 
@@ -37,7 +37,7 @@ def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes
     """A two-level cache with test-sized settings; blocks by their bounds, and with ``lag`` if they are offloaded."""
     bounds = {"metadata": None if changes.get("level") == "auto" else "min_max"}
     usual = {"level": "two_level", "lag": bool(offload), "tail": None, **bounds}
-    config = TwoLevelConfig(**{**SMALL, **usual, **changes})
+    config = TokenConfig(**{**SMALL, **usual, **changes})
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
     return OffloadedSparseCache(config, offload=offload, model_config=model_config)
@@ -157,7 +157,7 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
 
 # Methods that have no entry above, on the device and in host memory.
 for _name, _method in methods().items():
-    if _name not in ("two_level", "progressive", "predictive"):
+    if _name not in ("token", "progressive", "predictive"):
         CACHES[_name] = generic(_method)
         CACHES[f"{_name}-host"] = generic(_method, OffloadConfig())
 

@@ -39,7 +39,7 @@ from models import COMMON, MODELS, PAD, VOCAB
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TwoLevelConfig, generating, sparse
+from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TokenConfig, generating, sparse
 from hf_sparsekv.cuda_graph.runner import StepRunner
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
@@ -282,7 +282,7 @@ def _engine(kind: str, show: bool) -> str:
     try:
         expected = [_answer(model, *asked) for asked in ASKED]
         serving = ServingConfig(max_rows=2, max_length=PROMPT + TOKENS, chunk=64)
-        with Engine(model, None, TwoLevelConfig(**FULL), serving=serving) as engine:
+        with Engine(model, None, TokenConfig(**FULL), serving=serving) as engine:
             greedy = [Sampling(max_tokens=tokens, temperature=0) for _, tokens in ASKED]
             handles = [engine.submit(_prompt(n)[0], how) for (n, _), how in zip(ASKED, greedy)]
             found = [list(handle.result(60).token_ids) for handle in handles]
@@ -319,7 +319,7 @@ def _survey(kind: str, said: list, show: bool) -> Line:
             traceback.print_exc()
         return Line(kind, name, UNBUILT, _first(f"{type(error).__name__}: {error}"))
     try:
-        with made_caches() as caches, sparse(model, TwoLevelConfig(**FULL), optimize=False):
+        with made_caches() as caches, sparse(model, TokenConfig(**FULL), optimize=False):
             found = _text(model)
         if not caches or not caches[0].get_seq_length():
             return Line(kind, name, REFUSED, "generate() of this model does not use the cache that it is given")
@@ -335,7 +335,7 @@ def _survey(kind: str, said: list, show: bool) -> Line:
         if not caches[0].sparse_layers:
             why = next((str(w.message) for w in said if "nothing to make sparse" in str(w.message)), "")
             return Line(kind, name, DENSE, _first(why.rpartition(": ")[0]))
-        with made_caches() as caches, sparse(model, TwoLevelConfig(**TIGHT), optimize=False):
+        with made_caches() as caches, sparse(model, TokenConfig(**TIGHT), optimize=False):
             eager = _text(model)
             stats = caches[0].stats()
             if not stats.sparse_calls:

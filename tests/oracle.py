@@ -29,7 +29,7 @@ class LayerState:
 
 
 class Oracle:
-    """What each decode step must attend to, by the definitions in ``TwoLevelConfig``'s documentation.
+    """What each decode step must attend to, by the definitions in ``TokenConfig``'s documentation.
 
     Args:
         config: the configuration under test.

@@ -10,7 +10,7 @@ from caches import ALL, CACHES, FULL, SMALL, TIGHT, UNSAVED, predictive, two_lev
 from models import build, model, prompt, reference
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, PrefixCache, QueryTap, SparseCache, TwoLevelConfig, tensors
+from hf_sparsekv import OffloadConfig, PrefixCache, QueryTap, SparseCache, TokenConfig, tensors
 from hf_sparsekv_eval.prefix import prefill
 
 NEW = 8
@@ -110,7 +110,7 @@ def test_prefixes_and_evaluation(expected):
 def test_a_cache_that_began_outside_goes_on_inside_and_not_the_other_way_round():
     """Float32 keys stay what they are; of rounded ones there is nothing to go back to."""
     net, ids = model("llama"), prompt(1, 120)["input_ids"]
-    cache, low = (SparseCache(TwoLevelConfig(**SMALL, token_budget=32), None) for _ in range(2))
+    cache, low = (SparseCache(TokenConfig(**SMALL, token_budget=32), None) for _ in range(2))
     with torch.no_grad():
         net(ids[:, :110], past_key_values=cache)
         with torch.autocast("cpu", LOW):

@@ -32,7 +32,7 @@ from hf_sparsekv import (
     PrefixCache,
     Sampling,
     ServingConfig,
-    TwoLevelConfig,
+    TokenConfig,
     predict_ahead,
     sparse,
 )
@@ -162,7 +162,7 @@ def test_outputs_hold_the_cache_by_both_names_that_transformers_has():
 def test_rows_and_steps_over_a_model_of_ones_own_code():
     found = []
     for net in (build("llama", "sparsekv"), own_code()):
-        rows = OffloadedSparseCache(TwoLevelConfig(**FEW), None).rows(2, 200)
+        rows = OffloadedSparseCache(TokenConfig(**FEW), None).rows(2, 200)
         first = rows.prefill(net, prompt(1, 100)["input_ids"])
         rows.join(first)
         found.append(torch.cat((first.logits, rows.step(net, [3, 0]))))
@@ -186,7 +186,7 @@ def test_steps_are_replayed(name):
 def test_steps_are_replayed_and_sparse_without_a_cache_of_the_users(how):
     net, runner = imitated()
     go = {**prompt(1, 120), **GO, "return_dict_in_generate": True}
-    config = TwoLevelConfig(**SMALL, **FEW)
+    config = TokenConfig(**SMALL, **FEW)
     if how == "sparse":
         with sparse(net, config):
             out = net.generate(**go)
@@ -351,7 +351,7 @@ def by_drafts(inputs):
 def by_an_engine(inputs):
     net, runner = imitated()
     ids, asked = inputs["input_ids"][0].tolist(), Sampling(max_tokens=8, temperature=0)
-    with Engine(net, None, TwoLevelConfig(**FEW), None, ServingConfig(max_rows=2, max_length=200, chunk=64)) as engine:
+    with Engine(net, None, TokenConfig(**FEW), None, ServingConfig(max_rows=2, max_length=200, chunk=64)) as engine:
         handles = [engine.submit(ids[:n], asked) for n in (30, 120)]
         assert [len(handle.result(60).token_ids) for handle in handles] == [8, 8]
     assert runner.replays > 0

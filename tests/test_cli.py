@@ -104,7 +104,7 @@ def test_debug_lets_the_traceback_through(tmp_path):
 def test_generate(tiny, offload):
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, offload, *SPARSE)
     assert result.stdout.strip()
-    row = next(line for line in result.stderr.splitlines() if line.startswith("two_level"))
+    row = next(line for line in result.stderr.splitlines() if line.startswith("token"))
     assert row.split()[1:3] == ["1,320", "8"]
     assert re.search(r"7 steps over 1327 cached tokens: attended to (\d+\.\d)%", result.stderr)
     assert "attended to everything" not in result.stderr
@@ -257,7 +257,7 @@ def test_generate_errors(tiny, options, message):
         (("--prompt", "a", "--device", "tpu0x"), "is no device"),
         (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
         ((*PROGRESSIVE, "--token-budget", 5), "--token-budget has no meaning with --cache progressive"),
-        (("--prompt", "a", "--threshold", 0.5), "--threshold has no meaning with --cache two_level"),
+        (("--prompt", "a", "--threshold", 0.5), "--threshold has no meaning with --cache token"),
         ((*PROGRESSIVE, "--threshold", 2), "--threshold must lie in (0, 1]"),
         ((*PROGRESSIVE, "--compare", "progressive"), "--compare progressive is the cache itself"),
         ((*PROGRESSIVE, "--compare", "two_level"), "--compare takes dense"),

@@ -14,7 +14,7 @@ from caches import SMALL, TIGHT, two_level
 from models import model, prompt
 from test_cli import error, run
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, user_file
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, user_file
 from hf_sparsekv.cli import calibrate_device as command
 from hf_sparsekv.cli import plan as plan_command
 from hf_sparsekv.ops._device import H200 as H200_FACTS
@@ -71,19 +71,19 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(monkeypatch, empty
 def test_plan(capsys):
     shape = model_shape(model("llama").config, torch.float32)
     for batch, context, below in ((1, 148, True), (1, 149, False), (2, 148, False)):
-        config = TwoLevelConfig(**{**SMALL, **TIGHT, "dense_below": 112})
+        config = TokenConfig(**{**SMALL, **TIGHT, "dense_below": 112})
         planned = plan_memory(shape, config, None, context=context, batch=batch)
         assert planned.dense_tokens == {1: 148, 2: 84}[batch]
         plan_command._show(planned, None, 1 << 30)
         assert ("attend densely up to 148 tokens a row" in capsys.readouterr().err) == below
-    assert plan_memory(shape, TwoLevelConfig(dense_layers=2), None, context=100).dense_tokens == 0
+    assert plan_memory(shape, TokenConfig(dense_layers=2), None, context=100).dense_tokens == 0
 
 
 def test_plan_on_a_measured_gpu(monkeypatch, empty_table):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
     shape, gpu = model_shape(model("llama").config, torch.float32), torch.device("cuda", 0)
     made = {"context": 100, "device": gpu}
-    two_layers, none = TwoLevelConfig(dense_layers=0), TwoLevelConfig(dense_layers=2)
+    two_layers, none = TokenConfig(dense_layers=0), TokenConfig(dense_layers=2)
     assert plan_memory(shape, two_layers, None, **made).dense_tokens > 20_000  # narrow tokens
     assert plan_memory(shape, two_layers, OffloadConfig(), **made).dense_tokens == 0
     assert plan_memory(shape, none, None, **made).dense_tokens == 0  # both layers are dense anyway

@@ -23,7 +23,7 @@ from models import VOCAB, build, prompt
 
 import hf_sparsekv
 from benchmarks import readme
-from hf_sparsekv import OffloadedSparseCache, SparseConfig, TwoLevelConfig
+from hf_sparsekv import OffloadedSparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.kv.state import Held
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.policies import registry
@@ -99,7 +99,7 @@ def saving() -> dict:
 
 
 def reuse() -> dict:
-    names = {"OffloadedSparseCache": OffloadedSparseCache, "TwoLevelConfig": TwoLevelConfig}
+    names = {"OffloadedSparseCache": OffloadedSparseCache, "TokenConfig": TokenConfig}
     return {
         **names,
         "model": build("llama", "sparsekv"),
@@ -115,7 +115,7 @@ def monitoring() -> dict:
 
 
 def rows() -> dict:
-    names = {"OffloadedSparseCache": OffloadedSparseCache, "TwoLevelConfig": TwoLevelConfig, "torch": torch}
+    names = {"OffloadedSparseCache": OffloadedSparseCache, "TokenConfig": TokenConfig, "torch": torch}
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
 
 

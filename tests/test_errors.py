@@ -14,7 +14,7 @@ from models import VOCAB, build, model, prompt, reference
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.attention.interface import sparsekv_attention
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
@@ -162,7 +162,7 @@ def test_config_values_of_each_field():
     wrong += [("dense_below", value, CHOICES["dense_below"]) for value in (-1, True, 1.5, "always")]
     for name, value, what in wrong:
         with pytest.raises(ValueError, match=re.escape(f"{name} must be {what}")) as error:
-            TwoLevelConfig(**{name: value})
+            TokenConfig(**{name: value})
         assert str(error.value).endswith(f"got {value!r}")
 
 
@@ -182,7 +182,7 @@ def test_config_values_of_each_field():
 )
 def test_config_values_together(settings, message):
     with pytest.raises(ValueError, match=message):
-        TwoLevelConfig(**settings)
+        TokenConfig(**settings)
 
 
 def test_offload_config_values():
@@ -196,10 +196,10 @@ def test_offload_config_values():
 
 def test_config_types(filled, tmp_path):
     for wrong in (OffloadConfig(), SparseConfig()):
-        with pytest.raises(TypeError, match=f"config must be a TwoLevelConfig, got {type(wrong).__name__}"):
+        with pytest.raises(TypeError, match=f"config must be a TokenConfig, got {type(wrong).__name__}"):
             OffloadedSparseCache(wrong)
     with pytest.raises(TypeError, match="offload must be an OffloadConfig or None, got bool"):
-        OffloadedSparseCache(TwoLevelConfig(), offload=True)
+        OffloadedSparseCache(TokenConfig(), offload=True)
     filled.save(tmp_path / "cache")
     for make in (OffloadedSparseCache, lambda **how: SparseCache.load(tmp_path / "cache", **how)):
         with pytest.raises(TypeError, match=r"the model's configuration \(model.config\), got LlamaForCausalLM"):

@@ -11,7 +11,7 @@ from captured import Imitation
 from models import build, model, prompt
 from test_errors import IDS, feed, works
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 
 # ---------------------------------------------------------------------- calls
 
@@ -155,7 +155,7 @@ def test_tokens_that_nobody_attended_to():
 
 
 def limited(size):
-    return OffloadedSparseCache(TwoLevelConfig(**SMALL, **FULL), OffloadConfig(max_host_bytes=size))
+    return OffloadedSparseCache(TokenConfig(**SMALL, **FULL), OffloadConfig(max_host_bytes=size))
 
 
 MESSAGE = r"of host memory, the limit is .*raise OffloadConfig\(max_host_bytes=\.\.\.\)"

@@ -12,7 +12,7 @@ from captured import Imitation
 from models import COMMON, build, model, prompt
 from transformers import DynamicCache, TextStreamer
 
-from hf_sparsekv import SparseCache, TwoLevelConfig, sparse
+from hf_sparsekv import SparseCache, TokenConfig, sparse
 from hf_sparsekv.attention.interface import refuse_paged
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
@@ -129,7 +129,7 @@ def test_a_cache_that_the_model_drops_is_filled_again(rows, optimised):
     with sparse(net, **{**TIGHT, "token_budget": 4096}, offload=True), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         out = net.generate(**inputs, **go, return_dict_in_generate=True)
-        own = SparseCache(TwoLevelConfig(**{**TIGHT, "token_budget": 4096}))
+        own = SparseCache(TokenConfig(**{**TIGHT, "token_budget": 4096}))
         again = net.generate(**inputs, **go, past_key_values=own)
     assert torch.equal(out.sequences, expected) and torch.equal(again, expected)
     for cache in (out.past_key_values, own):
@@ -338,7 +338,7 @@ def test_entering_is_no_change_of_an_optimised_model():
     net = build("llama", "sparsekv")
     runner = Imitation(net)
     runner.install()
-    cache = SparseCache(TwoLevelConfig(**TIGHT))
+    cache = SparseCache(TokenConfig(**TIGHT))
     text = net.generate(**prompt(1, 90), **GO, past_key_values=cache)
     captures = runner.captures
     with sparse(net, **TIGHT):

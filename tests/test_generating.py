@@ -32,7 +32,7 @@ from hf_sparsekv import (
     SparseCache,
     SparseConfig,
     StreamingConfig,
-    TwoLevelConfig,
+    TokenConfig,
     generate,
     generating,
     sparse,
@@ -40,8 +40,8 @@ from hf_sparsekv import (
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
 ROOT = Path(__file__).parents[1]
-EVERYTHING = TwoLevelConfig(**SMALL, **FULL)  # the dense model's text
-FEW = TwoLevelConfig(**SMALL, token_budget=32, tail=None)
+EVERYTHING = TokenConfig(**SMALL, **FULL)  # the dense model's text
+FEW = TokenConfig(**SMALL, token_budget=32, tail=None)
 GO = {"do_sample": False, "max_new_tokens": 20}
 
 
@@ -390,10 +390,10 @@ def test_a_copy_made_inside_works_by_itself(net):
 @pytest.mark.parametrize(
     ("given", "changes", "config"),
     [
-        (None, {}, TwoLevelConfig()),
-        ("accurate", {}, TwoLevelConfig.preset("accurate")),
-        ("fast", {"sinks": 8}, TwoLevelConfig.preset("fast", sinks=8)),
-        (None, {"token_budget": 256}, TwoLevelConfig(token_budget=256)),
+        (None, {}, TokenConfig()),
+        ("accurate", {}, TokenConfig.preset("accurate")),
+        ("fast", {"sinks": 8}, TokenConfig.preset("fast", sinks=8)),
+        (None, {"token_budget": 256}, TokenConfig(token_budget=256)),
         (ProgressiveConfig(threshold=0.9), {"sinks": 8}, ProgressiveConfig(threshold=0.9, sinks=8)),
         (StreamingConfig(window=64), {}, StreamingConfig(window=64)),
     ],
@@ -545,13 +545,13 @@ def test_as_custom_generate(net, made, how):
 def test_custom_generate_settings(net):
     inputs, more = prompt(1, 90), {"custom_generate": generate, "return_dict_in_generate": True}
     out = net.generate(**inputs, **GO, **more, sparse_config="fast", offload=True).past_key_values
-    assert out.config == TwoLevelConfig.preset("fast")
+    assert out.config == TokenConfig.preset("fast")
     assert out.offload_config == OffloadConfig()
     mine = two_level(**FULL)
     assert net.generate(**inputs, **GO, **more, past_key_values=mine).past_key_values is mine
     with sparse(net, FEW):
         out = net.generate(**inputs, **GO, **more, sparse_config="accurate").past_key_values
-        assert out.config == TwoLevelConfig.preset("accurate")
+        assert out.config == TokenConfig.preset("accurate")
     with pytest.raises(ValueError, match="use_cache=True"):
         net.generate(**inputs, **GO, **more, use_cache=False)
 
@@ -584,7 +584,7 @@ def test_the_folder_for_the_hub(net, made, modules_in, how):
         streamer = TextIteratorStreamer(Tokens(), skip_prompt=True, timeout=60)
         net.generate(**inputs, **{**GO, "streamer": streamer}, **hub, sparse_config="fast", offload=True)
     assert len("".join(streamer).split()) == 20
-    assert [cache.config for cache in made] == [EVERYTHING, TwoLevelConfig.preset("fast")]
+    assert [cache.config for cache in made] == [EVERYTHING, TokenConfig.preset("fast")]
     assert made[1].offload_config == OffloadConfig()
 
 
@@ -595,10 +595,10 @@ def test_the_folder_in_a_models_own_repository(net, made, modules_in, tmp_path):
     inputs = prompt(1, 90)
     found = loaded.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **GO)
     assert torch.equal(found, expected("llama", inputs))
-    assert [cache.config for cache in made] == [TwoLevelConfig()]
+    assert [cache.config for cache in made] == [TokenConfig()]
     with sparse(loaded, EVERYTHING):  # the call has settings of its own, and they are within
         loaded.generate(inputs["input_ids"], sparse_config="fast", **GO)
-    assert made[1].config == TwoLevelConfig.preset("fast")
+    assert made[1].config == TokenConfig.preset("fast")
 
 
 # ---------------------------------------------------------------------- pipelines
@@ -647,8 +647,8 @@ def test_the_examples_of_the_docs(pipe, made, modules_in):
     with as_it_was(pipe.model):
         for block in blocks:
             exec(block, there)
-    presets = [TwoLevelConfig.preset(name) for name in ("accurate", "fast")]
-    assert [cache.config for cache in made] == [TwoLevelConfig(), *[presets[0]] * 3, presets[1]]
+    presets = [TokenConfig.preset(name) for name in ("accurate", "fast")]
+    assert [cache.config for cache in made] == [TokenConfig(), *[presets[0]] * 3, presets[1]]
 
 
 # ---------------------------------------------------------------------- caches: options, and one line
@@ -656,8 +656,8 @@ def test_the_examples_of_the_docs(pipe, made, modules_in):
 
 def test_options_of_a_cache_as_keywords():
     for made, config in (
-        (OffloadedSparseCache(token_budget=512), TwoLevelConfig(token_budget=512)),
-        (OffloadedSparseCache(TwoLevelConfig.preset("fast"), sinks=8), TwoLevelConfig.preset("fast", sinks=8)),
+        (OffloadedSparseCache(token_budget=512), TokenConfig(token_budget=512)),
+        (OffloadedSparseCache(TokenConfig.preset("fast"), sinks=8), TokenConfig.preset("fast", sinks=8)),
         (ProgressiveCache(threshold=0.9, offload=OffloadConfig()), ProgressiveConfig(threshold=0.9)),
         (AsyncPredictiveCache(token_budget=512), PredictiveConfig(token_budget=512)),
         (SparseCache(StreamingConfig(), window=64), StreamingConfig(window=64)),
@@ -669,9 +669,9 @@ def test_options_of_a_cache_as_keywords():
         with pytest.raises(TypeError, match=r"give offload=OffloadConfig\(pin_memory=False\)"):
             kind(pin_memory=False)
     with pytest.raises(TypeError, match="'zzz': its options are block_size, sinks"):
-        TwoLevelConfig(zzz=1)
+        TokenConfig(zzz=1)
     with pytest.raises(TypeError, match="did you mean 'sinks'"):
-        TwoLevelConfig.preset("fast", sink=1)
+        TokenConfig.preset("fast", sink=1)
     with pytest.raises(ValueError, match="token_budget must be a positive integer, got 0"):
         OffloadedSparseCache(token_budget=0)
 

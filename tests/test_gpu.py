@@ -10,7 +10,7 @@ from caches import ALL, CACHES, FULL, TIGHT
 from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, REFERENCE, build, prompt
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,7 @@ def test_chunked_prefill_and_second_turn():
     ids = prompt(1, 500, seed=7)["input_ids"].cuda()
     want = stock.generate(ids, do_sample=False, max_new_tokens=40)
     for offload in (OffloadConfig(), None):
-        config = TwoLevelConfig(block_size=16, window=16, dense_layers=0, token_budget=2048)
+        config = TokenConfig(block_size=16, window=16, dense_layers=0, token_budget=2048)
         cache = OffloadedSparseCache(config, offload=offload)
         got = ours.generate(ids, do_sample=False, max_new_tokens=20, past_key_values=cache, prefill_chunk_size=111)
         got = ours.generate(got, do_sample=False, max_new_tokens=20, past_key_values=cache)

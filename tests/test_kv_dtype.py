@@ -14,7 +14,7 @@ from models import model, prompt
 from saved_files import saved
 from test_token_copies import feed, life
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TokenConfig
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.ops.quantise.reference import dequantise, quantise
 
@@ -176,7 +176,7 @@ def test_sinks_stay_exact_when_blocks_are_indexed_again():
 
 def test_a_prompt_that_begins_with_blocks_of_another_row():
     """Sinks of such a row are what its blocks hold."""
-    config = TwoLevelConfig(**{**SMALL, "token_budget": 32})
+    config = TokenConfig(**{**SMALL, "token_budget": 32})
     made = lambda: OffloadedSparseCache(config, INT8)  # noqa: E731
     rows, net, ids = made().rows(2, 400), model("llama"), prompt(1, 250, seed=1)["input_ids"]
     donor = rows.join(rows.prefill(net, ids[:, :200], chunk=40))
@@ -247,7 +247,7 @@ def test_other_dtypes_are_refused(wrong):
 
 def test_without_host_memory_there_is_nothing_to_say_it_of():
     with pytest.raises(TypeError, match="kv_dtype is an option of OffloadConfig"):
-        SparseCache(TwoLevelConfig(), None, kv_dtype="int8")
+        SparseCache(TokenConfig(), None, kv_dtype="int8")
 
 
 def test_latents_are_refused():

@@ -14,7 +14,7 @@ from models import COMMON, EXPERTS, MLA, MLA_SIZES, build, model, prompt, refere
 from torch import nn
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadedSparseCache, TwoLevelConfig, absorb_mla, optimize, restore_mla, unoptimize
+from hf_sparsekv import OffloadedSparseCache, TokenConfig, absorb_mla, optimize, restore_mla, unoptimize
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
@@ -195,7 +195,7 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
     net, budget = build("deepseek-v3", "sparsekv"), 48
     module = attention_modules(net)[0]
     width = module.kv_lora_rank + module.qk_rope_head_dim
-    config = TwoLevelConfig(
+    config = TokenConfig(
         **{**SMALL, "sinks": 0}, level="token", tail=None, label_bits=16, label_channels=width, token_budget=budget,
         token_reduce=reduce,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from hf_sparsekv import (
     PredictiveConfig,
     ProgressiveCache,
     ProgressiveConfig,
-    TwoLevelConfig,
+    TokenConfig,
     optimize,
     predict_ahead,
 )
@@ -139,7 +139,7 @@ def test_real_sizes(heads, how):
         cache = ProgressiveCache(ProgressiveConfig(threshold=1.0, dense_layers=1, dense_below=None))
     else:
         # All but the dense branch: the budget holds what is stored, token by token.
-        config = TwoLevelConfig(token_budget=1216, num_blocks=19, dense_layers=1, dense_below=None)
+        config = TokenConfig(token_budget=1216, num_blocks=19, dense_layers=1, dense_below=None)
         cache = OffloadedSparseCache(config, OffloadConfig() if how == "host" else None)
     with torch.no_grad():
         found = teacher_forced(net, cache, ids, PROMPTS)

@@ -64,7 +64,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
                      num_attention_heads=2, num_key_value_heads=1)
 model = LlamaForCausalLM._from_config(config, attn_implementation="sparsekv")
-settings = hf_sparsekv.TwoLevelConfig(token_budget=32, block_size=16, window=16, num_blocks=2, dense_layers=0,
+settings = hf_sparsekv.TokenConfig(token_budget=32, block_size=16, window=16, num_blocks=2, dense_layers=0,
                                       calibration_tokens=32)
 cache = hf_sparsekv.OffloadedSparseCache(settings)
 model.generate(torch.arange(200)[None] % 64, max_new_tokens=8, do_sample=False, eos_token_id=None,

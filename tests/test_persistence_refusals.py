@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from saved_files import IDS, feed, rewrite, same, state
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, SparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, SparseCache, TokenConfig
 from hf_sparsekv.persistence import checks as persistence
 
 
@@ -41,7 +41,7 @@ def test_config_that_changes_the_data(path, name, value):
 
 
 def test_another_configuration_or_model(path):
-    with pytest.raises(TypeError, match="config must be a TwoLevelConfig, got str"):
+    with pytest.raises(TypeError, match="config must be a TokenConfig, got str"):
         SparseCache.load(path, config="fast")
     for name, message in (
         ("llama-mqa", "another model: num_key_value_heads is 2 in the file, 1 in model_config"),
@@ -383,7 +383,7 @@ def test_host_limit(path):
 def test_defaults_are_the_saved_configuration_and_the_constructors_place(path, tmp_path):
     """Each class has its own: two-level caches offload, progressive ones stay on the device."""
     loaded = OffloadedSparseCache.load(path)
-    assert loaded.config == two_level(**TIGHT).config != TwoLevelConfig()
+    assert loaded.config == two_level(**TIGHT).config != TokenConfig()
     assert str(loaded).startswith("OffloadedSparseCache(130 tokens on host")
     assert SparseCache.load(path).offload_config == OffloadConfig() == OffloadedSparseCache().offload_config
     cache = CACHES["progressive"]()

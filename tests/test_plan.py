@@ -18,7 +18,7 @@ from hf_sparsekv import (
     ProgressiveCache,
     ProgressiveConfig,
     SparseCache,
-    TwoLevelConfig,
+    TokenConfig,
 )
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
@@ -67,7 +67,7 @@ def tensor_bytes(layer) -> int:
     ids=str,
 )
 def test_cache_bytes(name, offload):
-    config = TwoLevelConfig(dense_layers=1)
+    config = TokenConfig(dense_layers=1)
     real = prefill(name, OffloadedSparseCache(config, offload, model(name).config), batch=3, length=700).memory_bytes()
     plan = plan_memory(model_shape(model(name).config), config, offload, context=700, batch=3)
     assert {"device": plan.cache_device, "host": plan.cache_host} == real
@@ -78,7 +78,7 @@ def test_cache_bytes(name, offload):
     ("which", "length"), [*((which, 1000) for which in CONFIGS), ("default", 40), ("reserved", 40)]
 )
 def test_cache_bytes_by_config(which, length):
-    config = TwoLevelConfig(**CONFIGS[which])
+    config = TokenConfig(**CONFIGS[which])
     changes = {"num_hidden_layers": 3}
     grown = build("llama", "sparsekv", **changes)
     cache = OffloadedSparseCache(config, OffloadConfig())
@@ -92,7 +92,7 @@ def test_cache_bytes_by_config(which, length):
 @pytest.mark.parametrize("length", (5, 300))
 def test_dense_bytes(name, length):
     cache = prefill(name, DynamicCache(config=model(name).config), batch=2, length=length)
-    plan = plan_memory(model_shape(model(name).config), TwoLevelConfig(), None, context=length, batch=2)
+    plan = plan_memory(model_shape(model(name).config), TokenConfig(), None, context=length, batch=2)
     assert plan.dense_kv == sum(tensor_bytes(layer) for layer in cache.layers)
     assert plan.stock == sum(tensor_bytes(layer) for layer in cache.layers if layer.is_sliding)
 
@@ -104,7 +104,7 @@ def test_linear_attention_state():
     assert kinds == ["other", "full"]
     state = cache.layers[0]
     held = [t for t in (*_flat(state.conv_states), *_flat(state.recurrent_states)) if isinstance(t, torch.Tensor)]
-    plan = plan_memory(shape, TwoLevelConfig(), None, context=50, batch=2)
+    plan = plan_memory(shape, TokenConfig(), None, context=50, batch=2)
     assert plan.stock == sum(t.nbytes for t in held) > 0
 
 
@@ -149,7 +149,7 @@ def plan_of(cache: SparseCache, offload: OffloadConfig | None, steps: int = 0) -
 @pytest.mark.parametrize("options", [{}, {"device_pool": 0}, {"device_pool": 100_000}, {"keep_dense": False}], ids=str)
 def test_device_pool(options, blocks):
     """A cache long enough to choose among blocks: the plan is what is allocated, pages and page tables included."""
-    config = TwoLevelConfig(block_size=16, window=16, token_budget=32, dense_layers=1, **blocks)
+    config = TokenConfig(block_size=16, window=16, token_budget=32, dense_layers=1, **blocks)
     offload = OffloadConfig(**options)
     plan = plan_of(OffloadedSparseCache(config, offload), offload, steps=1)
     assert (plan.device_pages > 0) == (options.get("device_pool") != 0)
@@ -161,7 +161,7 @@ def test_device_pool(options, blocks):
 def test_codes_in_host_memory(chosen, keep_dense):
     """A quarter of float32 in host memory, and the scales on the device."""
     # Blocks of 64 are whole pages of host memory here, as those of usual models are.
-    config = TwoLevelConfig(block_size=64, window=16, token_budget=32, dense_layers=1, **chosen)
+    config = TokenConfig(block_size=64, window=16, token_budget=32, dense_layers=1, **chosen)
     plans = []
     for kv_dtype in ("int8", None):
         offload = OffloadConfig(kv_dtype=kv_dtype, keep_dense=keep_dense)
@@ -176,7 +176,7 @@ def test_codes_in_host_memory(chosen, keep_dense):
 def test_codes_of_latents_are_refused():
     shape = model_shape(model("glm4-moe-lite").config)
     with pytest.raises(ValueError, match="kv_dtype='int8' is not for latents"):
-        plan_memory(shape, TwoLevelConfig(), OffloadConfig(kv_dtype="int8"), context=300)
+        plan_memory(shape, TokenConfig(), OffloadConfig(kv_dtype="int8"), context=300)
 
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
@@ -221,7 +221,7 @@ def test_a_second_device(changes):
 
 def test_totals_add_up():
     shape = model_shape(model("gemma3").config)
-    config = TwoLevelConfig(dense_layers=2)  # all of its full layers
+    config = TokenConfig(dense_layers=2)  # all of its full layers
     on, off = (plan_memory(shape, config, where, context=5000, batch=2) for where in (OffloadConfig(), None))
     assert on.device_total + on.blocks - on.kept == off.device_total
     assert (
@@ -234,13 +234,13 @@ def test_totals_add_up():
 @pytest.mark.parametrize(("context", "batch", "name"), ((0, 1, "context"), (10, 0, "batch")))
 def test_nothing_to_plan(context, batch, name):
     with pytest.raises(ValueError, match=f"{name} must be positive"):
-        plan_memory(model_shape(model("llama").config), TwoLevelConfig(), None, context=context, batch=batch)
+        plan_memory(model_shape(model("llama").config), TokenConfig(), None, context=context, batch=batch)
 
 
 def test_context_beyond_max_length():
     shape = model_shape(model("llama").config)
     with pytest.raises(ValueError, match="max_length=100 is less than the context of 200"):
-        plan_memory(shape, TwoLevelConfig(max_length=100), None, context=200)
+        plan_memory(shape, TokenConfig(max_length=100), None, context=200)
 
 
 def test_encoder_decoder_is_refused():

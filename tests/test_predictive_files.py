@@ -11,7 +11,7 @@ from models import model, prompt
 from saved_files import rewrite
 from test_predictive import TIGHT, decode
 
-from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv import AsyncPredictiveCache, OffloadConfig, PredictiveConfig, SparseCache, TokenConfig
 
 # ---------------------------------------------------------------------- files
 
@@ -142,8 +142,8 @@ def test_configurations_are_checked(wrong, says):
 
 
 def test_the_cache_takes_its_own_configuration_and_place():
-    with pytest.raises(TypeError, match="config must be a PredictiveConfig, got TwoLevelConfig"):
-        AsyncPredictiveCache(TwoLevelConfig())
+    with pytest.raises(TypeError, match="config must be a PredictiveConfig, got TokenConfig"):
+        AsyncPredictiveCache(TokenConfig())
     with pytest.raises(TypeError, match="offload must be an OffloadConfig or None"):
         AsyncPredictiveCache(offload=True)
     with pytest.raises(ValueError, match="cache_rank='stream' keeps all blocks on the device"):

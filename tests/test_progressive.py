@@ -13,7 +13,7 @@ from captured import Imitation
 from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
-from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TokenConfig
 from hf_sparsekv.policies.block_walk import SLOPE
 
 
@@ -364,8 +364,8 @@ def test_configurations_made_from_ours():
 
 
 def test_the_cache_takes_its_own_configuration():
-    with pytest.raises(TypeError, match="config must be a ProgressiveConfig, got TwoLevelConfig"):
-        ProgressiveCache(TwoLevelConfig())
+    with pytest.raises(TypeError, match="config must be a ProgressiveConfig, got TokenConfig"):
+        ProgressiveCache(TokenConfig())
     with pytest.raises(TypeError, match="offload must be an OffloadConfig or None"):
         ProgressiveCache(offload=True)
     assert ProgressiveCache().config == ProgressiveConfig()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import model
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, TokenConfig
 from hf_sparsekv.ops._device import Gpu
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.memory import LayerShape
@@ -22,7 +22,7 @@ ROOMY = {"gpu": 1000 * GIB, "host": 1000 * GIB}
 
 def test_what_a_step_reads():
     """Against the sum by hand: one dense layer, then labels, means and chosen tokens of 35."""
-    config, context, batch, token = TwoLevelConfig(), 32 << 10, 2, 8 * 256 * 2
+    config, context, batch, token = TokenConfig(), 32 << 10, 2, 8 * 256 * 2
     planned = plan_memory(MODEL, config, None, context=context, batch=batch)
     found = step_bytes(MODEL, config, None, context=context, batch=batch)
     beside = MODEL.weights + planned.labels + planned.means + planned.recent
@@ -39,7 +39,7 @@ def test_more_rows_choose_fewer_tokens():
     budgets = [one.config.token_budget for one in found]
     assert budgets == sorted(budgets, reverse=True) and set(budgets) == {512, 1024, 2048}
     for one in found:
-        assert one.config == (TwoLevelConfig.preset(one.preset) if one.preset else TwoLevelConfig())
+        assert one.config == (TokenConfig.preset(one.preset) if one.preset else TokenConfig())
         assert 0 <= one.more <= MORE and not one.offloaded and not one.every and one.pieces == 32 << 10
     assert found[0].call == 'sparse(model, "accurate")'
 

@@ -11,7 +11,7 @@ from models import build
 
 from benchmarks import readme
 from benchmarks.baselines import VARIANTS, make_cache
-from hf_sparsekv import SparseCache, TwoLevelConfig, __version__, generating
+from hf_sparsekv import SparseCache, TokenConfig, __version__, generating
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.registry import methods
 from hf_sparsekv_eval.text import python_reference
@@ -91,7 +91,8 @@ def test_every_preset_is_in_the_table():
     """With the name under which `benchmarks step` measures it."""
     of = {"two_level": "token_only", "progressive": "progressive:0.95", "predictive": "predictive"}
     lines = {variant: timed for _, variant, timed in readme.DATA["all_presets"]}
-    for name, method in methods().items():
+    for method in methods().values():
+        name = (*method.aliases, method.name)[0]  # as they were recorded
         for preset in method.config.PRESETS:
             if name == "progressive" and "estimate" in method.config.PRESETS[preset]:
                 continue  # plain torch
@@ -101,7 +102,7 @@ def test_every_preset_is_in_the_table():
             assert lines[name][0].split("+")[0] == of[name]
     assert {timed.split("+")[0] for names in lines.values() for timed in names} <= set(VARIANTS)
     default = make_cache(build("llama", "sparsekv"), VARIANTS["token_only"], None).config
-    assert replace(default, level="auto") == TwoLevelConfig(dense_below=None)
+    assert replace(default, level="auto") == TokenConfig(dense_below=None)
 
 
 def test_the_accuracy_beside_the_speed_is_of_the_same_settings():
@@ -148,7 +149,7 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, c
     with capsys.disabled():
         print(f"\n  {out.strip()!r}, {cache.stats().attended_share:.0%} attended, {cache}")
     assert len(out.split()) > 3
-    assert cache.config == TwoLevelConfig()
+    assert cache.config == TokenConfig()
     assert cache.stats().sparse_calls > 0
     assert there["model"].config._attn_implementation == "sdpa"
 

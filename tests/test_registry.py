@@ -24,6 +24,7 @@ from hf_sparsekv import (
     SparseCache,
     SparseConfig,
     StreamingConfig,
+    TokenConfig,
     TwoLevelConfig,
 )
 from hf_sparsekv.cli import options
@@ -33,7 +34,7 @@ from hf_sparsekv.kv.state import Held
 from hf_sparsekv.persistence.configuration import free_fields
 from hf_sparsekv.policies import registry
 from hf_sparsekv.policies.base import Policy
-from hf_sparsekv.policies.registry import method_of, methods, names, register
+from hf_sparsekv.policies.registry import called, method_of, methods, names, register
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 from hf_sparsekv_eval.cache_specs import known, parse_cache
@@ -81,12 +82,20 @@ def every_nth(empty_after):
 
 
 def test_who_is_there():
-    assert set(methods()) == {"two_level", "progressive", "predictive", "streaming"}
-    assert set(names()) == {*methods(), "block_only", "token_only"}
+    assert set(methods()) == {"token", "progressive", "predictive", "streaming"}
+    assert set(names()) == {*methods(), "two_level", "block_only", "token_only"}
     assert {"oracle", "random"} <= set(known()) - set(names())
     for method in methods().values():
         assert method_of(method.config()) is method
         assert method.about.endswith(")"), "the source"
+
+
+def test_the_earlier_name_of_the_default_is_an_alias():
+    assert TwoLevelConfig is TokenConfig
+    assert called()["two_level"] is called()["token"] is method_of(TwoLevelConfig())
+    kinds = (options.CacheKind.two_level, options.CacheKind.token)
+    assert len({options.CacheOptions(token_budget=64).config(kind) for kind in kinds}) == 1
+    assert len({parse_cache(f"{name}:token_budget=64").make().config for name in ("two_level", "token")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_who_is_there():
         ("two_level", EveryNthConfig, {}, "there is a method 'two_level' already: choose another name"),
         ("token_only", EveryNthConfig, {}, "there is a method 'token_only' already"),
         ("other", EveryNthConfig, {"variants": {"oracle": {}}}, "there is a method 'oracle' already"),
-        ("other", TwoLevelConfig, {}, "TwoLevelConfig is the configuration of 'two_level' already: give each"),
+        ("other", TokenConfig, {}, "TokenConfig is the configuration of 'token' already: give each"),
         ("other", dict, {}, "config must be a subclass of SparseConfig, got <class 'dict'>"),
         ("other", EveryNthConfig, {}, "EveryNthConfig has no field 'token_budget'"),
         ("other", EveryNthConfig, {"knob": ("stride", 1, 1), "variants": {"x": {"y": 1}}}, "has no field 'y'"),
@@ -104,30 +113,30 @@ def test_who_is_there():
 def test_what_cannot_be_registered(name, config, named, message, empty_after):
     with pytest.raises(ValueError, match=re.escape(message)):
         register(name, config, about="a test", **named)(Policy)
-    assert set(methods()) == {"two_level", "progressive", "predictive", "streaming"}
+    assert set(methods()) == {"token", "progressive", "predictive", "streaming"}
 
 
 @pytest.mark.parametrize("config", [SparseConfig(), None, "fast", {"token_budget": 3}], ids=lambda c: type(c).__name__)
 def test_configurations_of_no_method(config):
-    offered = "TwoLevelConfig, PredictiveConfig, ProgressiveConfig, StreamingConfig"
+    offered = "TokenConfig, PredictiveConfig, ProgressiveConfig, StreamingConfig"
     with pytest.raises(TypeError, match="config must be the configuration of a method") as told:
         SparseCache(config)
     assert all(name in str(told.value) for name in offered.split(", "))
 
 
 def test_a_subclass_of_a_configuration_is_of_the_same_method():
-    class Mine(TwoLevelConfig):
+    class Mine(TokenConfig):
         pass
 
     cache = OffloadedSparseCache(Mine(level="block"))
-    assert method_of(Mine()) is methods()["two_level"]
+    assert method_of(Mine()) is methods()["token"]
     assert cache.config.level == "block"
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "offload"),
     [
-        (OffloadedSparseCache, TwoLevelConfig(**TIGHT), OffloadConfig()),
+        (OffloadedSparseCache, TokenConfig(**TIGHT), OffloadConfig()),
         (ProgressiveCache, ProgressiveConfig(threshold=0.6), None),
         (AsyncPredictiveCache, PredictiveConfig(token_budget=32, predictor="last"), None),
     ],
@@ -290,7 +299,7 @@ def test_presets_decode(name, preset):
 
 def test_presets_refused():
     with pytest.raises(ValueError, match="has no preset 'quick'; it has 'fast', 'accurate', 'previous', 'paper'"):
-        TwoLevelConfig.preset("quick")
+        TokenConfig.preset("quick")
     with pytest.raises(ValueError, match="StreamingConfig has no preset 'fast'; it has none"):
         parse_cache("streaming:preset=fast")
     with pytest.raises(ValueError, match="token_budget must be a positive integer"):

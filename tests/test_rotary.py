@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_sparsekv import SparseCache, TwoLevelConfig, fixed_rotary, optimize
+from hf_sparsekv import SparseCache, TokenConfig, fixed_rotary, optimize
 from hf_sparsekv.attention.rotary import PassRotary, switches, unfixed
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
 LONG = {"llama": lambda: rotary_llama("longrope"), "phi3": phi3, "phimoe": phimoe, "by layer type": by_layer_type}
-FULL = TwoLevelConfig(block_size=16, window=16, token_budget=4096, calibration_tokens=32)
+FULL = TokenConfig(block_size=16, window=16, token_budget=4096, calibration_tokens=32)
 
 
 class NoReads(TorchDispatchMode):

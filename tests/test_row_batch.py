@@ -23,7 +23,7 @@ from hf_sparsekv import (
     QueryTap,
     SparseCache,
     StreamingConfig,
-    TwoLevelConfig,
+    TokenConfig,
 )
 from hf_sparsekv.kv.pool import BlockPool
 
@@ -37,10 +37,10 @@ BUDGET = {**CHOOSE, "token_budget": 32}
 BLOCKS = {"level": "two_level", "num_blocks": 3, "metadata": "min_max", "tail": None}
 
 MADE = {
-    "tokens": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), None),
-    "tokens-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET)),
-    "tokens-host-smallpool": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET), OffloadConfig(device_pool=30_000)),
-    "blocks-host": lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET, **BLOCKS)),
+    "tokens": lambda: OffloadedSparseCache(TokenConfig(**BUDGET), None),
+    "tokens-host": lambda: OffloadedSparseCache(TokenConfig(**BUDGET)),
+    "tokens-host-smallpool": lambda: OffloadedSparseCache(TokenConfig(**BUDGET), OffloadConfig(device_pool=30_000)),
+    "blocks-host": lambda: OffloadedSparseCache(TokenConfig(**BUDGET, **BLOCKS)),
     "progressive-host": lambda: ProgressiveCache(
         ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
     ),
@@ -352,7 +352,7 @@ def test_anything_in_any_order(captured):
     """Joins, leaves, holds, forks and crops, with room for everything: the tokens are full attention's."""
     chance, plain = random.Random(5), reference("llama")
     net = imitated()[0] if captured else model("llama")
-    cache = OffloadedSparseCache(TwoLevelConfig(**{**SMALL, **FULL}))
+    cache = OffloadedSparseCache(TokenConfig(**{**SMALL, **FULL}))
     rows = cache.rows(ROWS, 160)
     texts: dict[int, list[int]] = {}  # of each row, the token to come included
     waiting = []
@@ -630,7 +630,7 @@ def test_the_cache_of_rows_takes_nothing_else():
 @pytest.mark.parametrize(
     "cache",
     [
-        lambda: OffloadedSparseCache(TwoLevelConfig(**BUDGET, **BLOCKS, lag=True)),
+        lambda: OffloadedSparseCache(TokenConfig(**BUDGET, **BLOCKS, lag=True)),
         lambda: AsyncPredictiveCache(PredictiveConfig(predictor="ridge")),
     ],
     ids=["lag", "ridge"],
@@ -652,26 +652,26 @@ def test_fewer_layers_than_the_configuration_names(known, offload):
     """The decoder was cut: said at the first prompt, and nothing is taken."""
     net = build("llama", "sparsekv", num_hidden_layers=4)
     net.model.layers = net.model.layers[:2]
-    cache = OffloadedSparseCache(TwoLevelConfig(**BUDGET), offload, net.config if known else None)
+    cache = OffloadedSparseCache(TokenConfig(**BUDGET), offload, net.config if known else None)
     rows = cache.rows(2, 60)
     with pytest.raises(ValueError, match=r"configuration names 4 layers.*keys in 2: layers \[2, 3\] hold nothing. Set"):
         rows.prefill(net, prompt(1, 58)["input_ids"])
     assert rows.rows == () and cache.row_table.ids.used == 0
     net.config.num_hidden_layers = 2
     cache.reset()
-    rows = OffloadedSparseCache(TwoLevelConfig(**BUDGET), offload, net.config).rows(2, 60)
+    rows = OffloadedSparseCache(TokenConfig(**BUDGET), offload, net.config).rows(2, 60)
     assert rows.join(rows.prefill(net, prompt(1, 20)["input_ids"])) == 0
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_layers_of_other_kinds_are_refused_before_a_prompt(name):
-    cache = SparseCache(TwoLevelConfig(**BUDGET), model_config=build(name, "sparsekv").config)
+    cache = SparseCache(TokenConfig(**BUDGET), model_config=build(name, "sparsekv").config)
     with pytest.raises(ValueError, match="layers all attend to their whole past"):
         cache.rows(2, 60)
     assert cache.row_batch is None
 
 
 def test_a_model_that_reads_the_keys_itself_is_refused():
-    rows = SparseCache(TwoLevelConfig(**BUDGET)).rows(2, 60)
+    rows = SparseCache(TokenConfig(**BUDGET)).rows(2, 60)
     with pytest.warns(UserWarning, match="right, but dense"), pytest.raises(ValueError, match="reads the keys and"):
         rows.prefill(build("llama", "sdpa"), prompt(1, 20)["input_ids"])

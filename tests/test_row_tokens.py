@@ -21,7 +21,7 @@ from hf_sparsekv import (
     ProgressiveCache,
     ProgressiveConfig,
     QueryTap,
-    TwoLevelConfig,
+    TokenConfig,
 )
 from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
 from hf_sparsekv.ops.device_tokens.reference import bring_tokens
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
 SIZE, SLOT = 16, 2 * 2 * (2 * 16 * 4 + 8)  # of a block; bytes of a slot, in two layers of two KV heads
 METHODS = {
-    "two_level": (OffloadedSparseCache, TwoLevelConfig(**BUDGET)),
+    "two_level": (OffloadedSparseCache, TokenConfig(**BUDGET)),
     "progressive": (ProgressiveCache, ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16)),
     "ahead": (AsyncPredictiveCache, PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
 }
@@ -286,7 +286,7 @@ def test_expected_working_sets():
 def test_rows_without_copies_have_no_room():
     """Nothing is offloaded, or device memory is not to be used."""
     for offload in (None, OffloadConfig(device_pool=0)):
-        rows = OffloadedSparseCache(TwoLevelConfig(**BUDGET), offload).rows(2, 200)
+        rows = OffloadedSparseCache(TokenConfig(**BUDGET), offload).rows(2, 200)
         rows.join(rows.prefill(model("llama"), prompt(1, 90)["input_ids"]))
         assert (rows.slots, rows.free_slots, rows.room(0)) == (0, 0, 0)
         rows.give(0, 0)

@@ -12,7 +12,7 @@ from captured import imitated
 from models import COMMON, build, prompt
 from rotary_models import phi3, phimoe, rotary_llama, wide
 
-from hf_sparsekv import SparseCache, TwoLevelConfig, check_rows, fixed_rotary, row_trial
+from hf_sparsekv import SparseCache, TokenConfig, check_rows, fixed_rotary, row_trial
 
 LENGTH = 400
 
@@ -101,7 +101,7 @@ def test_rotary_factors_that_are_known(make):
     """Refused, with what to do, and served inside it; so by rows themselves."""
     net = make()
     net.set_attn_implementation("sparsekv")
-    rows = SparseCache(TwoLevelConfig()).rows(2, LENGTH)
+    rows = SparseCache(TokenConfig()).rows(2, LENGTH)
     for refused in (lambda: check_rows(net, LENGTH), lambda: rows.prefill(net, prompt(1, 20)["input_ids"])):
         with pytest.raises(ValueError, match=r"rope_type='longrope'.*`with hf_sparsekv.fixed_rotary\(model, 400\):`"):
             refused()
@@ -114,7 +114,7 @@ def test_rotary_factors_that_are_known(make):
 def test_rows_of_a_model_that_counts_positions():
     net = model_list.build("bart")
     net.set_attn_implementation("sparsekv")
-    rows = SparseCache(TwoLevelConfig()).rows(2, LENGTH)
+    rows = SparseCache(TokenConfig()).rows(2, LENGTH)
     for refused in (lambda: check_rows(net, LENGTH), lambda: rows.prefill(net, prompt(1, 20)["input_ids"])):
         with pytest.raises(ValueError, match="takes no position_ids"):
             refused()

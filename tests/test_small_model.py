@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.studies.small_model import forced_logits, greedy
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 from hf_sparsekv_eval.prefix import attention, prefill
 from hf_sparsekv_eval.text import needle_prompt, python_reference
 
@@ -21,7 +21,7 @@ def small(small_model_dir):
 
 
 def everything(offload: bool = True) -> OffloadedSparseCache:
-    config = TwoLevelConfig(token_budget=8192)
+    config = TokenConfig(token_budget=8192)
     return OffloadedSparseCache(config, offload=OffloadConfig() if offload else None)
 
 
@@ -75,7 +75,7 @@ def test_needle_is_found_without_reading_everything(small_model_dir, depth):
     tokenizer = AutoTokenizer.from_pretrained(small_model_dir)
     prompt = needle_prompt(tokenizer, 1400, depth)
     prefix = prefill(model, prompt.ids)
-    cache = OffloadedSparseCache(TwoLevelConfig(token_budget=160, num_blocks=12))
+    cache = OffloadedSparseCache(TokenConfig(token_budget=160, num_blocks=12))
     text = tokenizer.decode(greedy(model, prefix, prefix.fill(cache, model), 12, {model.config.eos_token_id}))
     assert prompt.answer in text
     assert cache.stats().attended_share < 0.3

@@ -11,7 +11,7 @@ from models import model, prompt, reference
 from oracle import TOLERANCE, Oracle, Race
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, SparseCache, SparseConfig, StreamingConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, SparseCache, SparseConfig, StreamingConfig, TokenConfig
 
 
 class StreamingOracle(Oracle):
@@ -19,7 +19,7 @@ class StreamingOracle(Oracle):
 
     def __init__(self, config: StreamingConfig) -> None:
         shared = {field.name: getattr(config, field.name) for field in fields(SparseConfig)}
-        super().__init__(TwoLevelConfig(level="block", **shared), lag=False)  # whole blocks: nothing to calibrate
+        super().__init__(TokenConfig(level="block", **shared), lag=False)  # whole blocks: nothing to calibrate
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         real = self.real(row, key.shape[2])

@@ -11,7 +11,7 @@ from caches import CACHES, FULL, TAIL, TIGHT, full_block_kv, predictive, two_lev
 from models import REFERENCE, build, model, prompt
 from transformers import DynamicCache
 
-from hf_sparsekv import SparseCache, TwoLevelConfig
+from hf_sparsekv import SparseCache, TokenConfig
 
 WAYS = ("device-tail", "host-tail", "host-lag-tail", "predictive-tail", "predictive-host-tail")
 
@@ -173,4 +173,4 @@ def test_files_without_a_tail_stay_without(tmp_path):
 @pytest.mark.parametrize("tokens", [0, 100, 64 * 33])
 def test_spans_are_whole_blocks(tokens):
     with pytest.raises(ValueError, match="tail_tokens"):
-        SparseCache(TwoLevelConfig(tail="mean", tail_tokens=tokens))
+        SparseCache(TokenConfig(tail="mean", tail_tokens=tokens))

@@ -10,8 +10,8 @@ from caches import TIGHT, two_level
 from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
-from hf_sparsekv import OffloadConfig, TwoLevelConfig
-from hf_sparsekv.policies.two_level_config import level
+from hf_sparsekv import OffloadConfig, TokenConfig
+from hf_sparsekv.policies.token_config import level
 
 STEPS = 24  # blocks of 16 become full at 132 and 148
 
@@ -104,10 +104,10 @@ def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
 def test_levels():
     """What the default comes to, and what asks for blocks."""
     asks = ({"num_blocks": 64}, {"metadata": "min_max"}, {"bound_tokens": 16}, {"lag": True}, {"metadata": "mean"})
-    assert level(TwoLevelConfig()) == "token"
-    assert {level(TwoLevelConfig(**one)) for one in asks} == {"two_level"}
+    assert level(TokenConfig()) == "token"
+    assert {level(TokenConfig(**one)) for one in asks} == {"two_level"}
     for of in ("two_level", "block", "token"):
-        assert {level(TwoLevelConfig(level=of, **one)) for one in ({}, {"lag": True})} == {of}
+        assert {level(TokenConfig(level=of, **one)) for one in ({}, {"lag": True})} == {of}
     kept = {True: {"codes", "qparams"}, False: {"bounds"}}
     for settings in ({}, {"level": "block"}, {"bound_tokens": 16}, {"metadata": "min_max"}, {"level": "token"}):
         cache = two_level(True, **{**DEFAULT, "token_budget": 32, **settings})
@@ -131,7 +131,7 @@ def test_levels():
 )
 def test_wrong_settings(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        TwoLevelConfig(**settings)
+        TokenConfig(**settings)
 
 
 def test_selection_changes_the_result():

@@ -29,7 +29,7 @@ from hf_sparsekv import (
     StepMonitor,
     StepReport,
     StreamingConfig,
-    TwoLevelConfig,
+    TokenConfig,
     WalkStats,
 )
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def decode(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     with hf_sparsekv.sparse(model, "accurate", offload=True, optimize=False, token_budget=512) as inner:
         assert_type(inner, torch.nn.Module)
-    with hf_sparsekv.sparse(model, TwoLevelConfig.preset("fast", sinks=8)):
+    with hf_sparsekv.sparse(model, TokenConfig.preset("fast", sinks=8)):
         pass
     generated = hf_sparsekv.generate(model, ids, generation_config=model.generation_config, sparse_config="fast")
     assert_type(generated, Any)
@@ -56,18 +56,18 @@ def decode(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def configurations() -> list[SparseConfig]:
-    assert_type(TwoLevelConfig.preset("fast"), TwoLevelConfig)
+    assert_type(TokenConfig.preset("fast"), TokenConfig)
     assert_type(ProgressiveConfig(threshold=0.98).threshold, float)
     assert_type(StreamingConfig(window=512).window, int)
     assert_type(SparseConfig().max_length, int | None)
     assert_type(OffloadConfig(device_pool=0.25).keep_dense, bool)
-    return [TwoLevelConfig(token_budget=512, lag=True), PredictiveConfig(predictor="layer"), StreamingConfig()]
+    return [TokenConfig(token_budget=512, lag=True), PredictiveConfig(predictor="layer"), StreamingConfig()]
 
 
 def caches(model: PreTrainedModel, path: Path) -> list[SparseCache]:
     made = [
         SparseCache(StreamingConfig(), offload=OffloadConfig(), model_config=model.config),
-        OffloadedSparseCache(TwoLevelConfig(), offload=None, token_budget=512),
+        OffloadedSparseCache(TokenConfig(), offload=None, token_budget=512),
         ProgressiveCache(ProgressiveConfig(threshold=0.9), model_config=None),
         AsyncPredictiveCache(token_budget=512),
         PrefixCache(max_length=4096),
@@ -79,7 +79,7 @@ def caches(model: PreTrainedModel, path: Path) -> list[SparseCache]:
         cache.reset()
         cache.crop(3)
         assert_type(cache.get_max_length(), int)
-    assert_type(SparseCache.load(path, config=TwoLevelConfig(), offload=None, device="cpu"), SparseCache)
+    assert_type(SparseCache.load(path, config=TokenConfig(), offload=None, device="cpu"), SparseCache)
     return made
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import typer
 
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.cli.loading import load_config
 from hf_sparsekv.cli.options import parse_bytes, parse_tokens
 from hf_sparsekv.tuning.plan import model_shape
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--cached is a share, from 0 to 1")
     config = SHAPES[args.model]() if args.model in SHAPES else load_config(args.model, SHAPES)
     shape = model_shape(config, None)
-    fit = rows_that_fit(shape, TwoLevelConfig(), None, context=args.context, gpu=args.gpu_memory, host=args.host_memory)
+    fit = rows_that_fit(shape, TokenConfig(), None, context=args.context, gpu=args.gpu_memory, host=args.host_memory)
     if fit.offloaded < 1:
         parser.error(f"not even one row of {args.context:,} tokens fits: give more memory")
     given = {name: getattr(args, name) for name in Load.__dataclass_fields__ if name != "rows"}

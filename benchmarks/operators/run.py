@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.results import device_name, versions
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape, set_count, steps
 from hf_sparsekv.tuning.timing import Time, captured
@@ -150,7 +150,7 @@ def shapes(args: Namespace) -> list[Shape]:
     sizes = {"q_heads": q_heads, "heads": heads, "dim": args.dim, "value_dim": args.value_dim}
     sizes = sizes if args.model is None else MODELS[args.model]
     blocks = {"num_blocks": args.num_blocks, "level": "two_level", "metadata": "min_max"}
-    config = TwoLevelConfig(block_size=args.block_size, token_budget=args.token_budget, **blocks)
+    config = TokenConfig(block_size=args.block_size, token_budget=args.token_budget, **blocks)
     return [Shape(*where, dtype=getattr(torch, args.dtype), config=config, **sizes) for where in args.shapes]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.cuda_graph.recorder import Recorder
 from hf_sparsekv.cuda_graph.runner import StepRunner
@@ -56,7 +56,7 @@ def main() -> None:
     print(f"{'blocks':12} {'steps of':12} {'before, ms (95 %)':>20} {'behind, ms (95 %)':>20}")
     for name, offload in (("device", None), ("host memory", OffloadConfig())):
         for who, steps in (("generate()", of_generate), ("rows", of_rows)):
-            cache = OffloadedSparseCache(TwoLevelConfig(dense_below=0, token_budget=64), offload)
+            cache = OffloadedSparseCache(TokenConfig(dense_below=0, token_budget=64), offload)
             ids = torch.randint(0, 50, (ROWS, CONTEXT))
             before, behind = [], []
             step = steps(model, cache, ids)

@@ -15,7 +15,7 @@ import time
 import torch
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TwoLevelConfig, optimize, unoptimize
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize, unoptimize
 from hf_sparsekv.cache_name import over
 
 from ..kernels import launched, table
@@ -72,7 +72,7 @@ def main() -> None:
     offload = OffloadConfig() if args.offload else None
 
     def made() -> OffloadedSparseCache:
-        return OffloadedSparseCache(TwoLevelConfig(), offload)
+        return OffloadedSparseCache(TokenConfig(), offload)
 
     report("ours", model, made, args.length, args.chunk)
     if args.kernels:

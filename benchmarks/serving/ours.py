@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.config import OffloadConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
@@ -56,7 +56,7 @@ RUNGS = {
 }
 
 
-def memory(settings: Settings, rung: Rung, config: TwoLevelConfig) -> tuple[int, OffloadConfig | None]:
+def memory(settings: Settings, rung: Rung, config: TokenConfig) -> tuple[int, OffloadConfig | None]:
     """Tokens that all requests may have together, and how they are offloaded, within the same bytes for all.
 
     Offloaded, of ``kv_gpu`` bytes the index takes its part, and dense layers, and rows' recent windows; what is left is
@@ -96,7 +96,7 @@ def serve_flags(settings: Settings, name: str, budget: int = BUDGET) -> list[str
     Args:
         name: in ``SERVED``.
     """
-    tokens, offload = memory(settings, RUNGS[name], TwoLevelConfig(token_budget=budget))
+    tokens, offload = memory(settings, RUNGS[name], TokenConfig(token_budget=budget))
     flags = {
         "--max-rows": settings.max_rows,
         "--context": settings.max_length,
@@ -134,7 +134,7 @@ class OurSystem:
         rung = RUNGS[name]
         if not rung.sparse:
             options = {**options, "dense_below": settings.max_length}
-        config = TwoLevelConfig(token_budget=budget, **options)
+        config = TokenConfig(token_budget=budget, **options)
         tokens, offload = memory(settings, rung, config)
         keys = None
         if settings.kv == "replayed" and rung.sparse:

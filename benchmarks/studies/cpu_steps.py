@@ -18,7 +18,7 @@ from argparse import ArgumentParser
 import torch
 from transformers import DynamicCache
 
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cache_name import over
 
@@ -34,7 +34,7 @@ def caches(model, context: int, budgets: list[int]) -> dict[str, tuple[object, s
     settings = {"all": {"dense_below": 1 << 30}}
     settings |= {str(budget): {"token_budget": budget, "dense_below": None} for budget in budgets}
     for name, options in settings.items():
-        made[name] = SparseCache(TwoLevelConfig(**options), None, model.config), "sparsekv"
+        made[name] = SparseCache(TokenConfig(**options), None, model.config), "sparsekv"
     for cache, kind in made.values():
         fill_cache(model, cache, 1, context)
         if kind == "sparsekv":

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TwoLevelConfig
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, ProgressiveCache, ProgressiveConfig, TokenConfig
 from hf_sparsekv.results import Row, append_rows
 from hf_sparsekv.small_model import SMALL_MODEL_NAME, fetch_small_model
 from hf_sparsekv_eval.prefix import forced_steps, greedy_rows, prefill
@@ -66,7 +66,7 @@ def filled(model, prefix, settings: dict | None):
         return prefix.full()
     settings = {"dense_layers": 2, **settings}  # the default when these studies were made
     offload = OffloadConfig() if settings.pop("offload", True) else None
-    kind, config = OffloadedSparseCache, TwoLevelConfig
+    kind, config = OffloadedSparseCache, TokenConfig
     if "threshold" in settings:
         kind, config = ProgressiveCache, ProgressiveConfig
     return prefix.fill(kind(config(**settings), offload=offload, model_config=model.config), model)

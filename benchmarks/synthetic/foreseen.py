@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv import PredictiveConfig, TwoLevelConfig
+from hf_sparsekv import PredictiveConfig, TokenConfig
 from hf_sparsekv.ops.seal import quantise_labels
 from hf_sparsekv.ops.token_score.reference import unpack_labels
 from hf_sparsekv.policies.label_index import default_channels
@@ -53,7 +53,7 @@ def place_of(foresight: str) -> str:
     return foresight.partition(":")[2] or "in"
 
 
-def calibrate(config: TwoLevelConfig | PredictiveConfig, queries: Tensor, keys: Tensor) -> Tensor:
+def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Tensor) -> Tensor:
     """Label channels ``[H, r]`` as caches calibrate them on ``queries [Hq, n, D]`` and ``keys [H, n, D]``."""
     stats = ChannelStats(config.channel_importance)
     stats.update(queries[None].float(), keys[None].float(), None)
@@ -68,7 +68,7 @@ class StoredIndex:
         channels: of the labels, ``[H, r]``, see :func:`calibrate`.
     """
 
-    def __init__(self, config: TwoLevelConfig | PredictiveConfig, channels: Tensor) -> None:
+    def __init__(self, config: TokenConfig | PredictiveConfig, channels: Tensor) -> None:
         self.config, self.channels = config, channels
         self.labels = torch.empty(0)
         self.blocks = 0
@@ -180,7 +180,7 @@ class Selection:
 
     chosen: int
     place: str | None
-    config: TwoLevelConfig | PredictiveConfig
+    config: TokenConfig | PredictiveConfig
 
     def stored(self, context: int) -> int:
         """Tokens that are chosen from."""

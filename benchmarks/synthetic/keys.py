@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.config import SparseConfig
 
 from .statistics import FRACTIONS, stored_blocks
@@ -147,7 +147,7 @@ class SyntheticKV:
     ) -> None:
         self.layers, self.q_heads, self.heads, self.dim = layers, q_heads, heads, dim
         self.batch, self.context = batch, context
-        self.config = TwoLevelConfig() if config is None else config
+        self.config = TokenConfig() if config is None else config
         self.profile = Profile(profile) if isinstance(profile, str) else profile
         self.seed, self.dtype, self.device = seed, dtype, torch.device(device)
 

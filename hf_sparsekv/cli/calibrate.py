@@ -33,7 +33,7 @@ def calibrate(
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
 ) -> None:
-    """Rank a model's key channels on your text, for --channel-file and TwoLevelConfig(channel_file=...)."""
+    """Rank a model's key channels on your text, for --channel-file and TokenConfig(channel_file=...)."""
     from ..tuning.channels import calibrate as rank_channels
 
     texts = [_read(path) for path in text_file]

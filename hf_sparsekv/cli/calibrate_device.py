@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..ops._dispatch import has_triton
 from ..policies import crossover
-from ..policies.two_level_config import TwoLevelConfig
+from ..policies.token_config import TokenConfig
 from ..tuning.fitting import METHODS, Timing, fit, wrong_by
 from . import loading
 from .output import CommandError, messages, note, results
@@ -26,7 +26,7 @@ GRID = ((4, 2048), (16, 2048), (1, 4096), (4, 4096), (16, 4096), (1, 8192), (4, 
 GRID += ((1, 12288), (1, 16384), (4, 16384), (1, 32768))
 SECONDS = 60  # no further shape is begun then
 REPLAYS = 10
-BLOCKS = TwoLevelConfig(level="two_level", metadata="min_max", num_blocks=128)
+BLOCKS = TokenConfig(level="two_level", metadata="min_max", num_blocks=128)
 # Few enough blocks for the coarse level to be left out: such a step scores the labels of every token.
 FEW = replace(BLOCKS, num_blocks=16)
 

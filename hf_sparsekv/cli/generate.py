@@ -36,7 +36,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="For --temperature above 0.", show_default=False)] = None,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="dense is transformers' own cache and sdpa.")] = (
-        opt.CacheKind.two_level
+        opt.CacheKind.token
     ),
     compare: Annotated[
         opt.CacheKind | None, typer.Option(help="Run again with this cache and compare.", show_default=False)

@@ -16,11 +16,11 @@ import typer
 
 from ..config import OffloadConfig, SparseConfig
 from ..policies.ahead.predictive_config import BY_LAYER
-from ..policies.registry import Method, methods
+from ..policies.registry import Method, called, methods
 from ..predictor.query import PREDICTORS
 
 DENSE = "dense"
-CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type=str)  # what --cache takes
+CacheKind = Enum("CacheKind", {name: name for name in (*called(), DENSE)}, type=str)  # what --cache takes
 
 
 class Level(str, Enum):
@@ -136,7 +136,7 @@ class CacheOptions:
 
         Options that this kind does not have may not be given.
         """
-        made = methods()[kind.value].config
+        made = called()[kind.value].config
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         preset = given.pop("preset")
         del given["offload"], given["kv_dtype"]
@@ -228,7 +228,7 @@ def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) ->
     if options.kv_dtype is not None and not offload:
         raise typer.BadParameter("--kv-dtype is of keys and values in host memory: leave --no-offload out")
     try:
-        place = methods()[kind.value].shared.place(config, offload_config(options))
+        place = called()[kind.value].shared.place(config, offload_config(options))
     except ValueError as error:
         message = f"{_option_names(str(error))} (without --no-offload they go to host memory: add --no-offload)"
         raise typer.BadParameter(message) from error

@@ -48,7 +48,7 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
     ] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.two_level),
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.token),
     serve: Annotated[
         bool, typer.Option("--serve", help="How many rows of which length `serve` can decode at a time.")
     ] = False,

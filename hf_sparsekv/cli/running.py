@@ -99,7 +99,7 @@ def encode(tokenizer, text: str, chat: bool | None, device: torch.device) -> dic
 
 
 def run_sparse(
-    tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, name: str = "two_level", **kwargs
+    tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, name: str = "token", **kwargs
 ) -> Run:
     """Generate with one of our caches, called ``name``.
 

@@ -131,7 +131,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.two_level,
+    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
     tensor_parallel: Annotated[

@@ -18,7 +18,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import BlockPool
 from ..kv.rows import Rows
 from ..layers.sparse_layer import SparseLayer
-from ..policies.registry import method_of, methods
+from ..policies.registry import called, method_of
 from ..predictor.channels import describe
 from ..tensors import no_inference_mode
 from .checks import check_header, check_reserved, check_tensors, names_each_block, refuse_rows
@@ -46,13 +46,14 @@ def load_cache(
             raise ValueError(f"{path} holds a {state['cache']}, which {kind.__name__}.load() cannot make")
         named = None if made.config_type is None else method_of(made.config_type()).name
         name = state["method"]
-        if named not in (None, name):
+        method = called().get(name)
+        if named is not None and (method is None or named != method.name):
             raise damaged(path, f"method {name!r} is not that of a {made.__name__}")
-        if name not in methods():
+        if method is None:
             raise ValueError(f"{path} holds a cache of an unknown method {name!r}: import what registers it first")
         if offload == "default":
             offload = inspect.signature(made).parameters["offload"].default
-        cache = empty_cache(made, methods()[name].config, file, config, offload)
+        cache = empty_cache(made, method.config, file, config, offload)
         cache.shared.check_file(loading=True)
         _bind(cache, file, model_config)
         check_header(cache, file)

@@ -1,6 +1,6 @@
 """Selection policies: what a decode step attends to. Importing a file registers its method: lists show them so."""
 
-from . import two_level as two_level
+from . import levels as levels
 
 # isort: split
 from .ahead import predictive as predictive

@@ -19,7 +19,7 @@ from .block_metadata import BlockMetadata
 from .drafting import Drafting
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .two_level_config import TwoLevelConfig, has_tail, kind_of, level, selection
+from .token_config import TokenConfig, has_tail, kind_of, level, selection
 
 
 class BlockPolicy(Drafting, LabelledPolicy):
@@ -28,11 +28,11 @@ class BlockPolicy(Drafting, LabelledPolicy):
     Nothing that is chosen outlives its step. Offloaded, chosen blocks are brought to the device before the attention.
     """
 
-    config: TwoLevelConfig
+    config: TokenConfig
     follows_crops = False
 
     def __init__(
-        self, config: TwoLevelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+        self, config: TokenConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
         self.method = selection(config)

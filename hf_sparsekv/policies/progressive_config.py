@@ -41,7 +41,7 @@ class ProgressiveConfig(SparseConfig):
         label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
             128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
             (docs/studies/progressive.md).
-        label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TwoLevelConfig`.
+        label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TokenConfig`.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
             ``estimate="labels"``.

@@ -42,6 +42,7 @@ class Method:
         policy: class of what chooses in each layer.
         about: one line, with the source.
         knob: what to turn for a quicker or a more exact step.
+        aliases: earlier names of the same.
         variants: further names, and the settings that each stands for.
         reference: a yardstick: evaluation offers it, the command line, benchmarks and the demo do not.
         shared: class of what all layers of a cache have in common, which may take other policies instead.
@@ -55,6 +56,7 @@ class Method:
     variants: Mapping[str, dict] = field(default_factory=dict)
     reference: bool = False
     shared: type[Shared] = Shared
+    aliases: tuple[str, ...] = ()
 
     def share(self, config: SparseConfig, offload: OffloadConfig | None) -> Shared:
         """What all layers of a new cache have in common; ``offload``: what :meth:`.shared.Shared.place` said."""
@@ -73,6 +75,7 @@ def register(
     variants: Mapping[str, dict] | None = None,
     reference: bool = False,
     shared: type[Shared] = Shared,
+    aliases: tuple[str, ...] = (),
 ) -> Callable[[type[Policy]], type[Policy]]:
     """Make a policy class the method ``name``; the arguments are those of :class:`Method`.
 
@@ -81,7 +84,7 @@ def register(
     """
 
     def decorate(policy: type[Policy]) -> type[Policy]:
-        method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference, shared)
+        method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference, shared, aliases)
         _check(method)
         _METHODS[name] = method
         return policy
@@ -90,7 +93,7 @@ def register(
 
 
 def _check(method: Method) -> None:
-    for one in (method.name, *method.variants):
+    for one in (method.name, *method.aliases, *method.variants):
         if one in names(references=True):
             raise ValueError(f"there is a method {one!r} already: choose another name")
     if not (isinstance(method.config, type) and issubclass(method.config, SparseConfig)):
@@ -112,11 +115,16 @@ def methods(references: bool = False) -> dict[str, Method]:
     return {name: method for name, method in _METHODS.items() if references or not method.reference}
 
 
+def called() -> dict[str, Method]:
+    """The methods by each of their names, aliases included."""
+    return {one: method for name, method in methods().items() for one in (name, *method.aliases)}
+
+
 def names(references: bool = False) -> dict[str, tuple[Method, dict]]:
-    """The same with variants: ``{name: (method, settings that the name stands for)}``."""
+    """The same with aliases and variants: ``{name: (method, settings that the name stands for)}``."""
     found: dict[str, tuple[Method, dict]] = {}
     for name, method in methods(references).items():
-        found[name] = (method, {})
+        found |= {one: (method, {}) for one in (name, *method.aliases)}
         found |= {variant: (method, dict(settings)) for variant, settings in method.variants.items()}
     return found
 

@@ -16,7 +16,7 @@ from ..types import AttentionParams
 from .drafting import Drafting
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .two_level_config import TwoLevelConfig
+from .token_config import TokenConfig
 
 
 class TokenPolicy(Drafting, LabelledPolicy):
@@ -26,7 +26,7 @@ class TokenPolicy(Drafting, LabelledPolicy):
     the device after the attention, for the steps that follow.
     """
 
-    config: TwoLevelConfig
+    config: TokenConfig
     method: ClassVar = "token_only"
     drafts = "together"
     follows_crops = False

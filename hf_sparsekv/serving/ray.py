@@ -31,7 +31,7 @@ from hf_sparsekv_ray.router import PrefixRouter
 from hf_sparsekv_ray.scaling import ByRows, Fitting
 
 from ..config import OffloadConfig
-from ..policies.two_level_config import TwoLevelConfig
+from ..policies.token_config import TokenConfig
 from .config import ServingConfig
 from .engine import Engine
 from .garbage import set_aside
@@ -60,7 +60,7 @@ class Deployed(BaseModel, extra="forbid"):
         model: a directory, a name on the hub, or ``small``.
         model_id: the name that clients ask for; None: ``model``, of a directory its last part.
         dtype: of the weights, as torch names it (``bfloat16``); ``auto``: as they are stored.
-        config: how steps choose: a preset's name, or fields of :class:`.TwoLevelConfig`; None: its defaults.
+        config: how steps choose: a preset's name, or fields of :class:`.TokenConfig`; None: its defaults.
         offload: keep full blocks in host memory: True, False, or fields of :class:`.OffloadConfig`.
         serving: fields of :class:`.ServingConfig`.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
@@ -110,12 +110,12 @@ class Deployed(BaseModel, extra="forbid"):
             raise ValueError(str(error)) from error
         return self
 
-    def engine_arguments(self) -> tuple[TwoLevelConfig | None, OffloadConfig | bool, ServingConfig]:
+    def engine_arguments(self) -> tuple[TokenConfig | None, OffloadConfig | bool, ServingConfig]:
         """``config``, ``offload`` and ``serving`` of an engine."""
         if isinstance(self.config, str):
-            config = TwoLevelConfig.preset(self.config)
+            config = TokenConfig.preset(self.config)
         else:
-            config = None if self.config is None else TwoLevelConfig(**self.config)
+            config = None if self.config is None else TokenConfig(**self.config)
         offload = OffloadConfig(**self.offload) if isinstance(self.offload, dict) else self.offload
         return config, offload, ServingConfig(**self.serving)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cache import OffloadedSparseCache
 from ..cache_name import over
 from ..layers.sparse_layer import SparseLayer
-from ..policies.two_level_config import TwoLevelConfig
+from ..policies.token_config import TokenConfig
 from ..predictor.channels import ChannelStats, LabelChannels, describe
 from .serving_plan import CHUNK
 
@@ -34,7 +34,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     try:
         for ids in inputs:
             # Never enough tokens to fix channels: every chunk is observed.
-            never = TwoLevelConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
+            never = TokenConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
             cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
             for part in ids.to(model.device).tensor_split(-(-ids.shape[1] // CHUNK), dim=1):
                 model(part, **over(model, cache), use_cache=True, logits_to_keep=1)

@@ -24,7 +24,7 @@ from ..ops.sparse_decode import sparse_decode
 from ..ops.token_score import token_score
 from ..ops.topk_select import block_select, token_select
 from ..policies.label_index import default_channels
-from ..policies.two_level_config import TwoLevelConfig
+from ..policies.token_config import TokenConfig
 
 MODELS = {
     "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},
@@ -36,7 +36,7 @@ MEMORY = 0.45  # of the device, for the sets of inputs
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
-BLOCKS = TwoLevelConfig(level="two_level", metadata="min_max", num_blocks=128)
+BLOCKS = TokenConfig(level="two_level", metadata="min_max", num_blocks=128)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shape:
     heads: int = 8
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    config: TwoLevelConfig = field(default_factory=lambda: BLOCKS)
+    config: TokenConfig = field(default_factory=lambda: BLOCKS)
     value_dim: int | None = None  # of latents: the first so many numbers of a key are its value
 
     @property

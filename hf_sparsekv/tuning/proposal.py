@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OffloadConfig
-from ..policies.two_level_config import TwoLevelConfig
+from ..policies.token_config import TokenConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 PRESETS = ("accurate", None, "fast")  # the largest budget first; None: the defaults
@@ -28,7 +28,7 @@ class Proposal:
     """What to decode with.
 
     Args:
-        preset: of ``TwoLevelConfig``; None: its defaults.
+        preset: of ``TokenConfig``; None: its defaults.
         config: the same.
         offloaded: full blocks in host memory.
         pieces: tokens of the prompt that are read at once: the context, or what ``prefill_chunk_size`` should be.
@@ -38,7 +38,7 @@ class Proposal:
     """
 
     preset: str | None
-    config: TwoLevelConfig
+    config: TokenConfig
     offloaded: bool
     pieces: int
     every: bool
@@ -67,9 +67,9 @@ def propose(
         ValueError: ``context`` or ``batch`` is not positive.
     """
     for offload in (None, OffloadConfig()):
-        least = step_bytes(model, TwoLevelConfig.preset("fast"), offload, context=context, batch=batch)
+        least = step_bytes(model, TokenConfig.preset("fast"), offload, context=context, batch=batch)
         for preset in PRESETS:
-            config = TwoLevelConfig() if preset is None else TwoLevelConfig.preset(preset)
+            config = TokenConfig() if preset is None else TokenConfig.preset(preset)
             planned = plan_memory(model, config, offload, context=context, batch=batch, device=device)
             pieces = pieces_of(planned, gpu)
             more = step_bytes(model, config, offload, context=context, batch=batch) / least - 1
@@ -95,7 +95,7 @@ class Shortage:
 
 def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host: int) -> Shortage:
     """Why :func:`propose` finds nothing; its arguments."""
-    config = TwoLevelConfig.preset("fast")
+    config = TokenConfig.preset("fast")
     here, away = (
         in_pieces(plan_memory(model, config, offload, context=context, batch=batch), min(PIECE, context))
         for offload in (None, OffloadConfig())
@@ -105,7 +105,7 @@ def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host:
 
 
 def step_bytes(
-    model: ModelShape, config: TwoLevelConfig, offload: OffloadConfig | None, *, context: int, batch: int
+    model: ModelShape, config: TokenConfig, offload: OffloadConfig | None, *, context: int, batch: int
 ) -> float:
     """Bytes that a decode step reads, those over the link counted by the time that they take.
 

@@ -87,10 +87,10 @@ class RunOptions:
     cache: Annotated[
         list[str],
         typer.Option(
-            help="full, two_level:token_budget=512,lag=true, block_only, token_only, progressive, predictive, oracle, "
+            help="full, token:token_budget=512,lag=true, block_only, token_only, progressive, predictive, oracle, "
             "random, or a YAML file with a list of them; may be repeated.",
         ),
-    ] = ("full", "two_level")
+    ] = ("full", "token")
     batch: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 1
     out: Annotated[
         Path | None,
@@ -213,7 +213,7 @@ def say_vacuous(caches, figures) -> None:
         note(
             f"{cache} attended to everything{f' at {where} tokens' if where else ''}: there it is full attention, and "
             "these figures say nothing about what it would lose. Give longer prompts (--lengths) or a smaller budget "
-            "(as --cache two_level:token_budget=64)"
+            "(as --cache token:token_budget=64)"
         )
 
 

@@ -13,9 +13,9 @@ from models import build
 from benchmarks import baselines, decoding, filling, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, Variant, find, make_cache
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.kv.block_ids import bucket
-from hf_sparsekv.policies.registry import methods
+from hf_sparsekv.policies.registry import called, methods
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 
@@ -129,8 +129,8 @@ def test_variants_are_what_they_say():
         assert config.dense_below is None, "a selection is measured even where it does not pay"
         assert config.max_length == 1000
         kind, _, preset = name.partition(":")
-        if kind in methods() and preset in methods()[kind].config.PRESETS:
-            assert config == methods()[kind].config.preset(preset, max_length=1000, dense_below=None)
+        if kind in called() and preset in called()[kind].config.PRESETS:
+            assert config == called()[kind].config.preset(preset, max_length=1000, dense_below=None)
             continue
         if name.startswith("progressive"):
             assert config.threshold == float(name.split(":")[1])
@@ -140,7 +140,7 @@ def test_variants_are_what_they_say():
         if name.startswith("predictive"):
             assert config.token_budget == 1024
             continue
-        if not isinstance(config, TwoLevelConfig):
+        if not isinstance(config, TokenConfig):
             assert config == methods()[name].config(max_length=1000, dense_below=None)
             continue
         assert config.level == {"block_only": "block", "token_only": "token"}.get(name.split(":")[0], "two_level")

@@ -19,7 +19,7 @@ from benchmarks.operators.run import arguments, main, shapes
 from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
 from benchmarks.report import Report
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.ops.small_linear.triton import tile
 from hf_sparsekv.ops.token_score.triton import token_score
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
@@ -31,7 +31,7 @@ INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU"
 )
 
-CONFIG = TwoLevelConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
+CONFIG = TokenConfig(block_size=16, num_blocks=4, token_budget=32, window=16, max_draft=4, sinks=2)
 SHAPE = Shape(2, 300, q_heads=4, heads=2, dim=16, dtype=torch.float32, config=CONFIG)
 
 

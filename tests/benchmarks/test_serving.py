@@ -48,7 +48,7 @@ def test_all_systems_get_the_same_bytes():
     assert made.gpu_tokens == (1 << 22) // 512
     with pytest.raises(ValueError, match="hold 200 tokens of keys and values, a request may have 256"):
         _ = settings(kv_gpu=200 * 512).gpu_tokens
-    config = ours.TwoLevelConfig(dense_layers=1, window=16, max_draft=4, sinks=4)
+    config = ours.TokenConfig(dense_layers=1, window=16, max_draft=4, sinks=4)
     assert ours.memory(made, ours.RUNGS["sparse"], config) == (made.gpu_tokens, None)
     tokens, offload = ours.memory(made, ours.RUNGS["offload"], config)
     stays = 512 * (1 / 2 + ours.INDEX_SHARE)
@@ -183,7 +183,7 @@ def test_rows_ask_at_places_of_their_own():
 
 def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
     net = build("llama", "sparsekv")
-    config = ours.TwoLevelConfig(block_size=16, window=16, dense_layers=0, dense_below=0, token_budget=16)
+    config = ours.TokenConfig(block_size=16, window=16, dense_layers=0, dense_below=0, token_budget=16)
     keys = ReplayedKeys(net, 300, 120)
     ids = torch.tensor([Request(0.0, 200, 1, 1).ids(VOCABULARY)])
     plain = SparseCache(config).rows(3, 300)
@@ -359,7 +359,7 @@ def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_p
     assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
     made = OffloadConfig(device_pool=100_000) if offload else None
     lengths = [230, 220, 210]
-    config = ours.TwoLevelConfig(token_budget=16)
+    config = ours.TokenConfig(token_budget=16)
     assert step_alone.step_alone_ms(bench.model, 512, lengths, config, made) == [1.0, 2.0, 3.0]
     assert len(seen) == 1
 

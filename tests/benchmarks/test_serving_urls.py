@@ -132,7 +132,7 @@ def test_flags_have_the_memory_of_the_settings(tiny_shape, capsys):
     settings = Settings("tiny", tiny_shape, "bfloat16", 10**9, 2 * 10**9, 8, 4096)
     flags = ours.serve_flags(settings, "segments", 512)
     given = dict(zip(flags[:-1:2], flags[1::2]))
-    tokens, offload = ours.memory(settings, ours.RUNGS["segments"], ours.TwoLevelConfig(token_budget=512))
+    tokens, offload = ours.memory(settings, ours.RUNGS["segments"], ours.TokenConfig(token_budget=512))
     assert flags[-1] == "--offload" and given["--device-kv"] == str(offload.device_pool)
     assert given["--host-kv"] == str(2 * 10**9) and given["--batch-tokens"] == str(min(tokens, 8 * 4096))
     assert ours.serve_flags(settings, "sparse")[-1] == "--no-offload"

@@ -13,10 +13,10 @@ from caches import two_level
 from models import model, prompt
 
 from benchmarks.synthetic import statistics as st
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.ops.topk_select import block_select
 
-CONFIG = TwoLevelConfig(block_size=16, sinks=3, window=10, max_draft=2)
+CONFIG = TokenConfig(block_size=16, sinks=3, window=10, max_draft=2)
 TWO = {Fraction(1, 8): 1, Fraction(1, 4): 2}
 
 

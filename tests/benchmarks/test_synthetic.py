@@ -18,7 +18,7 @@ from benchmarks.synthetic.achieved import achieved, measure
 from benchmarks.synthetic.keys import BLENDS, LEAD, Profile, SyntheticKV, blend
 from benchmarks.synthetic.replay import ReplayedQueries
 from benchmarks.synthetic.statistics import FRACTIONS
-from hf_sparsekv import TwoLevelConfig
+from hf_sparsekv import TokenConfig
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.handle import Step
 from hf_sparsekv.types import AttentionParams
@@ -130,7 +130,7 @@ def test_deterministic():
 def test_pieces_do_not_show(monkeypatch):
     """However many blocks are made at once: right shape, topics begin with the blocks, nothing is left out."""
     monkeypatch.setattr("benchmarks.synthetic.keys.PIECE", 4 * 64 * 64 * 2)
-    small = SyntheticKV(1, 2, 1, 32, 1, 321, config=TwoLevelConfig(block_size=16, sinks=0), dtype=torch.bfloat16)
+    small = SyntheticKV(1, 2, 1, 32, 1, 321, config=TokenConfig(block_size=16, sinks=0), dtype=torch.bfloat16)
     k = small.keys_values(0)[0]
     assert k.dtype == torch.bfloat16 and bool((k[..., 0] == 0).all())
     means = k.float()[0, :, :320, 1:].unflatten(1, (20, 16)).mean(2)

@@ -29,7 +29,7 @@ def test_a_cache_that_attends_to_all_is_said_to(task, tiny, text, tmp_path):
         run("eval", task, tiny, *text, *sizes, "--cache", "full", "--cache", "two_level", "--cache", TIGHT).stderr
     )
     assert f"two_level {SAYS_NOTHING}" in told and told.count("attended to everything") == 1
-    assert "--cache two_level:token_budget=64" in told
+    assert "--cache token:token_budget=64" in told
 
 
 def test_eval_all_says_it_too(tiny, text, tmp_path):

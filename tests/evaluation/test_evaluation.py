@@ -54,7 +54,7 @@ def test_specs_make_what_they_say() -> None:
     ("spec", "says"),
     [
         ("two_levels", "did you mean 'two_level'"),
-        ("nothing", "unknown method 'nothing'; known: full, two_level"),
+        ("nothing", "unknown method 'nothing'; known: full, token, two_level"),
         ("two_level:budget=3", "no option 'budget'"),
         ("two_level:token_budgets=3", "did you mean 'token_budget'"),
         ("two_level:token_budget", "name=value"),

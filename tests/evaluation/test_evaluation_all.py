@@ -398,7 +398,7 @@ def test_eval_tasks_and_output_have_commands(tiny, text, tmp_path) -> None:  # n
 
 def test_default_caches_are_every_methods() -> None:
     names = [spec.name for spec in whole_table.default_caches()]
-    assert names[0] == "full" and {"two_level", "progressive", "predictive", "streaming"} <= set(names)
+    assert names[0] == "full" and {"token", "progressive", "predictive", "streaming"} <= set(names)
 
 
 def test_colours_say_how_far_from_full_attention() -> None:

@@ -18,7 +18,7 @@ from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, pieces, quiet
 from models import VOCAB, build
 from waiting import wait_until
 
-from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TokenConfig
 from hf_sparsekv.serving import Busy, Closed, link_meter, room
 from hf_sparsekv.serving.admission import Candidate
 from hf_sparsekv.serving.prefill import chunks
@@ -51,7 +51,7 @@ READ = pytest.mark.parametrize(
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @READ
 def test_requests_answer_as_alone(settings, layers, offload):
-    net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
+    net, config = build("llama", "sparsekv"), TokenConfig(**settings)
     sizes = [(150, 40), (20, 9), (301, 60), (65, 1), (90, 30), (7, 50)]
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
     expected = [alone(net, config, ids, tokens) for ids, tokens in asked]
@@ -69,7 +69,7 @@ def test_an_engine_is_opened_outside_of_autocast():
     for on in (False, True):
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=on),
-            Engine(build("llama", "sdpa"), None, TwoLevelConfig(**BUDGET), None, SERVING) as engine,
+            Engine(build("llama", "sdpa"), None, TokenConfig(**BUDGET), None, SERVING) as engine,
         ):
             answers.append(engine.submit(ids_of(150, 1), greedy(20)).result(60).token_ids)
     assert answers[0] == answers[1]
@@ -81,8 +81,8 @@ SHORT = {**BUDGET, "calibration_tokens": 64, "token_budget": 64}
 @pytest.mark.parametrize(
     ("config", "offload"),
     [
-        (TwoLevelConfig(**SHORT), None),
-        (TwoLevelConfig(**SHORT), OffloadConfig(device_pool=120_000)),
+        (TokenConfig(**SHORT), None),
+        (TokenConfig(**SHORT), OffloadConfig(device_pool=120_000)),
         (ProgressiveConfig(**{**SMALL, "dense_below": 0, "calibration_tokens": 64, "min_tokens": 64}), None),
     ],
     ids=["resident", "crowded", "progressive"],
@@ -107,7 +107,7 @@ def test_short_prompts_are_calibrated_with_their_answers(config, offload):
 
 def test_blocks_are_kept_once_their_channels_are_those_of_enough_tokens():
     """A conversation that goes on from a short prompt chooses by channels of its own, whatever was kept."""
-    config, cached = TwoLevelConfig(**SHORT), []
+    config, cached = TokenConfig(**SHORT), []
     with Engine(build("llama", "sdpa"), None, config, None, SERVING) as engine:
         for tokens in (40, 150):
             ids = ids_of(20, tokens)
@@ -122,7 +122,7 @@ def test_blocks_are_kept_once_their_channels_are_those_of_enough_tokens():
 
 
 def test_an_error_while_a_row_is_calibrated_is_of_that_request_only(monkeypatch):
-    config = TwoLevelConfig(**SHORT)
+    config = TokenConfig(**SHORT)
     with Engine(build("llama", "sdpa"), None, config, OffloadConfig(), SERVING) as engine:
         work, error = engine._loop.work, torch.OutOfMemoryError("no memory to read it anew")
         monkeypatch.setattr(work.rows, "calibrate", once(work.rows.calibrate, error))
@@ -170,7 +170,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @READ
 def test_short_prompts_overtake_a_long_one(settings, offload, layers):
-    net, config = build("llama", "sparsekv"), TwoLevelConfig(**settings)
+    net, config = build("llama", "sparsekv"), TokenConfig(**settings)
     sizes = [(301, 6), (40, 12), (64, 9), (280, 5), (7, 20), (30, 3)]
     expected = [alone(net, config, ids_of(n, n), tokens) for n, tokens in sizes]
     serving = replace(SERVING, max_rows=8, layer_segments=layers)
@@ -197,7 +197,7 @@ def test_short_prompts_overtake_a_long_one(settings, offload, layers):
 )
 def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(others, settings, most):
     serving = replace(SERVING, **{"max_rows": 8, "prefix_cache": False, **settings})
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         with a_long_prompt(engine, tokens=30, most=most) as (_, turns):
             handles = [engine.submit(ids_of(n, 1), greedy(30)) for n in others]
             wait_until(lambda: engine._loop.intake.queued >= len(others))
@@ -211,7 +211,7 @@ def test_a_place_more_stays_free_where_rows_may_be_held_back():
     """Who is passed would find one less, if a row were held by then."""
     serving = replace(SERVING, max_rows=4)
     for offload, passed in ((None, True), (OffloadConfig(device_pool=120_000), False)):
-        with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**BUDGET), offload, serving) as engine:
+        with Engine(build("llama", "sdpa"), None, TokenConfig(**BUDGET), offload, serving) as engine:
             loop = engine._loop
             assert loop.room.by_need == (offload is not None)
             with a_long_prompt(engine) as (_, turns):
@@ -224,7 +224,7 @@ def test_a_place_more_stays_free_where_rows_may_be_held_back():
 
 def test_short_prompts_that_begin_alike_keep_nothing_of_a_long_one():
     """What it brings is kept with its own channels, or all that is further on in it would be lost."""
-    config, common = TwoLevelConfig(**{**BUDGET, "calibration_tokens": 16}), ids_of(60, 9)
+    config, common = TokenConfig(**{**BUDGET, "calibration_tokens": 16}), ids_of(60, 9)
     long, short = common + ids_of(240, 8), [*common[:50], 5, 6]
     with Engine(build("llama", "sdpa"), None, config, None, replace(SERVING, max_rows=8)) as engine:
         with a_long_prompt(engine, long) as (_, turns):
@@ -240,7 +240,7 @@ def test_short_prompts_that_begin_alike_keep_nothing_of_a_long_one():
 
 def test_short_prompts_teach_nothing_about_long_ones():
     """They take as long as more tokens would, and waiting for memory is not shorter for them."""
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
         loop, learnt = engine._loop, []
         learn, since = loop.work.pace.learn, []
         loop.work.pace.learn = lambda tokens, *rest: learnt.append(tokens) or learn(tokens, *rest)
@@ -255,7 +255,7 @@ def test_short_prompts_teach_nothing_about_long_ones():
 def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
     """Nor does one that is cancelled meanwhile; and rows decode in the order of arrival."""
     serving = replace(SERVING, max_rows=8)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         plain = engine.model.forward
 
         def forward(*args, **kwargs):
@@ -280,7 +280,7 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
 
 
 def test_a_short_prompt_that_has_a_row_and_fails_leaves_it(monkeypatch):
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
         with a_long_prompt(engine) as (long, turns):
             sampler = engine._loop.room.sampler
             monkeypatch.setattr(sampler, "set", once(sampler.set, RuntimeError("unlucky")))
@@ -301,7 +301,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def engine(net):
-    with Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+    with Engine(net, None, TokenConfig(**WHOLE), None, SERVING) as engine:
         yield engine
     assert net.config._attn_implementation == "sdpa"  # as it was
 
@@ -368,7 +368,7 @@ def test_prompts_that_begin_alike_are_read_once(engine, expected):
 
 def test_blocks_that_are_shared_are_counted_once():
     """Rows that go on from one document fit together where copies of it would not."""
-    config = TwoLevelConfig(**WHOLE)
+    config = TokenConfig(**WHOLE)
     serving = replace(SERVING, max_tokens=440)
     document = ids_of(300, 5)
     with Engine(build("llama", "sdpa"), None, config, None, serving) as engine:
@@ -403,7 +403,7 @@ def test_a_prompt_that_cannot_begin_fails_alone(engine, expected, monkeypatch):
 
 def test_what_is_kept_gives_way(expected):
     serving = replace(SERVING, max_tokens=300, max_rows=2)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         for seed in range(6):
             output = engine.submit(ids_of(150, seed), greedy(20)).result(20)
             assert list(output.token_ids) == expected(150, seed, 20)
@@ -437,7 +437,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(engine):
 
 def test_a_batch_of_more_prompts_than_may_wait(expected):
     serving = replace(SERVING, max_waiting=1, max_rows=2)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         found = engine.generate_batch([ids_of(20, seed) for seed in range(6)], greedy(5))
         assert [list(output.token_ids) for output in found] == [expected(20, seed, 5) for seed in range(6)]
         quiet(engine)
@@ -483,18 +483,18 @@ def test_bad_prompts_are_refused(engine, given, says):
 
 def test_what_would_never_fit_is_refused():
     serving = replace(SERVING, max_tokens=64)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         with pytest.raises(ValueError, match="that the memory holds"):
             engine.submit([1] * 200, greedy(2))
         assert len(engine.submit([1] * 30, greedy(2)).result(10).token_ids) == 2
     with pytest.raises(ValueError, match="fit the memory that is free"):
-        Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, replace(SERVING, max_tokens=1 << 50))
+        Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, replace(SERVING, max_tokens=1 << 50))
 
 
 def test_an_engine_takes_the_host_memory_that_it_may(expected):
     """On a CPU, too, where keys and values of all places are in one memory."""
     offload = OffloadConfig(max_host_bytes=600_000)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), offload, SERVING) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), offload, SERVING) as engine:
         assert 400_000 < engine.stats().host_bytes <= 600_000
         handles = [engine.submit(ids_of(300, seed), greedy(20)) for seed in range(4)]  # one after another
         assert [list(one.result(30).token_ids) for one in handles] == [expected(300, seed, 20) for seed in range(4)]
@@ -517,7 +517,7 @@ def moved(net, config, ids: list[int], tokens: int) -> int:
 def test_bytes_over_the_link(monkeypatch):
     """Of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
     monkeypatch.setattr(link_meter, "LINK_S", 0.0)
-    net, config = build("llama", "sparsekv"), TwoLevelConfig(**WHOLE)
+    net, config = build("llama", "sparsekv"), TokenConfig(**WHOLE)
     with Engine(net, None, config, OffloadConfig(), replace(SERVING, prefix_cache=False)) as engine:
         total = 0
         for n, tokens in ((60, 1), (150, 1), (150, 40)):
@@ -535,7 +535,7 @@ def test_bytes_over_the_link(monkeypatch):
 
 def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
     """And not more often than that: it makes the host wait for the device."""
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), OffloadConfig(), SERVING) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), OffloadConfig(), SERVING) as engine:
         counted, count = [], engine._loop.work.link_bytes
         monkeypatch.setattr(engine._loop.work, "link_bytes", lambda: counted.append(1) or count())
         engine.submit(ids_of(150, 1), greedy(20)).result(30)
@@ -547,14 +547,14 @@ def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
             time.sleep(0.001)  # the engine needs the interpreter, too
         assert len(counted) <= 2 + (time.monotonic() - began) / link_meter.LINK_S
         wait_until(lambda: counted)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, SERVING) as engine:
         engine.submit(ids_of(60, 1), greedy(4)).result(30)
         assert engine.stats().link_bytes == engine._loop.work.link_bytes() == 0
 
 
 def test_requests_wait_for_memory(expected):
     serving = replace(SERVING, max_tokens=200)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         handles = [engine.submit(ids_of(100, seed), greedy(30)) for seed in range(4)]
         assert [list(one.result(30).token_ids) for one in handles] == [expected(100, seed, 30) for seed in range(4)]
         quiet(engine)
@@ -564,7 +564,7 @@ def test_requests_wait_for_memory(expected):
 def test_no_more_memory_is_taken_than_was_reserved(layers):
     """Blocks that are kept of rows that run are not let go for others: that would free nothing."""
     serving, draw = replace(SERVING, max_tokens=800, layer_segments=layers), random.Random(3)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         loop, ids = engine._loop, engine._cache.row_table.ids
         most, plain = [], loop._step
         loop._step = lambda: most.append((ids.used, loop.blocks.used + len(loop.blocks.index))) or plain()
@@ -580,7 +580,7 @@ def test_no_more_memory_is_taken_than_was_reserved(layers):
 
 def test_too_many_waiting_are_refused():
     serving = replace(SERVING, max_waiting=2, max_rows=1)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         handles = []
         with pytest.raises(Busy, match="wait already") as refused:
             for _ in range(8):
@@ -627,7 +627,7 @@ def test_logits_that_are_no_distribution_fail_one_request(engine, expected, monk
 
 def test_a_failing_step_fails_all_and_says_so():
     net = build("llama", "sdpa")
-    with Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+    with Engine(net, None, TokenConfig(**WHOLE), None, SERVING) as engine:
         handles = [engine.submit(ids_of(30, seed), greedy(100)) for seed in range(6)]
         next(iter(handles[0]))
 
@@ -646,7 +646,7 @@ def test_a_failing_step_fails_all_and_says_so():
 
 def test_draining_and_closing():
     net = build("llama", "sdpa")
-    engine = Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING)
+    engine = Engine(net, None, TokenConfig(**WHOLE), None, SERVING)
     handle = engine.submit(ids_of(20, 1), greedy(30))
     assert engine.drain(20) and handle.result(0).finish_reason == "length"
     with pytest.raises(Closed, match="drains"):
@@ -664,7 +664,7 @@ def test_draining_and_closing():
     ("name", "given", "says"),
     [
         ("gemma3", {}, "whose layers all attend"),
-        ("llama", {"config": TwoLevelConfig(level="two_level", num_blocks=16, lag=True)}, "chooses ahead"),
+        ("llama", {"config": TokenConfig(level="two_level", num_blocks=16, lag=True)}, "chooses ahead"),
         ("llama", {"serving": ServingConfig(max_length=5000)}, "over the model's context"),
         ("linear", {}, "models of transformers"),
     ],
@@ -694,7 +694,7 @@ def test_counts(engine):
 @pytest.mark.parametrize("dense_below", [0, 600], ids=["chosen", "crossover"])
 def test_all_steps_are_captured_at_the_start(offload, dense_below):
     net, runner = imitated()
-    config = TwoLevelConfig(**{**BUDGET, "dense_below": dense_below})
+    config = TokenConfig(**{**BUDGET, "dense_below": dense_below})
     asked = [(150, 40), (20, 9), (301, 30), (65, 1), (90, 30), (7, 50)]
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(asked)]
     with Engine(net, None, config, offload, replace(SERVING, prefix_cache=False)) as engine:
@@ -714,7 +714,7 @@ def test_steps_are_captured_in_all_widths_whatever_the_longest_row(max_length):
     """Each width is a step more for the rows that are captured: they have room for these."""
     net, runner = imitated()
     serving = replace(SERVING, max_rows=8, max_length=max_length)
-    with Engine(net, None, TwoLevelConfig(**BUDGET), None, serving) as engine:
+    with Engine(net, None, TokenConfig(**BUDGET), None, serving) as engine:
         captures = runner.captures
         assert len(engine.submit(ids_of(max_length - 3, 1), greedy(3)).result(20).token_ids) == 3
         assert runner.captures == captures
@@ -723,7 +723,7 @@ def test_steps_are_captured_in_all_widths_whatever_the_longest_row(max_length):
 @pytest.fixture
 def crowded(request):
     """Room for copies of the tokens that some of the rows choose."""
-    config, pool = TwoLevelConfig(**BUDGET), OffloadConfig(device_pool=getattr(request, "param", 120_000))
+    config, pool = TokenConfig(**BUDGET), OffloadConfig(device_pool=getattr(request, "param", 120_000))
     serving = replace(SERVING, max_rows=6, prefix_cache=False)
     with Engine(build("llama", "sdpa"), None, config, pool, serving) as engine:
         yield engine
@@ -751,7 +751,7 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
     handles = [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]
     outputs = [handle.result(100) for handle in handles]
     net = build("llama", "sparsekv")
-    expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
+    expected = [alone(net, TokenConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
     assert [list(output.token_ids) for output in outputs] == expected
     assert max(held) > 0 and max(rooms) <= loop.rows.slots
     assert len(lacking) > 50 and max(lacking) == 0, "who has just come has room at once, too"
@@ -856,7 +856,7 @@ def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
     asked = [(ids_of(90 + seed, seed), 60) for seed in range(7)]
     outputs = [handle.result(100) for handle in [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]]
     net = build("llama", "sparsekv")
-    expected = [alone(net, TwoLevelConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
+    expected = [alone(net, TokenConfig(**BUDGET), ids, tokens) for ids, tokens in asked]
     assert [list(output.token_ids) for output in outputs] == expected
     assert ((0, 1), 2, 5) in seen, "the fourth and fifth, in the places of the first two"
     assert all(width == room.width(len(active), 6) for active, width, _ in seen if active)

@@ -8,14 +8,14 @@ from caches import SMALL
 from engines import SERVING, greedy, ids_of, pieces, quiet
 from models import build
 
-from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, SparseCache, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, SparseCache, TokenConfig
 
 NEAR = 0.02  # of logits whose spread is about 10: batches of other sizes round differently, and what is chosen may turn
 SHORT = {**SMALL, "dense_below": 0, "calibration_tokens": 64}
 KINDS = {
-    "resident": (TwoLevelConfig(**SHORT, token_budget=64), None),
-    "offloaded": (TwoLevelConfig(**SHORT, token_budget=64), OffloadConfig()),
-    "crowded": (TwoLevelConfig(**SHORT, token_budget=64), OffloadConfig(device_pool=120_000)),
+    "resident": (TokenConfig(**SHORT, token_budget=64), None),
+    "offloaded": (TokenConfig(**SHORT, token_budget=64), OffloadConfig()),
+    "crowded": (TokenConfig(**SHORT, token_budget=64), OffloadConfig(device_pool=120_000)),
     "progressive": (ProgressiveConfig(**SHORT, min_tokens=64), OffloadConfig()),
 }
 

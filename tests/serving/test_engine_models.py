@@ -13,7 +13,7 @@ from models import COMMON
 from rotary_models import KINDS, SWITCH, phi3, phimoe, rotary_llama, wide
 from transformers import DynamicCache
 
-from hf_sparsekv import Engine, ServingConfig, TwoLevelConfig, fixed_rotary
+from hf_sparsekv import Engine, ServingConfig, TokenConfig, fixed_rotary
 
 LENGTH = 400
 ROTARY = {kind: (lambda kind=kind: rotary_llama(kind)) for kind in KINDS} | {"phi3": phi3, "phimoe": phimoe}
@@ -26,7 +26,7 @@ PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @contextmanager
 def opened(net, max_length: int = LENGTH, **how):
     serving = ServingConfig(max_length=max_length, max_rows=4, chunk=32, prefill_ms=0.5, **how)
-    with Engine(net, None, TwoLevelConfig(**WHOLE), serving=serving) as engine:
+    with Engine(net, None, TokenConfig(**WHOLE), serving=serving) as engine:
         yield engine
 
 

@@ -15,7 +15,7 @@ from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
 from models import build
 from tokenizers_made import byte_level
 
-from hf_sparsekv import Engine, OffloadConfig, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, TokenConfig
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving import drawn as drawn_module
 from hf_sparsekv.serving import work as work_module
@@ -26,7 +26,7 @@ from hf_sparsekv.serving.prefix import PrefixIndex, block_keys
 def engine_of(offload: OffloadConfig | None = None, budget: bool = False, tokenizer=None, **changes):
     """An engine over a tiny model."""
     sizes = {} if tokenizer is None else {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    config = TwoLevelConfig(**(BUDGET if budget else WHOLE))
+    config = TokenConfig(**(BUDGET if budget else WHOLE))
     with Engine(build("llama", "sdpa", **sizes), tokenizer, config, offload, replace(SERVING, **changes)) as engine:
         yield engine
 
@@ -395,10 +395,10 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeyp
         patch.setattr(*where, fails)
         before = threading.active_count()
         with pytest.raises(torch.OutOfMemoryError):
-            Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING)
+            Engine(net, None, TokenConfig(**WHOLE), None, SERVING)
         assert threading.active_count() == before
     assert net.config._attn_implementation == "sdpa" and not net.model.layers[0]._forward_pre_hooks
-    with Engine(net, None, TwoLevelConfig(**WHOLE), None, SERVING) as engine:
+    with Engine(net, None, TokenConfig(**WHOLE), None, SERVING) as engine:
         assert len(engine.submit(ids_of(20, 1), greedy(3)).result(10).token_ids) == 3
 
 

@@ -10,7 +10,7 @@ from caches import FULL, SMALL
 from engines import SERVING
 from models import build
 
-from hf_sparsekv import Engine, TwoLevelConfig
+from hf_sparsekv import Engine, TokenConfig
 from hf_sparsekv.serving.garbage import set_aside
 
 
@@ -44,7 +44,7 @@ def test_what_fails_within_ends_it():
 def test_an_engine_leaves_the_process_as_it_is():
     """Caches and models that are dropped beside it are to go."""
     before = Ring()
-    with Engine(build("llama", "sparsekv"), None, TwoLevelConfig(**SMALL, **FULL), None, SERVING):
+    with Engine(build("llama", "sparsekv"), None, TokenConfig(**SMALL, **FULL), None, SERVING):
         gone = weakref.ref(before)
         del before
         gc.collect()

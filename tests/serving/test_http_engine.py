@@ -11,7 +11,7 @@ from models import build
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from hf_sparsekv import Engine, Sampling, ServingConfig, TwoLevelConfig
+from hf_sparsekv import Engine, Sampling, ServingConfig, TokenConfig
 from hf_sparsekv.serving.http import create_app
 
 PROMPTS = ["the cat", "of the cat of the " * 9, "日本 don't", "é", "the\n\nthe", "a b c d e f g"]
@@ -22,7 +22,7 @@ def engine():
     tokenizer = byte_level()
     net = build("llama", "sparsekv", vocab_size=len(tokenizer))
     serving_config = ServingConfig(max_rows=3, max_length=500, chunk=64, prefill_ms=0.5)
-    with Engine(net, tokenizer, TwoLevelConfig(**{**SMALL, **FULL}), None, serving_config) as engine:
+    with Engine(net, tokenizer, TokenConfig(**{**SMALL, **FULL}), None, serving_config) as engine:
         yield engine
 
 

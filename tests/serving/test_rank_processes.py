@@ -27,14 +27,14 @@ BEGIN = """
 import os, sys, time
 from caches import FULL, SMALL
 from models import prompt
-from hf_sparsekv import OffloadConfig, Sampling, ServingConfig, TwoLevelConfig, optimize
+from hf_sparsekv import OffloadConfig, Sampling, ServingConfig, TokenConfig, optimize
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.loading import load
 from hf_sparsekv.serving.rank_processes import RankProcesses, Served
 
 path, gpus = sys.argv[1], sys.argv[2:] == ["gpus"]
 serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
-budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
+budget = TokenConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
 served = Served(path, "float32", budget, OffloadConfig(), serving)
 ids = lambda n, seed: prompt(1, n, seed=seed)["input_ids"][0].tolist()
 """

@@ -17,7 +17,7 @@ from hf_sparsekv import (
     PredictiveConfig,
     ProgressiveConfig,
     StreamingConfig,
-    TwoLevelConfig,
+    TokenConfig,
 )
 from hf_sparsekv.serving.prefix import block_keys
 
@@ -28,9 +28,9 @@ BLOCKS = {"level": "two_level", "num_blocks": 3, "metadata": "min_max", "tail": 
 PLAIN = {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
 
 MADE = {
-    "tokens": (TwoLevelConfig(**BUDGET), None),
-    "tokens-host": (TwoLevelConfig(**BUDGET), OffloadConfig()),
-    "two-levels": (TwoLevelConfig(**BUDGET, **BLOCKS), None),
+    "tokens": (TokenConfig(**BUDGET), None),
+    "tokens-host": (TokenConfig(**BUDGET), OffloadConfig()),
+    "two-levels": (TokenConfig(**BUDGET, **BLOCKS), None),
     "progressive": (ProgressiveConfig(**COMMON, threshold=0.7, min_tokens=16), None),
     "ahead": (PredictiveConfig(**BUDGET, predictor="layer:in_delta"), None),
     "streaming": (StreamingConfig(**{**PLAIN, "dense_below": None}), None),
@@ -92,7 +92,7 @@ def test_short_prompts_share_nothing_before_there_is_enough_to_calibrate_on(shar
 @pytest.mark.parametrize(("budget", "cached"), [(32, 0), (512, 144)])
 def test_where_no_row_is_long_enough_to_calibrate_on(budget, cached):
     """Channels are then of the whole prompt: they matter to a step that chooses, and to no other."""
-    config = TwoLevelConfig(**{**BUDGET, "calibration_tokens": 512, "token_budget": budget})
+    config = TokenConfig(**{**BUDGET, "calibration_tokens": 512, "token_budget": budget})
     one, other = (ids_of(150, 1) + ids_of(50, seed) for seed in (2, 3))
     answers = []
     for keeps in (False, True):
@@ -118,7 +118,7 @@ def test_latents_are_calibrated_on_the_same_tokens():
     one, other = (ids_of(70, 1) + ids_of(230, seed) for seed in (2, 3))
     for keeps in (False, True):
         net, serving = build("deepseek-v3", "sdpa"), replace(SERVING, chunk=300, prefix_cache=keeps)
-        with Engine(net, None, TwoLevelConfig(**BUDGET), None, serving) as engine:
+        with Engine(net, None, TokenConfig(**BUDGET), None, serving) as engine:
             ask(engine, one)
             answers.append(ask(engine, other))
     assert answers == [(answers[0][0], 0), (answers[0][0], 64)]

@@ -12,7 +12,7 @@ import pytest
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
 from models import build
 
-from hf_sparsekv import Engine, OffloadConfig, TwoLevelConfig
+from hf_sparsekv import Engine, OffloadConfig, TokenConfig
 from hf_sparsekv.serving.admission import OVERTAKEN
 
 
@@ -45,7 +45,7 @@ def a_stream_of_short_ones(engine: Engine, clients: int, tokens: int):
 def test_a_request_that_needs_much_memory_begins_in_its_turn():
     """Short ones would always fit what is free; those that came later wait behind it."""
     serving = replace(SERVING, max_tokens=360, prefix_cache=False)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         loop, begun = engine._loop, []
         plain = loop.work.begin
         loop.work.begin = lambda ids, *rest: begun.append(len(ids)) or plain(ids, *rest)
@@ -69,7 +69,7 @@ def test_a_request_that_needs_much_memory_begins_in_its_turn():
 )
 def test_the_order_of_beginning_is_that_of_arrival(prefill_ms, sizes):
     serving = replace(SERVING, max_tokens=360, prefix_cache=False, prefill_ms=prefill_ms)
-    with Engine(build("llama", "sdpa"), None, TwoLevelConfig(**WHOLE), None, serving) as engine:
+    with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         loop, begun = engine._loop, []
         plain = loop.work.begin
         loop.work.begin = lambda ids, *rest: begun.append(len(ids)) or plain(ids, *rest)
@@ -83,7 +83,7 @@ def test_the_order_of_beginning_is_that_of_arrival(prefill_ms, sizes):
 def test_a_row_that_is_held_back_is_overtaken_a_few_times_and_comes_back():
     """Its working set does not fit beside the oldest row's; short ones would, again and again."""
     serving = replace(SERVING, max_rows=6, prefix_cache=False)
-    config = TwoLevelConfig(**BUDGET)
+    config = TokenConfig(**BUDGET)
     with Engine(build("llama", "sdpa"), None, config, OffloadConfig(device_pool=120_000), serving) as engine:
         loop, room = engine._loop, engine._rows.slots
         expected = engine.submit(ids_of(200, 2), greedy(40)).result(60).token_ids

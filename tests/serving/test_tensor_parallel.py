@@ -40,7 +40,7 @@ from transformers.distributed import DistributedConfig
 from caches import FULL, SMALL
 from captured import Imitation
 from models import prompt
-from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TwoLevelConfig, optimize
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TokenConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.ranks import ranks_of
 from hf_sparsekv.serving.ranks import follow
@@ -54,8 +54,8 @@ else:
     dist.init_process_group("gloo")
 shard = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread, attn_implementation="sparsekv")
 serving = ServingConfig(max_rows=3, max_length=300, chunk=64, prefill_ms=0.5)
-budget = TwoLevelConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
-kinds = ((TwoLevelConfig(**SMALL, **FULL), None, False), (budget, OffloadConfig(), True))
+budget = TokenConfig(**{**SMALL, "dense_below": 0, "token_budget": 32})
+kinds = ((TokenConfig(**SMALL, **FULL), None, False), (budget, OffloadConfig(), True))
 
 def begin(captured):
     if gpus:

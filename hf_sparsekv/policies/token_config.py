@@ -20,7 +20,7 @@ Level = Literal["auto", "two_level", "block", "token"]
 LEVELS = ("auto", "two_level", "block", "token")
 
 
-def _check_index(config: TwoLevelConfig) -> None:
+def _check_index(config: TokenConfig) -> None:
     """What the block metadata must obey."""
     one_of("block_reduce", config.block_reduce, ("mean", "max"))
     if config.bound_tokens is not None:
@@ -32,8 +32,8 @@ def _check_index(config: TwoLevelConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoLevelConfig(SparseConfig):
-    """Tokens by quantised label channels, among all or in a bounded number of blocks.
+class TokenConfig(SparseConfig):
+    """Tokens by quantised label channels, among all or in a bounded number of blocks. ``TwoLevelConfig`` is an alias.
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
@@ -149,7 +149,11 @@ class TwoLevelConfig(SparseConfig):
         return self.num_blocks or max(128, self.blocks_for_budget)
 
 
-def level(config: TwoLevelConfig) -> str:
+TwoLevelConfig = TokenConfig
+"""An alias of ``TokenConfig``: its name before tokens were chosen among all by default."""
+
+
+def level(config: TokenConfig) -> str:
     """What ``config.level`` comes to: ``"two_level"``, ``"block"`` or ``"token"``."""
     if config.level != "auto":
         return config.level
@@ -157,17 +161,17 @@ def level(config: TwoLevelConfig) -> str:
     return "two_level" if asked or config.lag else "token"
 
 
-def kind_of(config: TwoLevelConfig) -> str:
+def kind_of(config: TokenConfig) -> str:
     """Which summary of a block's keys is kept, where one is."""
     return config.metadata or "min_max"
 
 
-def lags(config: TwoLevelConfig) -> bool:
+def lags(config: TokenConfig) -> bool:
     """Tokens are chosen within the blocks of the previous step."""
     return bool(config.lag) and level(config) != "token"
 
 
-def selection(config: TwoLevelConfig) -> str:
+def selection(config: TokenConfig) -> str:
     """What the table of crossovers calls the selection."""
     of = level(config)
     if of != "two_level":
@@ -175,6 +179,6 @@ def selection(config: TwoLevelConfig) -> str:
     return "two_level:lag" if lags(config) else "two_level"
 
 
-def has_tail(config: TwoLevelConfig) -> bool:
+def has_tail(config: TokenConfig) -> bool:
     """Means stand for tokens that are not chosen."""
     return config.tail is not None and config.level != "block"

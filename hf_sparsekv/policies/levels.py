@@ -13,15 +13,15 @@ from .memory import Memory, Request, mean_bytes
 from .registry import register
 from .shared import Labelled
 from .token import TokenPolicy
-from .two_level_config import TwoLevelConfig, has_tail, kind_of, lags, level, selection
+from .token_config import TokenConfig, has_tail, kind_of, lags, level, selection
 
 
-class TwoLevel(Labelled):
+class Levels(Labelled):
     """What its layers have in common: all choose tokens, or all blocks."""
 
     saved_as = "TwoLevelPolicy"  # of any level: the configuration says which
 
-    def __init__(self, policy: type[Policy], config: TwoLevelConfig, offload: OffloadConfig | None) -> None:
+    def __init__(self, policy: type[Policy], config: TokenConfig, offload: OffloadConfig | None) -> None:
         if level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
         super().__init__(policy, config, offload)
@@ -32,11 +32,11 @@ class TwoLevel(Labelled):
         return 0 if level(self.config) == "block" else self.config.token_budget
 
     @classmethod
-    def crossover(cls, config: TwoLevelConfig) -> str:
+    def crossover(cls, config: TokenConfig) -> str:
         return selection(config)
 
     @classmethod
-    def reserves(cls, config: TwoLevelConfig) -> int:
+    def reserves(cls, config: TokenConfig) -> int:
         return config.coarse_blocks if lags(config) else 0
 
     @classmethod
@@ -57,9 +57,10 @@ class TwoLevel(Labelled):
 
 
 register(
-    "two_level",
-    TwoLevelConfig,
+    "token",
+    TokenConfig,
     about="tokens by labels, among all or in a bounded number of blocks (AsyncTLS)",
+    aliases=("two_level",),
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
-    shared=TwoLevel,
+    shared=Levels,
 )(TokenPolicy)
