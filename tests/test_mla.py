@@ -232,7 +232,7 @@ def test_the_crossover_of_other_layers_does_not_count(monkeypatch):
         asked.append(method)
         return 1 << 30
 
-    monkeypatch.setattr("hf_sparsekv.policies.base.dense_tokens", dense_tokens)
+    monkeypatch.setattr("hf_sparsekv.policies.crossover.dense_tokens", dense_tokens)
     for name in ("llama", "youtu"):
         model(name).generate(**prompt(1, 200), **GO, past_key_values=two_level(**{**TIGHT, "dense_below": "auto"}))
     assert set(asked) == {"two_level:lag", "two_level:lag:mla"}
