@@ -322,7 +322,7 @@ def replay_ms(model, cache, began: Rows | None = None) -> list[float]:
     steps.load(rows if began is None else began)
     steps.held = None  # a replay takes them further
     if began is None:
-        return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on(device)), device=device.type)
+        return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on[device]), device=device.type)
     taken = min(now - then for then, now in zip(began.lengths, rows.lengths))
     return timed(step.graph.replay, repeat=taken, device=device.type)
 

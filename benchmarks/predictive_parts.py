@@ -74,7 +74,7 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
     """Each part alone, of layer ``i``; ``queries``: ``[batch, Hq, Dk]`` of each layer."""
     stores, policies = seats(layers)
     second = isinstance(layers[0].policy, SecondDevicePolicy)
-    past = [store.held.on(store.device)[:, 0] for store in stores]
+    past = [store.held.on[store.device][:, 0] for store in stores]
     params = AttentionParams(scale=scale)
     by_layer = isinstance(policies[0], LayerAheadPolicy)  # predicting is the layer's own projection: no part of it here
     predicted = (

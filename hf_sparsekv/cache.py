@@ -134,7 +134,7 @@ class SparseCache(LayerOwner):
             layer.drop()  # prompts of these rows are read into other pools
         if self.device_pools is not None:
             self.device_pools.clear()
-        self.block_pools, self.row_batch = {}, batch
+        self.block_pools, self.row_batch, self.under_way = {}, batch, None
         self.changes += 1
         return batch
 
@@ -161,7 +161,8 @@ class SparseCache(LayerOwner):
         Raises:
             ValueError: there are no tokens, they are of another model than those before, or of an encoder-decoder.
         """
-        check_not_empty(key_states.shape[0], key_states.shape[-2])
+        if 0 in (key_states.shape[0], key_states.shape[-2]):
+            check_not_empty(key_states.shape[0], key_states.shape[-2])
         self.changes += 1
         if self._replayed is not None:
             self.settle()
@@ -175,7 +176,8 @@ class SparseCache(LayerOwner):
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             self._check_complete()
-        if not isinstance(layer, LinearAttentionCacheLayerMixin):  # else its other half was asked before, and counted
+        if self.linear_passes.linear and not isinstance(layer, LinearAttentionCacheLayerMixin):
+            # Else its other half was asked before, and counted.
             self.linear_passes.check(layer_idx, self.layers, self.model_config)
         return layer.update(key_states, value_states, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..kv.rows import Rows
 from ..types import AttentionParams
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Step:
         touched: storing them has begun; an error from here on leaves the layer incomplete.
         committed: they are stored.
         autocast: they came from inside ``torch.autocast``.
+        before: what the layer held when it was given them; None: nothing.
     """
 
     layer: HandingLayer
@@ -71,6 +73,7 @@ class Step:
     touched: bool = field(default=False)
     committed: bool = field(default=False)
     autocast: bool = False
+    before: Rows | None = None
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:

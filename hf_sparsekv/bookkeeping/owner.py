@@ -24,12 +24,14 @@ from transformers.cache_utils import (
 
 from ..attention.drafts import verified_tokens
 from ..attention.handle import Step
-from ..attention.masks import is_whole
+from ..attention.masks import is_whole, new_columns
 from ..config import OffloadConfig, SparseConfig
+from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows, Taken
 from ..kv.store import Tally
+from ..layers.checks import check_mask
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.copy_streams import CopyStreams
@@ -43,7 +45,6 @@ from ..predictor.channels import check_config, check_layers
 from ..row_batch import RowBatch
 from ..tensors import no_autocast
 from ..types import AttentionParams
-from .columns import NewColumns
 from .models import check_kind, indexed, stock_layers, why_dense
 from .notices import Notices
 from .passes import LinearPasses
@@ -65,6 +66,7 @@ class LayerOwner(Cache):
         met: hooks that give it have met this cache.
         budget, device_pools: of an offloaded cache: the host memory it may take, its device pools. Without: None.
         row_table: what the rows hold, and the blocks that they are in.
+        under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
         copy_streams: ways to and from the host.
         block_pools: of the layers, where several caches share them.
         row_batch: rows that come and go; None: they do not.
@@ -88,13 +90,14 @@ class LayerOwner(Cache):
         self._joins = False  # made by beside()
         self.changes = 0
         self._joined = -1  # the number of changes when all layers were found to hold the same
+        self.under_way: Pass | None = None
+        self._last_layer = -1  # of ours, once the model is known
         self._replayed: Replayed | None = None  # steps that layers have not accounted for
         self.model_config: PreTrainedConfig | None = None
         self._record_past = self._watched = False
         self._drafts: bool | None = None  # what drafts() says of passes; None: nothing
         self.going_on = False
         self.linear_passes = LinearPasses()
-        self._columns = NewColumns()
         self._notices = Notices(type(self).__name__)
 
     # ------------------------------------------------------------------ layers
@@ -137,6 +140,7 @@ class LayerOwner(Cache):
             warnings.warn(f"{why}: {type(self).__name__} has nothing to make sparse", stacklevel=3)
         # Both at the end: after an interrupt in between the next call binds anew.
         self.layers = stock
+        self._last_layer = max((i for i, layer in enumerate(stock) if isinstance(layer, SparseLayer)), default=-1)
         self.linear_passes.learn(stock)
         self.model_config = model_config
 
@@ -217,6 +221,7 @@ class LayerOwner(Cache):
         if self.row_batch is not None:
             raise TypeError("a cache of rows that come and go cannot be copied: copy what rows.prefill() gives")
         self.settle()
+        self.under_way = None  # both begin with their next ones
         new = object.__new__(type(self))
         memo[id(self)] = new
         for name, value in self.__dict__.items():
@@ -242,13 +247,27 @@ class LayerOwner(Cache):
             return layer.attend(step, query, mask, params, dropout), None, None
         return None, *current.update(step.k, step.v)
 
-    def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
-        """Validity of the step's columns, None if none is padding; worked out once a forward, not once a layer."""
+    def begin_pass(self, layer: SparseLayer, step: Step, mask: Tensor | None) -> Pass:
+        """The forward pass that brings ``layer`` the tokens of ``step``: :attr:`under_way` from here on."""
+        if step.past and mask is not None and self.first(layer):
+            check_mask(layer.store, mask, step.past, self.drop_tokens)
+        before, new = layer.store.held if step.past else None, step.k.shape[2]
+        known = self.under_way
+        if known is None or not known.begins_with(before, new, mask):
+            valid = self._new_columns(mask, step)
+            flat = mask is None or mask.ndim == 2
+            few = flat and valid is None and step.past and 1 < new <= self.config.max_draft + 1
+            self.under_way = Pass(self.row_table, before, new, mask, valid, bool(few) and self.drafted(new))
+        return self.under_way
+
+    def _new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
+        """Validity of the step's columns, bool ``[batch, q]``; None if none is padding. Waits for the mask."""
         if self.row_batch is not None:
             return self.new_rows(step.k.device)
         if mask is None or is_whole(mask):
             return None
-        return self._columns.valid(mask, step)
+        valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows
+        return None if bool(valid.all()) else valid
 
     def new_rows(self, device: torch.device) -> Tensor | None:
         """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
@@ -287,6 +306,7 @@ class LayerOwner(Cache):
         if self.row_batch is not None:
             raise ValueError(f"{what} is not for rows that come and go: join(), leave() and hold() change them")
         self.changes += 1
+        self.under_way = None
         layers = self.sparse_layers
         before = [layer.broken for layer in layers]
         for layer in layers:
@@ -297,6 +317,7 @@ class LayerOwner(Cache):
 
     def _crop_recent(self, tokens_to_remove: int) -> bool:
         """A crop where all layers follow the table: see :func:`.crop_recent`. What captured steps are stays known."""
+        self.under_way = None
         follow = self._joined == self.changes and self.row_batch is None
         return follow and crop_recent(self.row_table, self.layers, tokens_to_remove)
 
@@ -313,7 +334,7 @@ class LayerOwner(Cache):
         self._replayed = self.row_batch = None
         for layer in self.sparse_layers:
             layer.broken = "reset() stopped half-way"  # until all is done
-        self._columns.clear()
+        self.under_way = None
         self.resume()
         if self.model_config is not None:
             # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
@@ -334,6 +355,8 @@ class LayerOwner(Cache):
     def passed(self, layer_idx: int) -> None:
         """A forward pass has come to this layer: of ours, it has stored its tokens."""
         self.changes += 1
+        if layer_idx == self._last_layer:
+            self.under_way = None
         if self.linear_passes.linear:
             self.linear_passes.came(layer_idx)
 

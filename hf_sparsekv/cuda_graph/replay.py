@@ -120,7 +120,7 @@ class Replayer:
             return self._unsteady(cache)
         held = rows
         if new > 1:
-            (drafts,) = table.drafts(rows, new, True)
+            drafts = table.drafts_together(rows, new)
             held = drafts.taken.after
         else:
             table.ready(rows)

@@ -191,7 +191,7 @@ class StepRunner:
         layers, new = cache.sparse_layers, given["input_ids"].shape[1]
         if not self.eligibility.drafts(given, cache, new):
             return None
-        (drafts,) = cache.row_table.drafts(rows, new, True)
+        drafts = cache.row_table.drafts_together(rows, new)
         for layer in layers:
             layer.store.fit(rows)
         after = drafts.taken.after

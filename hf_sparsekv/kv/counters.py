@@ -70,6 +70,13 @@ class Tally:
         self.last = taken.now
 
 
+def tally_of(taken: Taken, sinks: int, queries: Rows | None = None) -> Tally:
+    """Of one step; or of one pass over drafts, whose ``queries`` are those of the only row."""
+    tally = Tally()
+    tally.add(taken, sinks, queries)
+    return tally
+
+
 class Counters(State):
     """What decode steps read. Device counters are added to without synchronising; the host's cost nothing.
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..tensors import reads_here
-from .counters import Tally
 from .row_table import RowTable
 from .rows import Rows
 from .state import State
@@ -55,7 +54,7 @@ class LayerRows(State):
     def held(self, rows: Rows) -> None:
         self._rows = rows
         if not self.capturing:
-            rows.on(self.device)  # in the order of this stream, before a copy stream needs it
+            rows.on[self.device]  # in the order of this stream, before a copy stream needs it
 
     @contextmanager
     def at(self, rows: Rows) -> Iterator[None]:
@@ -80,12 +79,6 @@ class LayerRows(State):
             more = self.table_of_rows.tokens_of(columns, valid)
             self.coming = tuple(length + n for length, n in zip(self.held.lengths, more))
 
-    def tally(self, queries: Rows | None = None) -> Tally:
-        """Of the decode step that has just ended, or the pass over drafts, whose ``queries`` are those of the row."""
-        tally = Tally()
-        tally.add(self._taken, self.table_of_rows.config.sinks, queries)
-        return tally
-
     def first_rows(self, n: int) -> LayerRows:
         """The first ``n`` rows, of which a captured step is to be made."""
         new = super().first_rows(n)
@@ -97,12 +90,12 @@ class LayerRows(State):
     @property
     def length(self) -> int:
         """Columns of the attention mask that are cached, padding included."""
-        return self.held.columns
+        return (self._rows or self.table_of_rows.rows).columns
 
     @property
     def full_blocks(self) -> int:
         """Full blocks of the row that has most."""
-        return max(self.held.sealed)
+        return (self._rows or self.table_of_rows.rows).full_blocks
 
     @property
     def padded(self) -> bool:
@@ -124,7 +117,8 @@ class LayerRows(State):
     @property
     def table(self) -> Tensor:
         """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
-        return self.block_table if self.capturing else self.block_table[:, : self.full_blocks]
+        held = self.block_table
+        return held if self.capturing else held[:, : (self._rows or self.table_of_rows.rows).full_blocks]
 
     @property
     def step_rows(self) -> StepRows:
@@ -139,6 +133,6 @@ class LayerRows(State):
         Of a decode step: while it attends; and once it has sealed, as it leaves them.
         """
         if not self.capturing:
-            return reads_here(self.held.on(self.device))
+            return reads_here((self._rows or self.table_of_rows.rows).on[self.device])
         over = self._taken is not None and self.held is self._taken.after and self._sealed
         return self.step_rows.after if over else self.step_rows.now

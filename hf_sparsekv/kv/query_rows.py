@@ -40,7 +40,7 @@ class QueryRows(LayerStore):
 
     @property
     def rows(self) -> Tensor:
-        return reads_here(self.held.on(self.device)) if self._there is None else self._there
+        return reads_here(self._rows.on[self.device]) if self._there is None else self._there
 
     @property
     def block_table(self) -> Tensor:

@@ -9,12 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..tensors import no_inference_mode, sent
+
+
+class Uploads(dict[torch.device, Tensor]):
+    """int32 numbers on each device that has asked for them."""
+
+    def __init__(self, numbers: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._numbers = numbers
+
+    @no_inference_mode
+    def __missing__(self, device: torch.device) -> Tensor:
+        held = self[device] = sent(self._numbers, torch.int32, device)
+        return held
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +48,6 @@ class Rows:
     lengths: tuple[int, ...]
     sealed: tuple[int, ...]
     valid: Tensor | None = None
-    _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
     _past: dict[tuple[torch.device, int, int], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -46,6 +59,11 @@ class Rows:
     def batch(self) -> int:
         """Rows."""
         return len(self.lengths)
+
+    @cached_property
+    def full_blocks(self) -> int:
+        """Full blocks of the row that has most."""
+        return max(self.sealed)
 
     @property
     def uniform(self) -> bool:
@@ -109,17 +127,10 @@ class Rows:
         """The rows hold as much as those of ``other``."""
         return (self.columns, self.lengths, self.sealed) == (other.columns, other.lengths, other.sealed)
 
-    def on(self, device: torch.device) -> Tensor:
-        """int32 ``[batch, 2]`` on a device: tokens, and tokens in full blocks."""
-        held = self._on.get(device)
-        if held is None:
-            held = self._on[device] = self._upload(device)
-        return held
-
-    @no_inference_mode
-    def _upload(self, device: torch.device) -> Tensor:
-        both = [(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)]
-        return sent(both, torch.int32, device)
+    @cached_property
+    def on(self) -> Uploads:
+        """By device: int32 ``[batch, 2]``, tokens, and tokens in full blocks."""
+        return Uploads([(length, sealed * self.block_size) for length, sealed in zip(self.lengths, self.sealed)])
 
     def past(self, rows: int, tokens: int, device: torch.device) -> Tensor:
         """int32 ``[rows]``, ``tokens`` each: where all layers store the rest of a prompt that leaves these rows."""

@@ -57,8 +57,8 @@ def steps_due(taken: Taken, device: torch.device) -> list[Tensor]:
     first, last = taken.before.sealed, taken.after.sealed
     more = range(max(then - block for block, then in zip(first, last)))
     between = [tuple(min(block + i, then) for block, then in zip(first, last)) for i in more]
-    held = [taken.now if taken.now.sealed == one else replace(taken.now, sealed=one, _on={}) for one in between]
-    return [rows.on(device) for rows in (*held, taken.after)]
+    held = [taken.now if taken.now.sealed == one else replace(taken.now, sealed=one) for one in between]
+    return [rows.on[device] for rows in (*held, taken.after)]
 
 
 def seal_steps(

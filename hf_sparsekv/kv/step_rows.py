@@ -44,7 +44,7 @@ class StepRows:
         """The next step begins with these."""
         if self.held is not rows:
             self.held = None  # unknown, if an interrupt stops the copy
-            self.after.copy_(rows.on(self.after.device))
+            self.after.copy_(rows.on[self.after.device])
             if self.windows:
                 pads = [rows.columns - length for length in rows.lengths]
                 self.pads.copy_(sent(pads, torch.int32, self.pads.device))

@@ -158,7 +158,7 @@ class LayerStore(LayerRows):
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
         if not self.capturing:
             self.fit(taken.before)
-        past = self.step_rows.past if self.capturing else taken.before.on(self.device)[:, 0]
+        past = self.step_rows.past if self.capturing else taken.before.on[self.device][:, 0]
         append(k, v, valid, self.recent_kv, past, self.sinks)
         self._taken, self._sealed, self.held = taken, False, taken.now
 

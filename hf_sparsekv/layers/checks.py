@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from ..attention.masks import is_whole, seen_columns
+from ..kv.rows import Rows
 from ..kv.store import LayerStore
 
 
-def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> int:
+def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> Rows | None:
     """Check that ``k, v [batch, H, q, D]`` can follow what layer ``index`` has cached.
 
     Returns:
-        How many columns that is.
+        What that is; None: nothing.
 
     Raises:
         ValueError: they cannot.
     """
-    past = 0 if store is None else store.held.columns
-    if not past:
-        return 0
+    before = None if store is None else store.held
+    if before is None or not before.columns:
+        return None
     if k.shape[0] != store.batch:
         raise ValueError(
             f"the batch size changed from {store.batch} to {k.shape[0]} in mid-cache: use a new cache, or "
@@ -43,7 +44,7 @@ def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> 
                 f"layer {index} caches keys of {name} {mine}, got {given}: keep one {name} "
                 "(inside or outside of torch.autocast), or use a new cache"
             )
-    return past
+    return before
 
 
 def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable[[Tensor], bool]) -> None:
@@ -51,7 +52,7 @@ def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable
 
     Args:
         mask: of ``past`` cached columns and the new ones.
-        drop_tokens: see :meth:`.owned.Owner.drop_tokens`.
+        drop_tokens: see :meth:`..bookkeeping.owner.LayerOwner.drop_tokens`.
 
     Raises:
         ValueError: it shows padding, or hides tokens before others that it shows.

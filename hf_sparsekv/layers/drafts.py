@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import Step
+from ..kv.counters import tally_of
+from ..kv.forward_pass import Pass
 from ..kv.query_rows import QueryRows
-from ..kv.row_table import RowTable
 from ..kv.rows import Rows, Taken
 from ..kv.store import LayerStore
 from ..policies.base import Policy
@@ -18,25 +19,13 @@ from ..policies.plan import Plan
 from ..types import AttentionParams
 from .decode import attend
 from .next_step import NextStep
-from .owned import Owner
 
 
-def are_drafts(store: LayerStore, policy: Policy, owner: Owner, step: Step, mask: Tensor | None) -> bool:
-    """The step's tokens are drafts, said to be so, and few enough to attend to a selection as decode steps do.
+def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
+    """Each of ``new`` drafts has a selection of its own.
 
-    Without padding among them, and by a policy that says how, where a decode step does not attend to everything and
-    so many of them do not read more than that.
+    The policy says how, a decode step does not attend to everything, and so many of them do not read more than that.
     """
-    new = step.k.shape[2]
-    if not 1 < new <= owner.config.max_draft + 1 or policy.drafts == "exact":
-        return False
-    if (mask is not None and mask.ndim != 2) or not owner.drafted(new) or owner.new_columns(mask, step) is not None:
-        return False
-    return _select(store, policy, new)
-
-
-def _select(store: LayerStore, policy: Policy, new: int) -> bool:
-    """Each of ``new`` drafts has a selection of its own, and they do not read more than everything."""
     return policy.drafts != "exact" and not policy.plan(store).dense and policy.drafts_read_less(new, store)
 
 
@@ -46,15 +35,15 @@ def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
         return not policy.offloaded
     changes = policy.launch.each_step or policy.observes  # the host's work
     changes = changes or (policy.foresight is not None and policy.foresight.by_delta)  # of a token
-    return policy.drafts == "together" and not changes and _select(store, policy, new)
+    return policy.drafts == "together" and not changes and attend_as_steps(store, policy, new)
 
 
 def verify(
     store: LayerStore,
     policy: Policy,
-    table: RowTable,
     next_step: NextStep,
     step: Step,
+    under_way: Pass,
     query: Tensor,
     params: AttentionParams,
 ) -> Tensor:
@@ -66,13 +55,13 @@ def verify(
     next_step.begin(store, policy)
     policy.begin_drafts()
     if policy.drafts == "together" and store.batch == 1:
-        ((_, taken, queries),) = table.drafts(store.held, step.k.shape[2], True)
+        _, taken, queries = under_way.together
         store_together(store, policy, step, query, taken)
         plan = policy.plan(store)
         out = attend_together(store, policy, query, plan, params, queries)
-        policy.account(query[:, :, -1], store, plan, store.tally(queries))
+        policy.account(query[:, :, -1], store, plan, tally_of(taken, store.sinks, queries))
         return out
-    return _verify_each(store, policy, table, step, query, params)
+    return _verify_each(store, policy, step, under_way, query, params)
 
 
 def store_together(
@@ -116,13 +105,13 @@ def attend_together(
 
 
 def _verify_each(
-    store: LayerStore, policy: Policy, table: RowTable, step: Step, query: Tensor, params: AttentionParams
+    store: LayerStore, policy: Policy, step: Step, under_way: Pass, query: Tensor, params: AttentionParams
 ) -> Tensor:
     """:func:`verify` one token after the other."""
     watch, outs = policy.watch, []
-    (k, v), new = step.kept, step.k.shape[2]
+    k, v = step.kept
     try:
-        for i, (_, taken, _) in enumerate(table.drafts(store.held, new, False)):
+        for i, taken in enumerate(under_way.each):
             at = slice(i, i + 1)
             if policy.observes:
                 store.announce(1, None)
@@ -132,7 +121,7 @@ def _verify_each(
             outs.append(attend(store, policy, q, plan, params))
             store.seal_due(policy)
             policy.look_ahead(q, store, plan)
-            tally = store.tally()
+            tally = tally_of(taken, store.sinks)
             tally.steps, tally.drafts = int(not i), int(i > 0)  # of the pass
             policy.account(q, store, plan, tally)
             if watch is not None:

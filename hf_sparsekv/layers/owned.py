@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.handle import Step
 from ..config import SparseConfig
+from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable
 from ..offload.copy_streams import CopyStreams
@@ -32,6 +33,7 @@ class Owner(Protocol):
         model_config: of the model; None: it is not known yet.
         shared: what the policies of all layers have in common.
         layers: all of it, in the model's order.
+        under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
         copy_streams: ways to and from the host.
@@ -42,6 +44,7 @@ class Owner(Protocol):
     shared: Shared
     model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
+    under_way: Pass | None
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
@@ -57,27 +60,16 @@ class Owner(Protocol):
         """``layer`` is the first of these."""
         ...
 
+    def begin_pass(self, layer: SparseLayer, step: Step, mask: Tensor | None) -> Pass:
+        """The forward pass that brings ``layer`` the tokens of ``step``: :attr:`under_way` from here on."""
+        ...
+
     def make_policy(self, layer_idx: int) -> Policy:
         """The selection policy of one layer."""
         ...
 
-    def new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
-        """Validity of the step's columns, bool ``[batch, q]``; None if none is padding."""
-        ...
-
-    def drop_tokens(self, valid: Tensor) -> bool:
-        """Of the cached columns only those are tokens from here on that are ``valid [batch, columns]``.
-
-        False, and nothing has changed, unless these are the first tokens of each row.
-        """
-        ...
-
     def new_rows(self, device: torch.device) -> Tensor | None:
         """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
-        ...
-
-    def drafted(self, tokens: int) -> bool:
-        """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
         ...
 
     def passed(self, layer_idx: int) -> None:

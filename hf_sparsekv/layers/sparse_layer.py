@@ -19,15 +19,16 @@ from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
+from ..kv.forward_pass import Pass
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..tensors import any_autocast, as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .captured import CapturedLayer
-from .checks import check_mask, check_tokens
+from .checks import check_tokens
 from .decode import asked, attend, finish, foresee, planned, store_token
-from .drafts import are_drafts, verify
+from .drafts import attend_as_steps, verify
 from .next_step import NextStep
 from .owned import Owned, Owner, end_pass, next_layer
 from .prefill import leave_device_pools, new_store, read_ahead, store_columns
@@ -110,14 +111,16 @@ class SparseLayer(Owned, CacheLayerMixin):
         if autocast := any_autocast():
             dtype = _dtype(self.store)
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
-        self._check_complete()
-        past, module = check_tokens(self.store, self.index, key_states, value_states), None
+        if self.broken or self.pending is not None:
+            self._check_complete()
+        before, module = check_tokens(self.store, self.index, key_states, value_states), None
+        past = 0 if before is None else before.columns
         if past == 0:
             module = calling_module() if may_be_mla(self.owner.model_config) else None
             self.latent = module is not None
         elif self.latent:
             module = calling_module()
-        step = self.pending = Step(self, key_states, value_states, past, autocast=autocast)
+        step = self.pending = Step(self, key_states, value_states, past, autocast=autocast, before=before)
         if module is not None:
             absorb(module)
             step.absorbed = Absorbed(module)
@@ -165,6 +168,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         except BaseException as error:
             if step.touched:
                 self.broken = f"{type(error).__name__} in layer {self.index}"
+            self.owner.under_way = None
             raise
         return out.to(query.dtype)  # what follows may be made for the model's dtype
 
@@ -174,11 +178,14 @@ class SparseLayer(Owned, CacheLayerMixin):
         whole = None
         if mask is not None and mask.ndim == 4:
             whole = mask = check_4d(mask, query.shape[2], step.length)
+        own, owner, captured, under_way = not step.committed, self.owner, self.captured, None
+        if own and captured is None:
+            under_way = owner.under_way
+            known = under_way is not None and under_way.before is step.before and under_way.mask is mask
+            if not known or under_way.columns != step.k.shape[2]:
+                under_way = owner.begin_pass(self, step, mask)
         if step.past == 0:
-            return self._attend_exactly(step, query, mask, whole, params, dropout)
-        own, owner, captured = not step.committed, self.owner, self.captured
-        if own and captured is None and mask is not None and owner.first(self):
-            check_mask(self.store, mask, step.past, owner.drop_tokens)
+            return self._attend_exactly(step, under_way, query, mask, whole, params, dropout)
         one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
         if one and dropout:
             raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
@@ -186,18 +193,18 @@ class SparseLayer(Owned, CacheLayerMixin):
         if drafts and captured is not None:
             drafts = captured.is_draft_pass
         elif drafts:
-            drafts = are_drafts(self.store, self.policy, owner, step, mask)
+            drafts = under_way.drafts and attend_as_steps(self.store, self.policy, under_way.columns)
         if not (one or drafts):
-            return self._attend_exactly(step, query, mask, whole, params, dropout)
+            return self._attend_exactly(step, under_way, query, mask, whole, params, dropout)
         absorbed = step.absorbed
         with torch.no_grad():
             q = query if absorbed is None else absorbed.queries(query)
             if one:
-                out = self._decode(owner, step, q, mask, params, own)
+                out = self._decode(owner, step, under_way, q, params, own)
             else:
                 step.touched = True
                 if captured is None:
-                    out = verify(self.store, self.policy, owner.row_table, self.next_step, step, q, params)
+                    out = verify(self.store, self.policy, self.next_step, step, under_way, q, params)
                     end_pass(owner, self.index)
                 else:
                     out = captured.verify(self.store, self.policy, step, q, params)
@@ -209,20 +216,25 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _attend_exactly(
         self,
         step: Step,
+        under_way: Pass | None,
         query: Tensor,
         mask: Tensor | None,
         whole: Tensor | None,
         params: AttentionParams,
         dropout: float,
     ) -> Tensor:
-        """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
+        """Attention of a prompt, or of a piece of it, to everything.
+
+        Args:
+            under_way: the pass; None: its tokens are stored already. ``whole``: the mask, if it is a 4-D one.
+        """
         own, owner, absorbed = not step.committed, self.owner, step.absorbed
         exact = exact_attention if absorbed is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
             out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)
             if own:
-                self._commit(step, query, owner.new_columns(mask, step))
+                self._commit(step, query, under_way.valid)
         else:
             if self.captured is not None:
                 raise RuntimeError("exact attention over a cached past, which waits for the host")
@@ -231,8 +243,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             if own:
                 after = next_layer(owner, self.index)
                 if after is not None and after.store is not None:
-                    read_ahead(after.store, after.policy, owner, step, mask)
-                self._commit(step, query, owner.new_columns(mask, step))
+                    read_ahead(after.store, after.policy, step, under_way)
+                self._commit(step, query, under_way.valid)
             columns = store.valid_columns() if store.padded else None
             with torch.no_grad():
                 out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
@@ -256,18 +268,20 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.owner.passed(self.index)
 
     def _decode(
-        self, owner: Owner, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, own: bool
+        self, owner: Owner, step: Step, under_way: Pass | None, query: Tensor, params: AttentionParams, own: bool
     ) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
 
-        ``own``: its token is still to be stored. Else another layer has done that, and prepares the next step.
+        Args:
+            under_way: the pass, of eager steps of its own.
+            own: its token is still to be stored. Else another layer has done that, and prepares the next step.
         """
         store, policy, captured, q = self.store, self.policy, self.captured, query[:, :, 0]
         if own:
             step.touched = True
             if captured is None:
                 self.next_step.begin(store, policy)
-                store_token(store, policy, step, query, owner.new_columns(mask, step))
+                store_token(store, policy, step, query, under_way)
             else:
                 captured.store_token(store, policy, step, query)
             step.committed = True
@@ -280,7 +294,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if not own:
             return attend(store, policy, q, replace(plan, ahead=False), params)
         out = attend(store, policy, q, plan, params)
-        finish(store, policy, q, plan)
+        finish(store, policy, q, plan, under_way)
         return out
 
     def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
@@ -335,7 +349,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         """
         query, key, value = (lowered(x, _dtype(self.store)) for x in (query, key, value))
         self._check_complete()
-        past = check_tokens(self.store, self.index, key, value)
+        before = check_tokens(self.store, self.index, key, value)
+        past = 0 if before is None else before.columns
         if past == 0:
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
         self._commit(Step(self, key, value, past, absorbed), query, valid)

@@ -236,7 +236,7 @@ def test_steps_that_are_taken_again_seal_the_same_blocks():
     graph.replay = lambda: (replay(), seen.append(steps.after.tolist()))
     assert len(decoding.replay_ms(model, cache, began)) == 70 - decoding.LEFT_OUT
     assert [row[0][0] for row in seen] == list(range(CONTEXT + 3, CONTEXT + 73))
-    assert seen[-1] == rows.on(model.device).tolist()
+    assert seen[-1] == rows.on[model.device].tolist()
 
 
 def test_synchronisations_are_found_by_place(monkeypatch):

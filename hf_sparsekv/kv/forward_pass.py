@@ -1,0 +1,74 @@
+"""One forward pass of a cache: what is the same in all of its layers.
+
+Apart from the row table, which says what rows become: here is what layers of one pass need to ask once only.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from .counters import Tally, tally_of
+from .row_table import RowTable
+from .rows import Drafts, Rows, Taken
+
+
+class Pass:
+    """New tokens of all rows, on their way through the layers.
+
+    The cache makes it when the first layer attends, and hands it down with each layer's tokens. It ends when the last
+    layer has stored them; and with an error, and with every change of the rows that is no forward pass.
+
+    It holds nothing that a layer changes: what it says follows from the rows before, which are never changed, and from
+    the mask. So it is right wherever it begins (:meth:`begins_with`), and a layer that holds other rows never gets it.
+
+    Attributes:
+        before: the rows; None: nothing was ever cached.
+        columns: new ones.
+        mask: of the attention.
+        valid: which new columns are tokens, bool ``[batch, columns]``; None: all are. Of rows that come and go: which
+            of them get one.
+        drafts: they are drafts, none of them padding, and few enough to attend as decode steps do.
+    """
+
+    def __init__(
+        self,
+        table: RowTable,
+        before: Rows | None,
+        columns: int,
+        mask: Tensor | None,
+        valid: Tensor | None,
+        drafts: bool,
+    ) -> None:
+        self._table, self.before, self.columns = table, before, columns
+        self.mask, self.valid, self.drafts = mask, valid, drafts
+
+    def begins_with(self, rows: Rows | None, columns: int, mask: Tensor | None) -> bool:
+        """It is the pass of so many columns over ``rows`` with this mask."""
+        if self.columns != columns or self.mask is not mask:
+            return False
+        before = self.before
+        if before is None or rows is None:
+            return before is rows
+        return before is rows or (before.same(rows) and before.valid is rows.valid)
+
+    @cached_property
+    def taken(self) -> Taken:
+        """The decode step that it is, with ids for the blocks that become full."""
+        return self._table.step(self.before, self.valid)
+
+    @cached_property
+    def tally(self) -> Tally:
+        """Of this decode step."""
+        return tally_of(self.taken, self._table.config.sinks)
+
+    @cached_property
+    def together(self) -> Drafts:
+        """Drafts of the only row, decoded in one go, with ids for the blocks that become full."""
+        return self._table.drafts_together(self.before, self.columns)
+
+    @cached_property
+    def each(self) -> tuple[Taken, ...]:
+        """Drafts that are decoded one after the other, with ids for the blocks that become full."""
+        return self._table.drafts_each(self.before, self.columns)
