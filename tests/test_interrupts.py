@@ -311,7 +311,7 @@ def test_a_copy_keeps_its_blocks(what):
     def begun():
         table = RowTable(SparseConfig(block_size=16, window=16))
         table.rows = table.follow(table.start(2, 200), 200, None)
-        table.blocks.on(device)
+        table.blocks.on[device]
         return table, copy.deepcopy(table)
 
     gc.collect()
@@ -324,7 +324,7 @@ def test_a_copy_keeps_its_blocks(what):
         with pytest.raises(KeyboardInterrupt), Points(at) as reached:
             ROWS[what](table)
             raise KeyboardInterrupt
-        assert (table.blocks.on(device).numpy() == table.blocks.host).all(), reached.where
+        assert (table.blocks.on[device].numpy() == table.blocks.host).all(), reached.where
         table.clear()
         gc.collect()  # a copy that was broken off
         taken = set(other.ids.take(60).tolist())

@@ -179,7 +179,7 @@ def test_rows_that_are_regrouped_stay_counted():
 def test_memory_is_the_sum_over_tensors(offload):
     cache = two_level(offload, **TIGHT)
     run(cache, 300, 5, (0, 37), batch=2)
-    table = cache.row_table.blocks.on(torch.device("cpu"))  # for all layers
+    table = cache.row_table.blocks.on[torch.device("cpu")]  # for all layers
     held = {"device": table.untyped_storage().nbytes(), "host": 0}
     for layer in cache.sparse_layers:
         store, pool = layer.store, layer.store.pool

@@ -413,7 +413,7 @@ def test_ids_come_into_the_table_without_a_number_that_is_copied(rows):
     """On a GPU the host would wait for that, in each step in which a row's block becomes full."""
     table = RowTable(CONFIG)
     table.start(4, 100)
-    held = table.blocks.on(torch.device("cpu"))
+    held = table.blocks.on[torch.device("cpu")]
     with Numbers() as numbers:
         table.blocks.reserve(range(rows), [0] * rows, [1] * rows)
     assert torch.equal(held, torch.from_numpy(table.blocks.host)) and (held[:rows, 0] >= 0).all()

@@ -61,7 +61,7 @@ def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.d
     steps = cache.row_table.steps(device)
     for ring in rings:
         steps.window(ring.sliding_window)
-    addresses: list[int] = [cache.row_table.blocks.on(device).data_ptr(), *steps.addresses]
+    addresses: list[int] = [cache.row_table.blocks.on[device].data_ptr(), *steps.addresses]
     for layer in cache.sparse_layers:
         layer.store.add_addresses(addresses)
         layer.policy.add_addresses(addresses)

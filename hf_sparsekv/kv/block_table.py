@@ -19,10 +19,31 @@ from ..ops._layout import whole
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
 
+Within = Callable[[], AbstractContextManager[object]]
+
 
 def table_width(blocks: int) -> int:
     """Entries of each row of a table that has room for ``blocks`` blocks: kernels want rows :func:`whole`."""
     return whole(blocks)
+
+
+class TableUploads(dict[torch.device, Tensor]):
+    """The table on each device that has asked for it.
+
+    Args:
+        held: the table on the host, in a list of its own.
+        orders: by device, the context to write in.
+    """
+
+    def __init__(self, held: list[np.ndarray], orders: dict[torch.device, Within]) -> None:
+        super().__init__()
+        self._held, self._orders = held, orders
+
+    @no_inference_mode
+    def __missing__(self, device: torch.device) -> Tensor:
+        with self._orders.get(device, nullcontext)():
+            made = self[device] = sent(self._held[0].copy(), torch.int32, device)
+        return made
 
 
 class BlockTable:
@@ -30,15 +51,16 @@ class BlockTable:
 
     Attributes:
         ids: of blocks, counted.
+        on: by device: :attr:`host` there.
         moved: grows whenever the memory that captured steps read has moved.
     """
 
     def __init__(self, ids: BlockIds) -> None:
         self.ids, self.moved = ids, 0
         self._held: list[np.ndarray] = [np.zeros((0, 0), dtype=np.int32)]
-        self._on: dict[torch.device, Tensor] = {}
         self._old: list[Tensor] = []
-        self._orders: dict[torch.device, Callable[[], AbstractContextManager]] = {}
+        self._orders: dict[torch.device, Within] = {}
+        self.on = TableUploads(self._held, self._orders)
         self._pending: dict[torch.device, Pending] = {}
         weakref.finalize(self, self.ids.drop_later, self._held).atexit = False
 
@@ -48,6 +70,7 @@ class BlockTable:
         host = self.host.copy()
         self.ids.share(host)
         new._held[0], new._orders = host, self._orders
+        new.on = TableUploads(new._held, self._orders)
         return new
 
     @property
@@ -60,34 +83,22 @@ class BlockTable:
         """Blocks of a row that there is room for."""
         return self.host.shape[1]
 
-    def on(self, device: torch.device) -> Tensor:
-        """:attr:`host` on a device."""
-        held = self._on.get(device)
-        if held is None:
-            held = self._on[device] = self._upload(device)
-        return held
-
-    @no_inference_mode
-    def _upload(self, device: torch.device) -> Tensor:
-        with self._orders.get(device, nullcontext)():
-            return sent(self.host.copy(), torch.int32, device)
-
     @property
     def nbytes(self) -> dict[torch.device, int]:
         """Bytes of :attr:`host` on each device that has it. The lengths, a few bytes a row, are not counted."""
-        return {device: held.nbytes for device, held in self._on.items()}
+        return {device: held.nbytes for device, held in self.on.items()}
 
     # ------------------------------------------------------------------ its memory
 
     def replace(self, host: np.ndarray) -> None:
         """The table is ``host`` from here on, in other memory."""
         self.moved += 1
-        devices = list(self._on)
-        self._old += self._on.values()  # copy streams may still read them
-        self._on.clear()
+        devices = list(self.on)
+        self._old += self.on.values()  # copy streams may still read them
+        self.on.clear()
         self._held[0] = host
         for device in devices:
-            self.on(device)  # in the order of this stream, before others need it
+            self.on[device]  # in the order of this stream, before others need it
 
     def grow(self, capacity: int) -> None:
         """Have room for ``capacity`` blocks of each row."""
@@ -101,22 +112,22 @@ class BlockTable:
         """
         try:
             here()
-            for device, held in self._on.items():
+            for device, held in self.on.items():
                 with self._orders.get(device, nullcontext)():
                     if (pending := self._pending.get(device)) is not None:
                         pending.wait(device)
                     there(held)
         except BaseException:  # copies are made anew
             self.moved += 1
-            self._old += self._on.values()
-            self._on.clear()
+            self._old += self.on.values()
+            self.on.clear()
             raise
 
     def in_use_until(self, event: torch.cuda.Event, device: torch.device) -> None:
         """A copy stream of ``device`` reads the table there until ``event``: it changes after that."""
         self._pending.setdefault(device, Pending()).add(event)
 
-    def order(self, device: torch.device, within: Callable[[], AbstractContextManager]) -> None:
+    def order(self, device: torch.device, within: Within) -> None:
         """On this device the table is written in the context ``within()``, in the order of who reads it there."""
         self._orders[device] = within
 

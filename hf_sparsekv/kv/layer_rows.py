@@ -41,7 +41,7 @@ class LayerRows(State):
         super().__init__()
         self.table_of_rows, self.batch, self.device = table, batch, device
         self._rows = table.start(batch, tokens)
-        table.blocks.on(device)  # now, so that what a cache takes is known before the first block is full
+        table.blocks.on[device]  # now, so that what a cache takes is known before the first block is full
         self._sealed = False  # it has sealed
         self.capturing = False
 
@@ -111,7 +111,7 @@ class LayerRows(State):
     @property
     def block_table(self) -> Tensor:
         """int32 ``[batch, capacity]``, physical block of each full block of each row; after these it says nothing."""
-        held = self.table_of_rows.blocks.on(self.device)
+        held = self.table_of_rows.blocks.on[self.device]
         return held if held.shape[0] == self.batch else held[: self.batch]
 
     @property

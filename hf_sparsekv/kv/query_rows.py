@@ -44,4 +44,4 @@ class QueryRows(LayerStore):
 
     @property
     def block_table(self) -> Tensor:
-        return self.table_of_rows.blocks.on(self.device).expand(self.batch, -1)
+        return self.table_of_rows.blocks.on[self.device].expand(self.batch, -1)

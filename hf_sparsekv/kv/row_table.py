@@ -232,7 +232,7 @@ class RowTable:
         n = theirs.sealed[0]
         ids = other.blocks.host[0, :n].copy()
         self.ids.share(ids)
-        self.blocks.write_row(row, ids, lambda held: other.blocks.on(held.device)[0])
+        self.blocks.write_row(row, ids, lambda held: other.blocks.on[held.device][0])
         self._set(row, theirs.lengths[0], n)
 
     def begin(self, ids: np.ndarray) -> None:

@@ -204,7 +204,8 @@ class LayerStore(LayerRows):
         """
         taken = self._taken
         if taken.after.sealed == taken.before.sealed and not self.capturing:
-            self.held = taken.after
+            if taken.after is not taken.now:  # which is held
+                self.held = taken.after
             return
         self.pool.fit()
         index = indexer.sealing(self)
