@@ -20,6 +20,7 @@ from .bookkeeping.owner import LayerOwner
 from .bookkeeping.row_changes import held_rows
 from .config import OffloadConfig, SparseConfig, with_changes
 from .kv.row_table import RowTable
+from .layers.complete import check_complete
 from .layers.sparse_layer import SparseLayer
 from .offload.page_table import DevicePools
 from .persistence.loading import load_cache
@@ -175,7 +176,7 @@ class SparseCache(LayerOwner):
             self._make_layers(layer_idx)
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
-            self._check_complete()
+            check_complete(self.layers)
         if self.linear_passes.linear and not isinstance(layer, LinearAttentionCacheLayerMixin):
             # Else its other half was asked before, and counted.
             self.linear_passes.check(layer_idx, self.layers, self.model_config)
@@ -226,10 +227,6 @@ class SparseCache(LayerOwner):
             self.linear_passes.check_asked(layer_idx, self.layers, self.model_config)
             self.passed(layer_idx)
         return known
-
-    def take_passes(self, other: SparseCache) -> None:
-        """The layers of ``other`` have been copied into this cache, so its forward passes are this one's."""
-        self.linear_passes.take(other.linear_passes)
 
     @property
     def first_attention_layer(self) -> int:

@@ -13,6 +13,7 @@ from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
 from .kv.state import Held
 from .kv.store import LayerStore
+from .layers.complete import check_complete
 from .layers.sparse_layer import SparseLayer
 from .policies.base import Policy
 from .policies.registry import Method
@@ -113,7 +114,7 @@ class PrefixCache(SparseCache):
             if n < key.shape[2]:
                 rest = None if valid is None else valid[:, n:]
                 other.fill(policy.last, key[:, :, n:], value[:, :, n:], rest)
-        cache.take_passes(self)
+        cache.linear_passes.take(self.linear_passes)  # its layers are copies of these
         return cache
 
     @torch.no_grad()
@@ -129,7 +130,7 @@ class PrefixCache(SparseCache):
         return cache
 
     def _filled(self) -> None:
-        self._check_complete()
+        check_complete(self.layers)
         self.linear_passes.check(0, self.layers, self.model_config)
         if not self.get_seq_length():
             raise ValueError("the prefix is empty: run the model over the context with it first")

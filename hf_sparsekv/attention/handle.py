@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..kv.forward_pass import Pass
 from ..kv.rows import Rows
 from ..types import AttentionParams
 
@@ -63,6 +64,7 @@ class Step:
         committed: they are stored.
         autocast: they came from inside ``torch.autocast``.
         before: what the layer held when it was given them; None: nothing.
+        under_way: the forward pass that brings them; None: that of a captured step, or no attention yet.
     """
 
     layer: HandingLayer
@@ -74,6 +76,7 @@ class Step:
     committed: bool = field(default=False)
     autocast: bool = False
     before: Rows | None = None
+    under_way: Pass | None = None
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:

@@ -165,6 +165,14 @@ def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
     return last | own | others.any(1)
 
 
+def new_tokens(mask: Tensor | None, past: int, length: int, batch: int) -> Tensor | None:
+    """Validity of columns ``past .. length - 1``, bool ``[batch, q]``; None if none is padding. Waits for the mask."""
+    if mask is None or is_whole(mask):
+        return None
+    valid = new_columns(mask, past, length).expand(batch, -1)  # one mask may serve all rows
+    return None if bool(valid.all()) else valid
+
+
 def shows(mask: Tensor) -> Tensor:
     """Where a mask, bool or additive, lets a query attend."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -26,7 +26,7 @@ class Notices:
             warnings.warn(
                 f"something other than the sparsekv attention function reads the keys of {self.name}: the "
                 "result is right, but dense and slow. Load the model with attn_implementation='sparsekv'",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def own_queries(self) -> None:
@@ -37,5 +37,5 @@ class Notices:
                 f"{self.name} chooses each layer's tokens by that layer's own query, in place: right, but "
                 "not hidden behind the layer before, because nothing hands over what that expects. Call "
                 "optimize(model), or predict_ahead(model) for eager steps; predictor='own' is this without the warning",
-                stacklevel=4,
+                stacklevel=3,
             )

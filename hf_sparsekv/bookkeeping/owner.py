@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from ..attention.drafts import verified_tokens
 from ..attention.handle import Step
-from ..attention.masks import is_whole, new_columns
+from ..attention.masks import new_tokens
 from ..config import OffloadConfig, SparseConfig
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
@@ -32,6 +32,7 @@ from ..kv.row_table import RowTable
 from ..kv.rows import Rows, Taken
 from ..kv.store import Tally
 from ..layers.checks import check_mask
+from ..layers.complete import check_complete
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..offload.copy_streams import CopyStreams
@@ -50,6 +51,7 @@ from .notices import Notices
 from .passes import LinearPasses
 from .replayed import Replayed
 from .row_changes import crop_recent, map_rows
+from .trials import resume
 
 
 class LayerOwner(Cache):
@@ -73,6 +75,7 @@ class LayerOwner(Cache):
         changes: counts what may make the next captured step another one than the last.
         going_on: see :meth:`all_go_on`.
         linear_passes: forward passes of models with linear-attention layers.
+        notices: what it warns of.
         model_config: None until the model is known.
     """
 
@@ -98,7 +101,7 @@ class LayerOwner(Cache):
         self._drafts: bool | None = None  # what drafts() says of passes; None: nothing
         self.going_on = False
         self.linear_passes = LinearPasses()
-        self._notices = Notices(type(self).__name__)
+        self.notices = Notices(type(self).__name__)
 
     # ------------------------------------------------------------------ layers
 
@@ -193,7 +196,7 @@ class LayerOwner(Cache):
         layers = self.sparse_layers
         rows = self.row_table.join([layer.store.held for layer in layers])
         if rows is None:
-            self._check_complete()
+            check_complete(self.layers)
             raise RuntimeError(
                 "this cache is incomplete: its layers hold different tokens. Call reset() and prefill again"
             )
@@ -201,20 +204,6 @@ class LayerOwner(Cache):
             layer.store.join()
         self._joined = self.changes
         return rows
-
-    def _check_complete(self) -> None:
-        """When a forward pass begins, all layers hold the same tokens."""
-        lengths = {layer.get_seq_length() for layer in self.sparse_layers}
-        for layer in self.layers:
-            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SparseLayer):
-                length = int(layer.get_seq_length())
-                if length or getattr(layer, "is_sliding", False):  # layers of other kinds may never cache anything
-                    lengths.add(length)
-        if len(lengths) > 1:
-            raise RuntimeError(
-                f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward pass "
-                "stopped half-way. Call reset() and prefill again"
-            )
 
     @no_autocast
     def __deepcopy__(self, memo: dict) -> LayerOwner:
@@ -254,20 +243,14 @@ class LayerOwner(Cache):
         before, new = layer.store.held if step.past else None, step.k.shape[2]
         known = self.under_way
         if known is None or not known.begins_with(before, new, mask):
-            valid = self._new_columns(mask, step)
+            if self.row_batch is not None:
+                valid = self.new_rows(step.k.device)
+            else:
+                valid = new_tokens(mask, step.past, step.length, len(step.k))
             flat = mask is None or mask.ndim == 2
             few = flat and valid is None and step.past and 1 < new <= self.config.max_draft + 1
             self.under_way = Pass(self.row_table, before, new, mask, valid, bool(few) and self.drafted(new))
         return self.under_way
-
-    def _new_columns(self, mask: Tensor | None, step: Step) -> Tensor | None:
-        """Validity of the step's columns, bool ``[batch, q]``; None if none is padding. Waits for the mask."""
-        if self.row_batch is not None:
-            return self.new_rows(step.k.device)
-        if mask is None or is_whole(mask):
-            return None
-        valid = new_columns(mask, step.past, step.length).expand(len(step.k), -1)  # one mask may serve all rows
-        return None if bool(valid.all()) else valid
 
     def new_rows(self, device: torch.device) -> Tensor | None:
         """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
@@ -335,7 +318,7 @@ class LayerOwner(Cache):
         for layer in self.sparse_layers:
             layer.broken = "reset() stopped half-way"  # until all is done
         self.under_way = None
-        self.resume()
+        resume(self.device_pools, self.shared)
         if self.model_config is not None:
             # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
             fresh = DynamicCache(config=self.model_config).layers
@@ -359,14 +342,6 @@ class LayerOwner(Cache):
             self.under_way = None
         if self.linear_passes.linear:
             self.linear_passes.came(layer_idx)
-
-    def warn_bypass(self) -> None:
-        """Warn once that a model reads all keys and values instead of attending sparsely."""
-        self._notices.bypass()
-
-    def warn_own_queries(self) -> None:
-        """Warn once that nothing is chosen beforehand."""
-        self._notices.own_queries()
 
     # ------------------------------------------------------------------ captured steps
 
@@ -397,18 +372,3 @@ class LayerOwner(Cache):
             yield
         finally:
             self.going_on = before
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Inside, steps are tried out for a capture: nothing is brought to the device."""
-        with ExitStack() as stack:
-            if self.device_pools is not None:
-                stack.enter_context(self.device_pools.paused())
-            stack.enter_context(self.shared.trial())
-            yield
-
-    def resume(self) -> None:
-        """End a :meth:`trial` whose own end was interrupted."""
-        if self.device_pools is not None:
-            self.device_pools.resume()
-        self.shared.resume()

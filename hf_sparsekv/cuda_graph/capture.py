@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bookkeeping.trials import resume, trial_steps
 from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
@@ -85,7 +86,7 @@ class Capturer:
     def _capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
         trial = Trial(self.model, forward, cache, wanted)
         try:
-            with cache.trial():
+            with trial_steps(cache.device_pools, cache.shared):
                 graph, output = self._recorded(trial, wanted.kind)
                 queries = [state.query for state in trial.saved]
         finally:
@@ -184,7 +185,7 @@ class Trial:
         """Restore all state."""
         for state in self.saved:
             state.put_back_host("stopped while a trial step was taken back")
-        cache.resume()
+        resume(cache.device_pools, cache.shared)
         for state in self.saved:
             state.put_back_device()
         for ring in self.rings:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..cache import SparseCache
 from ..cache_name import output_name
+from ..kv.forward_pass import drafts_together
 from ..kv.rows import Drafts, Rows
 from ..layers.decode import planned
 from ..layers.sliding import SlidingRing
@@ -120,7 +121,7 @@ class Replayer:
             return self._unsteady(cache)
         held = rows
         if new > 1:
-            drafts = table.drafts_together(rows, new)
+            drafts = drafts_together(table, rows, new)
             held = drafts.taken.after
         else:
             table.ready(rows)

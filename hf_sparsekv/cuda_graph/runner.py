@@ -20,7 +20,9 @@ from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
+from ..kv.forward_pass import drafts_together
 from ..kv.rows import Drafts, Rows
+from ..layers.complete import check_complete
 from ..layers.decode import prepare
 from ..layers.sliding import SlidingRing
 from ..model_watch import ModelWatch
@@ -162,7 +164,7 @@ class StepRunner:
         layers = cache.sparse_layers
         if any(layer.broken for layer in layers):
             return self._eagerly(*args, **kwargs)  # which says so
-        cache._check_complete()
+        check_complete(cache.layers)
         rows = cache.joined_rows()
         if new > 1:
             with self.lock:
@@ -191,7 +193,7 @@ class StepRunner:
         layers, new = cache.sparse_layers, given["input_ids"].shape[1]
         if not self.eligibility.drafts(given, cache, new):
             return None
-        drafts = cache.row_table.drafts_together(rows, new)
+        drafts = drafts_together(cache.row_table, rows, new)
         for layer in layers:
             layer.store.fit(rows)
         after = drafts.taken.after

@@ -5,6 +5,7 @@ Apart from the row table, which says what rows become: here is what layers of on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
@@ -66,9 +67,38 @@ class Pass:
     @cached_property
     def together(self) -> Drafts:
         """Drafts of the only row, decoded in one go, with ids for the blocks that become full."""
-        return self._table.drafts_together(self.before, self.columns)
+        return drafts_together(self._table, self.before, self.columns)
 
     @cached_property
     def each(self) -> tuple[Taken, ...]:
         """Drafts that are decoded one after the other, with ids for the blocks that become full."""
-        return self._table.drafts_each(self.before, self.columns)
+        return drafts_each(self._table, self.before, self.columns)
+
+
+def drafts_together(table: RowTable, rows: Rows, columns: int) -> Drafts:
+    """``columns`` more tokens of the only row, decoded in one go, with ids for the blocks that become full."""
+    (length,), after = rows.lengths, _longer(table, rows, columns)
+    blocks = tuple([rows.full((length + i,), table.recent)[0] for i in range(columns)])
+    queries = Rows(rows.block_size, after.columns, tuple(range(length + 1, length + columns + 1)), blocks)
+    now = after if blocks[-1:] == after.sealed else replace(after, sealed=blocks[-1:])
+    return Drafts(columns, Taken(rows, now, after), queries)
+
+
+def drafts_each(table: RowTable, rows: Rows, columns: int) -> tuple[Taken, ...]:
+    """``columns`` more tokens of each row, decoded one after the other, with ids for the blocks that become full."""
+    steps = []
+    for _ in range(columns):
+        after = _longer(table, rows, 1)
+        now = after if after.sealed == rows.sealed else replace(after, sealed=rows.sealed)
+        steps.append(Taken(rows, now, after))
+        rows = after
+    return tuple(steps)
+
+
+def _longer(table: RowTable, rows: Rows, columns: int) -> Rows:
+    """The rows with so many more tokens each, with ids for the blocks that become full."""
+    lengths = tuple([length + columns for length in rows.lengths])
+    sealed = rows.full(lengths, table.recent)
+    if sealed != rows.sealed:
+        table.blocks.reserve(range(rows.batch), rows.sealed, sealed)
+    return Rows(rows.block_size, rows.columns + columns, lengths, sealed, rows.valid)

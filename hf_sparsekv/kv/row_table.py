@@ -17,7 +17,7 @@ from ..config import SparseConfig
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
 from .block_table import BlockTable, table_width
-from .rows import Drafts, Rows, Taken
+from .rows import Rows, Taken
 from .step_rows import StepRows
 
 _NOTHING = (None,) * 4  # asked for: rows, columns, their validity; given
@@ -159,33 +159,6 @@ class RowTable:
             asked = self.asked(rows, valid)
             now = replace(now, lengths=tuple(map(mul, lengths, more)), sealed=asked.sealed)
         return Taken(rows, now, after)
-
-    def drafts_together(self, rows: Rows, columns: int) -> Drafts:
-        """``columns`` more tokens of the only row, decoded in one go, with ids for the blocks that become full."""
-        (length,), last = rows.lengths, rows.lengths[0] + columns
-        blocks = tuple([rows.full((length + i,), self.recent)[0] for i in range(columns)])
-        queries = Rows(self.block_size, rows.columns + columns, tuple(range(length + 1, last + 1)), blocks)
-        after = self._longer(rows, columns)
-        now = after if blocks[-1:] == after.sealed else replace(after, sealed=blocks[-1:])
-        return Drafts(columns, Taken(rows, now, after), queries)
-
-    def drafts_each(self, rows: Rows, columns: int) -> tuple[Taken, ...]:
-        """``columns`` more tokens of each row, one after the other, with ids for the blocks that become full."""
-        steps = []
-        for _ in range(columns):
-            after = self._longer(rows, 1)
-            now = after if after.sealed == rows.sealed else replace(after, sealed=rows.sealed)
-            steps.append(Taken(rows, now, after))
-            rows = after
-        return tuple(steps)
-
-    def _longer(self, rows: Rows, columns: int) -> Rows:
-        """The rows with so many more tokens each, with ids for the blocks that become full."""
-        lengths = tuple([length + columns for length in rows.lengths])
-        sealed = rows.full(lengths, self.recent)
-        if sealed != rows.sealed:
-            self.blocks.reserve(range(rows.batch), rows.sealed, sealed)
-        return Rows(self.block_size, rows.columns + columns, lengths, sealed, rows.valid)
 
     def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
         """Rows as a step finds them that gives a token to those that are ``valid [batch]``, bool or None.

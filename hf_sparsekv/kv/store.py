@@ -332,8 +332,7 @@ class LayerStore(LayerRows):
 
     def _gathered(self, first: int, end: int) -> Tensor:
         """The same in a tensor of its own."""
-        shape = self._shape((end - first) * self.block_size)
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        out = torch.empty(self._shape((end - first) * self.block_size), dtype=self.dtype, device=self.device)
         self._read(first, end, out)
         return out
 

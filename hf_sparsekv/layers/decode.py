@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import Step
-from ..kv.forward_pass import Pass
 from ..kv.rows import Rows
 from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
@@ -23,13 +22,13 @@ from .next_step import NextStep
 from .owned import Owner
 
 
-def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor, under_way: Pass) -> None:
+def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
     """Cache the step's token of each row that gets one."""
-    valid = under_way.valid
+    valid = step.under_way.valid
     if policy.observes:
         store.announce(1, valid)
         policy.observe(query, step.keys, valid, store)
-    store.append(*step.kept, valid, under_way.taken)
+    store.append(*step.kept, valid, step.under_way.taken)
 
 
 def attend(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
@@ -38,11 +37,11 @@ def attend(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, params: Att
     return out[:, :, None]
 
 
-def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, under_way: Pass) -> None:
-    """The step has attended: seal what has become old, prepare the next step, count this one."""
+def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, tally: Tally) -> None:
+    """The step has attended: seal what has become old, prepare the next step, count it as ``tally``."""
     store.seal_due(policy)
     policy.look_ahead(q, store, plan)
-    policy.account(q, store, plan, under_way.tally)
+    policy.account(q, store, plan, tally)
 
 
 @no_autocast

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..kv.counters import tally_of
-from ..kv.forward_pass import Pass
 from ..kv.query_rows import QueryRows
 from ..kv.rows import Rows, Taken
 from ..kv.store import LayerStore
@@ -43,7 +42,6 @@ def verify(
     policy: Policy,
     next_step: NextStep,
     step: Step,
-    under_way: Pass,
     query: Tensor,
     params: AttentionParams,
 ) -> Tensor:
@@ -55,13 +53,13 @@ def verify(
     next_step.begin(store, policy)
     policy.begin_drafts()
     if policy.drafts == "together" and store.batch == 1:
-        _, taken, queries = under_way.together
+        _, taken, queries = step.under_way.together
         store_together(store, policy, step, query, taken)
         plan = policy.plan(store)
         out = attend_together(store, policy, query, plan, params, queries)
         policy.account(query[:, :, -1], store, plan, tally_of(taken, store.sinks, queries))
         return out
-    return _verify_each(store, policy, step, under_way, query, params)
+    return _verify_each(store, policy, step, query, params)
 
 
 def store_together(
@@ -104,14 +102,12 @@ def attend_together(
     return out.transpose(0, 1)[None]
 
 
-def _verify_each(
-    store: LayerStore, policy: Policy, step: Step, under_way: Pass, query: Tensor, params: AttentionParams
-) -> Tensor:
+def _verify_each(store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     """:func:`verify` one token after the other."""
     watch, outs = policy.watch, []
     k, v = step.kept
     try:
-        for i, taken in enumerate(under_way.each):
+        for i, taken in enumerate(step.under_way.each):
             at = slice(i, i + 1)
             if policy.observes:
                 store.announce(1, None)

@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
 
 
+class Warns(Protocol):
+    """What a cache warns of, once each."""
+
+    def bypass(self) -> None:
+        """Something else than the attention function reads a layer's keys or values."""
+        ...
+
+    def own_queries(self) -> None:
+        """Nothing is chosen beforehand."""
+        ...
+
+
 class Owner(Protocol):
     """What layers need of the cache that they belong to.
 
@@ -34,6 +46,7 @@ class Owner(Protocol):
         shared: what the policies of all layers have in common.
         layers: all of it, in the model's order.
         under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
+        notices: what it warns of.
         row_table: what the rows hold, and the blocks that they are in.
         block_pools: of each layer, where several caches share them.
         copy_streams: ways to and from the host.
@@ -45,6 +58,7 @@ class Owner(Protocol):
     model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
     under_way: Pass | None
+    notices: Warns
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
@@ -74,10 +88,6 @@ class Owner(Protocol):
 
     def passed(self, layer_idx: int) -> None:
         """A layer has stored a forward pass's tokens."""
-        ...
-
-    def warn_bypass(self) -> None:
-        """Something else than the attention function reads a layer's keys or values."""
         ...
 
 

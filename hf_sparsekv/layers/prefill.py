@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..attention.mla import SAMPLE
-from ..kv.forward_pass import Pass
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from .drafts import attend_as_steps
@@ -75,9 +74,9 @@ def _observed(
     return keys if query is None else query, keys, valid  # the very same tensor twice: there is no query
 
 
-def read_ahead(store: LayerStore, policy: Policy, step: Step, under_way: Pass) -> None:
+def read_ahead(store: LayerStore, policy: Policy, step: Step) -> None:
     """Begin to read back what the next layer, of ``store`` and ``policy``, needs for this piece of a prompt."""
     if store.writer.copy_stream is None or not store.full_blocks or store.length != step.past:
         return
-    if not (under_way.drafts and attend_as_steps(store, policy, under_way.columns)):
+    if not (step.under_way.drafts and attend_as_steps(store, policy, step.under_way.columns)):
         store.read_ahead(step.length)

@@ -19,7 +19,6 @@ from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
-from ..kv.forward_pass import Pass
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
@@ -73,8 +72,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.q_heads = self.q_heads
-        new.pending = new.captured = None
-        new.next_step = NextStep()
+        new.pending, new.captured, new.next_step = None, None, NextStep()
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
@@ -178,14 +176,13 @@ class SparseLayer(Owned, CacheLayerMixin):
         whole = None
         if mask is not None and mask.ndim == 4:
             whole = mask = check_4d(mask, query.shape[2], step.length)
-        own, owner, captured, under_way = not step.committed, self.owner, self.captured, None
+        own, owner, captured = not step.committed, self.owner, self.captured
         if own and captured is None:
-            under_way = owner.under_way
-            known = under_way is not None and under_way.before is step.before and under_way.mask is mask
-            if not known or under_way.columns != step.k.shape[2]:
-                under_way = owner.begin_pass(self, step, mask)
+            known = owner.under_way
+            mine = known is not None and known.before is step.before and known.mask is mask
+            step.under_way = known if mine and known.columns == step.k.shape[2] else owner.begin_pass(self, step, mask)
         if step.past == 0:
-            return self._attend_exactly(step, under_way, query, mask, whole, params, dropout)
+            return self._attend_exactly(step, query, mask, whole, params, dropout)
         one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
         if one and dropout:
             raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
@@ -193,18 +190,18 @@ class SparseLayer(Owned, CacheLayerMixin):
         if drafts and captured is not None:
             drafts = captured.is_draft_pass
         elif drafts:
-            drafts = under_way.drafts and attend_as_steps(self.store, self.policy, under_way.columns)
+            drafts = step.under_way.drafts and attend_as_steps(self.store, self.policy, query.shape[2])
         if not (one or drafts):
-            return self._attend_exactly(step, under_way, query, mask, whole, params, dropout)
+            return self._attend_exactly(step, query, mask, whole, params, dropout)
         absorbed = step.absorbed
         with torch.no_grad():
             q = query if absorbed is None else absorbed.queries(query)
             if one:
-                out = self._decode(owner, step, under_way, q, params, own)
+                out = self._decode(owner, step, q, params, own)
             else:
                 step.touched = True
                 if captured is None:
-                    out = verify(self.store, self.policy, self.next_step, step, under_way, q, params)
+                    out = verify(self.store, self.policy, self.next_step, step, q, params)
                     end_pass(owner, self.index)
                 else:
                     out = captured.verify(self.store, self.policy, step, q, params)
@@ -216,25 +213,20 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _attend_exactly(
         self,
         step: Step,
-        under_way: Pass | None,
         query: Tensor,
         mask: Tensor | None,
         whole: Tensor | None,
         params: AttentionParams,
         dropout: float,
     ) -> Tensor:
-        """Attention of a prompt, or of a piece of it, to everything.
-
-        Args:
-            under_way: the pass; None: its tokens are stored already. ``whole``: the mask, if it is a 4-D one.
-        """
+        """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
         own, owner, absorbed = not step.committed, self.owner, step.absorbed
         exact = exact_attention if absorbed is None else absorbed.attention
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
             out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)
             if own:
-                self._commit(step, query, under_way.valid)
+                self._commit(step, query, step.under_way.valid)
         else:
             if self.captured is not None:
                 raise RuntimeError("exact attention over a cached past, which waits for the host")
@@ -243,8 +235,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             if own:
                 after = next_layer(owner, self.index)
                 if after is not None and after.store is not None:
-                    read_ahead(after.store, after.policy, step, under_way)
-                self._commit(step, query, under_way.valid)
+                    read_ahead(after.store, after.policy, step)
+                self._commit(step, query, step.under_way.valid)
             columns = store.valid_columns() if store.padded else None
             with torch.no_grad():
                 out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
@@ -267,34 +259,30 @@ class SparseLayer(Owned, CacheLayerMixin):
         step.committed = True
         self.owner.passed(self.index)
 
-    def _decode(
-        self, owner: Owner, step: Step, under_way: Pass | None, query: Tensor, params: AttentionParams, own: bool
-    ) -> Tensor:
+    def _decode(self, owner: Owner, step: Step, query: Tensor, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
 
-        Args:
-            under_way: the pass, of eager steps of its own.
-            own: its token is still to be stored. Else another layer has done that, and prepares the next step.
+        ``own``: its token is still to be stored. Else another layer has done that, and prepares the next step.
         """
         store, policy, captured, q = self.store, self.policy, self.captured, query[:, :, 0]
         if own:
             step.touched = True
             if captured is None:
                 self.next_step.begin(store, policy)
-                store_token(store, policy, step, query, under_way)
+                store_token(store, policy, step, query)
             else:
                 captured.store_token(store, policy, step, query)
             step.committed = True
             owner.passed(self.index)
         plan = policy.plan(store) if captured is None else captured.plan
         if policy.foresight is not None and not (plan.dense or owner.met):
-            owner.warn_own_queries()
+            owner.notices.own_queries()
         if captured is not None:
             return captured.attend(store, policy, q, params, own, last=next_layer(owner, self.index) is None)
         if not own:
             return attend(store, policy, q, replace(plan, ahead=False), params)
         out = attend(store, policy, q, plan, params)
-        finish(store, policy, q, plan, under_way)
+        finish(store, policy, q, plan, step.under_way.tally)
         return out
 
     def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
@@ -349,11 +337,9 @@ class SparseLayer(Owned, CacheLayerMixin):
         """
         query, key, value = (lowered(x, _dtype(self.store)) for x in (query, key, value))
         self._check_complete()
-        before = check_tokens(self.store, self.index, key, value)
-        past = 0 if before is None else before.columns
-        if past == 0:
+        if check_tokens(self.store, self.index, key, value) is None:
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
-        self._commit(Step(self, key, value, past, absorbed), query, valid)
+        self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self.next_step.after_prompt(self.store, self.policy, query, absorbed)
         end_pass(self.owner, self.index)
 
@@ -361,7 +347,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def materialise(self, step: Step, which: str) -> Tensor:
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
-            self.owner.warn_bypass()
+            self.owner.notices.bypass()
             self.pending = None
             self._commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
             end_pass(self.owner, self.index)

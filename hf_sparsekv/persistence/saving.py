@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
+from ..layers.complete import check_complete
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.registry import method_of
@@ -32,7 +33,7 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
     """See :meth:`SparseCache.save`; ``kinds`` are the classes that files name."""
     for layer in cache.sparse_layers:
         layer._check_complete()
-    cache._check_complete()
+    check_complete(cache.layers)
     if not cache.layers or not cache.get_seq_length():
         raise ValueError("nothing is cached yet: prefill before you save")
     if type(cache) not in kinds:
