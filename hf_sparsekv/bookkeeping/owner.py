@@ -240,16 +240,20 @@ class LayerOwner(Cache):
         """The forward pass that brings ``layer`` the tokens of ``step``: :attr:`under_way` from here on."""
         if step.past and mask is not None and self.first(layer):
             check_mask(layer.store, mask, step.past, self.drop_tokens)
-        before, new = layer.store.held if step.past else None, step.k.shape[2]
-        known = self.under_way
-        if known is None or not known.begins_with(before, new, mask):
-            if self.row_batch is not None:
-                valid = self.new_rows(step.k.device)
-            else:
-                valid = new_tokens(mask, step.past, step.length, len(step.k))
-            flat = mask is None or mask.ndim == 2
-            few = flat and valid is None and step.past and 1 < new <= self.config.max_draft + 1
-            self.under_way = Pass(self.row_table, before, new, mask, valid, bool(few) and self.drafted(new))
+        before, new, known = layer.store.held if step.past else None, step.k.shape[2], self.under_way
+        again = known is not None and known.begins_with(before, new)
+        if again and known.mask is mask and known.device in (None, step.k.device):
+            return known
+        if self.row_batch is not None:
+            valid = self.new_rows(step.k.device)
+        else:
+            valid = new_tokens(mask, step.past, step.length, len(step.k))
+        few = valid is None and step.past and 1 < new <= self.config.max_draft + 1 and (mask is None or mask.ndim == 2)
+        drafts = bool(few) and self.drafted(new)
+        if again and valid is None and known.valid is None and drafts == known.drafts:
+            known.mask = mask  # the same, on another device
+        else:
+            self.under_way = Pass(self.row_table, before, new, mask, valid, drafts)
         return self.under_way
 
     def new_rows(self, device: torch.device) -> Tensor | None:

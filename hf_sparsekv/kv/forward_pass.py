@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from .counters import Tally, tally_of
@@ -21,15 +22,16 @@ class Pass:
     The cache makes it when the first layer attends, and hands it down with each layer's tokens. It ends when the last
     layer has stored them; and with an error, and with every change of the rows that is no forward pass.
 
-    It holds nothing that a layer changes: what it says follows from the rows before, which are never changed, and from
-    the mask. So it is right wherever it begins (:meth:`begins_with`), and a layer that holds other rows never gets it.
+    What it says follows from the rows before, which are never changed, and from the mask: so it is right for each layer
+    that holds these rows, and no other gets it.
 
     Attributes:
         before: the rows; None: nothing was ever cached.
         columns: new ones.
-        mask: of the attention.
+        mask: of the attention; where layers are on several devices, as the last one has it.
         valid: which new columns are tokens, bool ``[batch, columns]``; None: all are. Of rows that come and go: which
             of them get one.
+        device: of :attr:`valid`; None: layers on any device may share the pass.
         drafts: they are drafts, none of them padding, and few enough to attend as decode steps do.
     """
 
@@ -44,15 +46,15 @@ class Pass:
     ) -> None:
         self._table, self.before, self.columns = table, before, columns
         self.mask, self.valid, self.drafts = mask, valid, drafts
+        self.device: torch.device | None = None if valid is None else valid.device
 
-    def begins_with(self, rows: Rows | None, columns: int, mask: Tensor | None) -> bool:
-        """It is the pass of so many columns over ``rows`` with this mask."""
-        if self.columns != columns or self.mask is not mask:
-            return False
+    def begins_with(self, rows: Rows | None, columns: int) -> bool:
+        """It is a pass of so many columns over ``rows``."""
         before = self.before
         if before is None or rows is None:
-            return before is rows
-        return before is rows or (before.same(rows) and before.valid is rows.valid)
+            return before is rows and self.columns == columns
+        same = before is rows or (before.same(rows) and before.valid is rows.valid)
+        return same and self.columns == columns
 
     @cached_property
     def taken(self) -> Taken:

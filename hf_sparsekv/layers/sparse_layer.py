@@ -41,9 +41,8 @@ class SparseLayer(Owned, CacheLayerMixin):
     Attributes:
         owner, index: the cache, and the layer's place in it.
         store: what is cached; None before the first attention.
-        policy: selects what a step attends to.
+        policy: selects what a step attends to. ``q_heads``: of the model.
         latent: MLA: rows are latents and their rotary part, see ``attention/mla.py``.
-        q_heads: of the model.
         broken: why the layer is incomplete after an error; None: it is not.
         pending: from :meth:`update` to the attention of the same pass: its tokens.
         next_step: how the next decode step begins.
@@ -71,8 +70,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None:
             self.store.wait_for_copies()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
-        new.q_heads = self.q_heads
-        new.pending, new.captured, new.next_step = None, None, NextStep()
+        new.q_heads, new.pending, new.captured, new.next_step = self.q_heads, None, None, NextStep()
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
@@ -178,9 +176,11 @@ class SparseLayer(Owned, CacheLayerMixin):
             whole = mask = check_4d(mask, query.shape[2], step.length)
         own, owner, captured = not step.committed, self.owner, self.captured
         if own and captured is None:
-            known = owner.under_way
+            known, k = owner.under_way, step.k
             mine = known is not None and known.before is step.before and known.mask is mask
-            step.under_way = known if mine and known.columns == step.k.shape[2] else owner.begin_pass(self, step, mask)
+            if not mine or known.columns != k.shape[2] or known.device not in (None, k.device):
+                known = owner.begin_pass(self, step, mask)
+            step.under_way = known
         if step.past == 0:
             return self._attend_exactly(step, query, mask, whole, params, dropout)
         one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
