@@ -9,10 +9,10 @@ MAX_WIDTH = 32768  # the kernel's limit: a program holds a whole row in register
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """``x`` ``[..., n]`` over its root mean square, times ``weight`` ``[n]``, in the dtype of ``x``.
+    """``x`` ``[..., n]`` divided by its root mean square, times ``weight`` ``[n]``, in the dtype of ``x``.
 
-    The statistic is taken in float32. With ``unit_offset`` (Gemma) the factor is ``1 + weight`` and the result is
-    rounded once; without (Llama and others) the normalised ``x`` is rounded before it is multiplied.
+    The statistic is computed in float32. With ``unit_offset`` (Gemma) the factor is ``1 + weight`` and the result is
+    rounded once. Without it (Llama and others) the normalised ``x`` is rounded before the multiplication.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -30,12 +30,12 @@ def add_norm(
     post_weight: Tensor | None = None,
     post_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``residual + x`` and its norm.
+    """``residual + x`` and its RMS norm.
 
     Args:
-        x: ``[..., n]``, what a layer's attention or MLP gives.
-        residual: ``[..., n]``, or ``None``: nothing is added.
-        weight: ``[n]`` of the norm that follows; dtypes are all that of ``x``.
+        x: ``[..., n]``, the output of a layer's attention or MLP.
+        residual: ``[..., n]``, or ``None`` to add nothing.
+        weight: ``[n]`` of the norm that follows. All tensors have the dtype of ``x``.
         unit_offset: norms multiply by ``1 + weight``; see ``rms_norm``.
         post_weight: ``[n]`` of a norm of ``x`` before it is added (Gemma), with ``post_eps``.
 

@@ -16,24 +16,24 @@ def append(
     past: Tensor,
     sinks: int,
 ) -> None:
-    """Store ``q`` new tokens of every row, behind those that it has: as its tokens ``past .. past + q - 1``.
+    """Append ``q`` new tokens to every row, as its tokens ``past .. past + q - 1``.
 
-    Token ``i`` of a row lives at position ``sinks + i % R`` of the recent buffer, ``R`` being the size of its ring.
+    Token ``i`` of a row is stored at position ``sinks + i % R`` of the recent buffer, where ``R`` is the ring's size.
 
     Args:
         k: ``[batch, H, q, Dk]`` keys. ``q <= R``.
-        v: ``[batch, H, q, Dv]`` values. Of latents (MLA) ``k`` may be the latent and ``v`` the rotary part; or ``k``
-            the whole row and ``Dv`` 0.
-        valid: bool ``[batch]`` or ``[batch, 1]``: rows where it is False get nothing. ``None``: all rows get theirs.
+        v: ``[batch, H, q, Dv]`` values. With latents (MLA), ``k`` may be the latent and ``v`` the rotary part, or ``k``
+            the whole token and ``Dv`` 0.
+        valid: bool ``[batch]`` or ``[batch, 1]``: rows where it is False get no token. ``None``: all rows get theirs.
         recent_kv: ``[batch, H, sinks + R, Dk + Dv]``, written in place.
-        past: int32 ``[batch]``, tokens of each row before this call; may be a column of a table. Read on the device,
-            not changed.
-        sinks: positions of the recent buffer that come before the ring.
+        past: int32 ``[batch]``, tokens of each row before this call. May be a strided column of a larger tensor. Read
+            on the device, not changed.
+        sinks: positions of the recent buffer that precede the ring.
     """
     batch, _, q, _ = k.shape
     require_each_row(batch, valid, past=past)
     ring = recent_kv.shape[2] - sinks
     row = torch.arange(batch, device=k.device) if valid is None else valid.flatten().nonzero()[:, 0]
-    # Taken apart so that the sum cannot overflow.
+    # Both terms are reduced first so that the sum cannot overflow.
     at = sinks + (past[row, None] % ring + torch.arange(q, device=k.device)) % ring  # [rows, q]
     recent_kv[row[:, None], :, at] = torch.cat((k, v), -1)[row].transpose(1, 2).to(recent_kv.dtype)

@@ -1,4 +1,4 @@
-"""Take the rows of a captured step further: the definition."""
+"""Advance the lengths of all rows at the start of a captured step: the definition."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def begin_step(
     recent: int,
     skip: bool = False,
 ) -> None:
-    """A decode step begins: each row gets a token, and the block that has become old by that is to be sealed.
+    """Begin a decode step: count one token more in each row, and mark the block that leaves the recent window as due.
 
     Args:
-        after: int32 ``[batch, 2]``: tokens of each row, and tokens in full blocks, as the last step has left them.
-            Becomes what this step leaves.
+        after: int32 ``[batch, 2]``: tokens of each row, and tokens in full blocks, after the last step. Updated to the
+            state after this step.
         past: int32 ``[batch]``, written: tokens before this step.
-        now: int32 ``[batch, 2]``, written: tokens with the step's own, and tokens in full blocks while it attends.
+        now: int32 ``[batch, 2]``, written: tokens including the step's own, and tokens in full blocks while it attends.
         valid: bool ``[batch]``, rows that get a token; None: all.
         block_size: tokens of a block.
-        recent: youngest tokens of a row that are not sealed.
-        skip: rows that get no token attend to nothing: in ``now`` they hold none, and ``after`` stays as it is.
+        recent: newest tokens of a row that stay unsealed.
+        skip: rows that get no token attend to nothing. ``now`` gives them no tokens, and their ``after`` is unchanged.
     """
     length, sealed = after.unbind(1)
     given = torch.ones_like(length) if valid is None else valid.int()

@@ -1,4 +1,4 @@
-"""Copy listed blocks into device pages, or all of a table: the definitions."""
+"""Copy listed blocks into device pages, or all blocks of a block table into a buffer: the definitions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def block_copy(
 
     Args:
         kv: ``[num_blocks, H, B, W]``, in host memory or on a device; contiguous.
-        pages: ``[F, B, W]`` of the same dtype, written in place; contiguous. May lie in host memory, too.
-        copies: int32 ``[most, 2]``: source and page. A page is named once.
-        n_copies: int32 ``[1]``, how many of them count.
-        scales: float16 ``[num_blocks, H, B, 2]`` on the pages' device, contiguous: ``kv`` are int8 codes, and pages get
-            what these stand for, in their own dtype (``ops.quantise``).
-        split: entries of a row that the first scale is of.
+        pages: ``[F, B, W]`` of the same dtype, written in place; contiguous. May be in host memory, too.
+        copies: int32 ``[most, 2]``: source and page. No page appears twice.
+        n_copies: int32 ``[1]``, how many of them are made.
+        scales: float16 ``[num_blocks, H, B, 2]`` on the pages' device, contiguous. With them ``kv`` holds int8 codes,
+            which are dequantised to the pages' dtype (``ops.quantise``).
+        split: leading entries of a token that the first scale covers.
     """
     listed = copies[: int(n_copies)].long()
     source, held = kv.flatten(0, 1), None if scales is None else scales.flatten(0, 1)
@@ -36,11 +36,11 @@ def block_copy(
 def gather_blocks(
     kv: Tensor, block_table: Tensor, out: Tensor, *, scales: Tensor | None = None, split: int = 0
 ) -> None:
-    """``out[r, h, i] = kv[block_table[r, i], h]``: the blocks of each row, one after the other.
+    """``out[r, h, i] = kv[block_table[r, i], h]``: the blocks of each row, in order.
 
     Args:
         kv: ``[num_blocks, H, B, W]``, in host memory or on a device; contiguous.
-        block_table: int32 ``[rows, n]`` on the device of ``out``. What is read for ids that are none means nothing.
+        block_table: int32 ``[rows, n]`` on the device of ``out``. Invalid ids give arbitrary blocks.
         out: ``[rows, H, m, B, W]`` of the same dtype, m >= n, contiguous; the first ``n`` blocks are written.
         scales, split: as of :func:`block_copy`.
     """

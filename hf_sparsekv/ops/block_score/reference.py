@@ -9,7 +9,7 @@ from .._dispatch import give
 
 
 def query_parts(q: Tensor, metadata: str) -> Tensor:
-    """What is multiplied with a block's metadata, ``[..., D]`` to ``[..., sides * D]``: the score is linear in both."""
+    """The factor of a block's metadata, ``[..., D]`` to ``[..., sides * D]``: the score is linear in both."""
     if metadata == "min_max":
         return torch.cat((q.relu(), -(-q).relu()), dim=-1)
     return torch.cat((q, q.abs()), dim=-1) if metadata == "cuboid_mean" else q
@@ -31,31 +31,31 @@ def block_score(
 ) -> Tensor:
     """Estimate of the largest ``q . k`` over the keys of each block, reduced over the query heads of a group.
 
-    * ``"min_max"``: ``relu(q_h) . kmax_b - relu(-q_h) . kmin_b``, which nothing in the block exceeds (Quest's bound in
+    * ``"min_max"``: ``relu(q_h) . kmax_b - relu(-q_h) . kmin_b``, an upper bound for the block (Quest's bound in
       AsyncTLS's GEMM form, section 4.1).
-    * ``"cuboid_mean"``: ``q_h . centre_b + |q_h| . deviation_b`` (ArkVale, taken over by PSA): no bound.
+    * ``"cuboid_mean"``: ``q_h . centre_b + |q_h| . deviation_b`` (ArkVale, also used by PSA): not a bound.
     * ``"mean"``: ``q_h . mean_b``.
 
-    Then the mean or the maximum over the heads ``h`` of the KV head's group. A score that is NaN (a key or a query is,
-    or an infinity meets a zero) counts as ``-inf``, in the maximum as well.
+    The mean or maximum over the heads ``h`` of the KV head's group follows. A NaN score counts as ``-inf``, also in the
+    maximum. Scores are NaN where a key or query is, or where an infinity meets a zero.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step, rotary embedding applied.
         bounds: ``[num_blocks, H, sides, Dk]``, see :func:`...seal.reference.key_metadata`.
         rows: int32 ``[batch, 2]``, length and sealed tokens of each row.
-        block_table: ``[batch, n]`` int32, physical id of each block of each row; -1 where there is none. What it has
-            for blocks that are not sealed is not looked at. Parts of blocks are scored as blocks of their own.
+        block_table: ``[batch, n]`` int32, physical id of each block of each row; -1 where there is none. Entries of
+            blocks that are not sealed are not read. Parts of blocks are scored as separate blocks.
         reduce: ``"mean"``, ``"max"`` or ``"none"``.
-        metadata: what the ``bounds`` are.
-        tokens: of a block, or of a part.
+        metadata: kind of ``bounds``.
+        tokens: number of tokens in a block, or in a part.
         sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the result.
-        each: float32 ``[batch, Hq, n]``, receives what ``reduce="none"`` gives.
-        fill: False: what is behind a row's sealed blocks is left as it is, for who does not read it.
+        each: float32 ``[batch, Hq, n]``, receives the result of ``reduce="none"``.
+        fill: False leaves the scores after a row's sealed blocks unwritten, for callers that do not read them.
 
     Returns:
-        ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction; ``-inf`` where there is no block or nothing to
-        select in it. Never NaN.
+        ``[batch, H, n]`` float32, ``[batch, Hq, n]`` without reduction. ``-inf`` where there is no block, or no
+        selectable token in it. Never NaN.
     """
     batch, q_heads, dk = q.shape
     heads, sides = bounds.shape[1:3]
@@ -73,7 +73,7 @@ def block_score(
         sizes = {"tokens": tokens, "sinks": sinks}
         block_score(q, bounds, rows, block_table, "none", metadata, **sizes, out=each, fill=fill)
     score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
-    if not fill:  # without `out` it is memory that nobody has written: NaN shows who reads it
+    if not fill:  # without `out` this is unwritten memory: NaN exposes code that reads it
         held = torch.full_like(score, float("nan")) if out is None else out
         score = torch.where((first < rows[:, 1:])[:, None], score, held)
     return give(score, out)

@@ -9,21 +9,21 @@ from .._dispatch import give
 from ..quantise.reference import entries
 from .state import TokenSlots
 
-CLASSES = 8  # of ages: 1, 2 to 3, 4 to 7, ..., 128 and more selections
+CLASSES = 8  # age classes: 1, 2 to 3, 4 to 7, ..., 128 and more selections
 WINDOW = 2048  # slots that are compared with each other
-SLACK = 4  # slots that may give way, as an average, to look at for each one that is needed
+SLACK = 4  # evictable slots to examine, on average, for each slot that is needed
 
 
 def age_class(age: Tensor) -> Tensor:
-    """0 for what was chosen just now, otherwise how many digits the age has to base 2, at most ``CLASSES``."""
+    """0 for tokens chosen in this selection, otherwise the number of binary digits of the age, at most ``CLASSES``."""
     return sum((age >= 1 << i).int() for i in range(CLASSES))
 
 
 def looked_at(missing: int, found: int, now: int, room: int, window: int) -> tuple[int, int]:
-    """The slots among which ``missing`` ones are looked for in selection ``now``: first and end.
+    """First and end of the slots that selection ``now`` searches for ``missing`` slots to evict.
 
-    As many windows as should hold ``SLACK`` times those that are needed, of ``room - found`` that may give way; they
-    take turns, and of several the last ones end with the last slot.
+    ``room - found`` slots are evictable. The range has enough windows to hold ``SLACK`` times the slots needed, on
+    average. Selections rotate over the windows; a range of several windows never extends past the last one.
     """
     windows = max(1, -(-room // window))
     wanted = min(windows, -(-SLACK * missing * room // (window * max(1, room - found))))
@@ -44,37 +44,38 @@ def bring_tokens(
     scales: Tensor | None = None,
     split: int = 0,
 ) -> None:
-    """Note that tokens were chosen, and copy those that are not on the device yet.
+    """Record that tokens were chosen, and copy those that are not on the device yet.
 
-    1. A token with a slot: the slot is stamped with the number of this selection.
-    2. The others, in the order of ``ids``, get the slots that were chosen longest ago, those that hold nothing first:
-       by the age's :func:`age_class`, the lower slot among equals (approximately least recently used). The slots are
-       handed out in ascending order. Slots chosen in this selection stay; where there are no others left, the last
-       tokens get none. Not all slots are looked at, but windows of them that take turns (:func:`looked_at`).
-    3. They are copied there from their blocks.
+    1. A slot that holds a chosen token is stamped with the number of this selection.
+    2. The other tokens, in the order of ``ids``, get the slots chosen longest ago, empty ones first. Slots compare by
+       :func:`age_class`, and the lower slot wins among equals (approximately LRU). They are assigned in ascending
+       order. Slots chosen in this selection are not evicted; if no others are left, the last tokens get none. Only some
+       windows of the slots are examined, in rotation (:func:`looked_at`).
+    3. The tokens are copied there from their blocks.
 
-    Rows and KV heads have slots of their own, and selections of their own: where nothing is chosen (a row without a
-    token in this step) nothing grows older.
+    Each row and KV head has separate slots and counts its selections separately. Where no token is chosen (a row
+    without a token in this step), ages do not advance.
 
-    Several queries of the only row are one selection: of a token that several have chosen the first one counts.
+    Several queries of the only row form one selection. A token that several queries chose counts once, at its first
+    occurrence.
 
     Args:
-        ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none. Or several
-            queries' of the only row, ``[n, H, K]``, each ascending, with -1 at the end.
+        ids: int32 ``[batch, H, K]``, columns in full blocks, all different, in any order; -1 for none. Or those of
+            several queries of the only row, ``[n, H, K]``, each ascending, with -1 at the end.
         kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
         block_table: int32 ``[batch, cap]``, physical id of each block of each row.
         held: written in place.
-        used: int32 ``[batch, H]`` (or ``[n, H]``): so many entries of ``ids`` count, what is behind them is not read.
+        used: int32 ``[batch, H]`` (or ``[n, H]``), how many entries of ``ids`` are valid; later ones are not read.
             None: all.
         enabled: int32 ``[1]``; 0: nothing is changed.
-        counters: int64 ``[2]``: tokens chosen, and of these copied, are added.
+        counters: int64 ``[2]``, increased by the tokens chosen and the tokens copied.
         window: slots that are compared with each other.
-        scales: float16 ``[num_blocks, H, block_size, 2]``: ``kv`` are int8 codes, and slots get what these stand for
+        scales: float16 ``[num_blocks, H, block_size, 2]``. With them ``kv`` holds int8 codes, which are dequantised
             (``ops.quantise``).
-        split: entries of a row that the first scale is of.
+        split: leading entries of a token that the first scale covers.
 
     Raises:
-        ValueError: several queries of several rows.
+        ValueError: several queries for several rows.
     """
     batch, heads = held.now.shape
     require_one_row(len(ids), batch)
@@ -114,7 +115,7 @@ def bring_tokens(
 
 
 def require_one_row(queries: int, batch: int) -> None:
-    """Raise for several queries of several rows."""
+    """Raise ``ValueError`` for several queries for several rows."""
     if batch not in (1, queries):
         raise ValueError(f"ids of {queries} queries need the slots of one row or of as many, got {batch}")
 
@@ -130,14 +131,14 @@ def locate_tokens(
     used: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Where tokens are, as ``ops.sparse_decode`` takes ids with ``pages``: the slots of a layer, cut into pages.
+    """Addresses of tokens, in the form that ``ops.sparse_decode`` takes as ids when a layer's slots are its ``pages``.
 
     Args:
         ids: int32 ``[batch, H, K]``, columns in full blocks; -1 for none.
-        slots, lanes, total: of :class:`TokenSlots`.
+        slots, lanes, total: from :class:`TokenSlots`.
         block_table: int32 ``[batch, cap]``, physical id of each block of each row.
-        block_size: tokens of a block and of a page; a power of two that divides ``total``, and where lanes begin.
-        used: int32 ``[batch, H]``: so many entries of ``ids`` count; what is behind them in the result means nothing.
+        block_size: tokens of a block and of a page. A power of two that divides ``total`` and the start of each lane.
+        used: int32 ``[batch, H]``, how many entries of ``ids`` are valid. Results after them are undefined.
 
     Returns:
         int32 ``[batch, H, K]``: ``head * total + lanes[row, 0] + slot``, or ``-(physical_id + 2) * block_size +
@@ -157,10 +158,10 @@ def locate_tokens(
 
 
 def young_tokens(stamps: Tensor, now: Tensor, lanes: Tensor, steps: int, *, out: Tensor | None = None) -> Tensor:
-    """Of each layer, row and KV head: how many of the tokens that it holds its last ``steps`` selections have chosen.
+    """Tokens on the device that the last ``steps`` selections chose, counted per layer, row and KV head.
 
     Args:
-        stamps: int32 ``[layers, H, total]``, contiguous: of all layers' :class:`TokenSlots`.
+        stamps: int32 ``[layers, H, total]``, contiguous: the stamps of all layers' :class:`TokenSlots`.
         now: int32 ``[layers, batch, H]``, contiguous.
         lanes: int32 ``[batch, 2]``, contiguous.
         steps: at least 1.

@@ -1,4 +1,4 @@
-"""The chosen experts of a mixture: the definition."""
+"""The routed experts of a mixture-of-experts layer: the definition."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..gated.reference import gated
 
-MAX_TOKENS = 16  # of the kernels: each token reads its experts anew, so many of them should share their reads
+MAX_TOKENS = 16  # of the kernels: each token reads its experts again, so larger batches should share the reads
 
 
 def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """``sum_i weights_i * down[e_i] (activation(gate) * up)`` with ``[gate, up] = gate_up[e_i] x``.
 
-    Rounded as transformers' ``"batched_mm"`` does, which copies the chosen weights first.
+    Rounds as transformers' ``"batched_mm"`` does, which first copies the chosen weights.
 
     Args:
         x: ``[tokens, D]``.

@@ -11,7 +11,8 @@ from ..add_norm.reference import rms_norm
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of ``x [batch, q, H, R]``; ``cos`` and ``sin`` are ``[batch or 1, q, R]``.
 
-    Dimension ``i`` goes with ``i + R / 2``; interleaved, ``2 i`` goes with ``2 i + 1``, and the results lie as above.
+    Dimension ``i`` is rotated with ``i + R / 2``. If ``interleaved``, ``2 i`` is rotated with ``2 i + 1``, and the
+    result has the first layout.
     """
     half = x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
@@ -22,14 +23,14 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def latent_rope(
     q: Tensor, compressed: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What an MLA layer does between its projections and the cache.
+    """Prepare an MLA layer's projections for the cache: rotary embedding and the RMS norm of the latents.
 
     Args:
         q: ``[batch, q, H, dn + dr]`` as projected.
         compressed: ``[batch, q, r + dr]`` as projected: latents and rotary parts.
         cos, sin: ``[batch or 1, q, dr]``, both halves alike.
         weight: ``[r]`` of the latents' RMS norm.
-        eps: of it.
+        eps: epsilon of that norm.
         interleaved: see :func:`turn`.
 
     Returns:

@@ -1,8 +1,10 @@
-"""Tokens whose estimated attention mass covers a share of the whole: the definition (Twilight's top-p).
+"""Adaptive top-p selection of tokens by their estimated attention mass: the definition (Twilight's top-p).
 
-Logarithms are to base 2. Three steps, each of which the kernels have, too: what the recent tokens hold and what labels
-miss (:func:`near_masses`), each token's share as one byte (:func:`share_bins`), and the tokens that are taken
-(:func:`take`).
+Logarithms are to base 2. The kernels have the same three steps:
+
+1. :func:`near_masses` computes the mass of the recent tokens and a correction for the channels that labels leave out.
+2. :func:`share_bins` stores each token's share of the mass as one byte.
+3. :func:`take` picks the tokens.
 """
 
 from __future__ import annotations
@@ -18,22 +20,23 @@ from .._recent import recent_valid
 LOG2E = math.log2(math.e)
 INF = float("inf")
 STEPS = 8  # bins an octave: a token's share is known to 4 %
-NONE = 255  # the bin of what cannot be selected
-BINS = 255  # the others; the last one holds whatever is less than 2 ** -31.75
-MASS_ONE = 1 << 30  # counted masses are integers: sums that do not depend on the order
+NONE = 255  # the bin of tokens that cannot be selected
+BINS = 255  # all other bins; the last one holds every share below 2 ** -31.75
+MASS_ONE = 1 << 30  # counted masses are integers, so that sums do not depend on the order
 LENGTHS = 32  # entries of the histogram: entry 0 is no token or one, entry b is up to 2 ** b tokens
-TOTALS = ("walks", "used", "capped", "mass", "worst")  # what ``totals`` begins with; the histogram follows
+TOTALS = ("walks", "used", "capped", "mass", "worst")  # the first entries of ``totals``; the histogram follows
 LARGEST = 1e30  # of logits: differences of infinities are NaN
 
 
 class Selection(NamedTuple):
-    """
+    """Selected tokens of each row and KV head, and the estimates that they were selected by.
+
     Attributes:
         ids: int32 ``[batch, H, n]``: tokens, ascending, padded with -1.
-        count: int32 ``[batch, H]``, how many there are.
-        mass: float32 ``[batch, H]``, the share of the attention mass that they hold with the recent tokens, estimated.
-        bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down; ``NONE``.
-        cut: int32 ``[batch, H]``: the last bin of which tokens were taken, -1 if none were.
+        count: int32 ``[batch, H]``, the number of tokens.
+        mass: float32 ``[batch, H]``, the estimated share of the attention mass in these and the recent tokens.
+        bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down, or ``NONE``.
+        cut: int32 ``[batch, H]``: the last bin from which tokens were taken, -1 if none were.
     """
 
     ids: Tensor
@@ -44,7 +47,7 @@ class Selection(NamedTuple):
 
 
 def logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Logits to base 2 of products of queries and keys."""
+    """Base-2 logits from products of queries and keys."""
     found = products * scale
     if softcap is not None:
         found = softcap * torch.tanh(found / softcap)
@@ -62,13 +65,14 @@ def near_masses(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mass of the recent tokens, and the mean of what keys hold over what labels say, of the recent ones.
+    """The mass of the recent tokens, and the mean ratio of their true mass to the mass that their labels estimate.
 
-    Labels are some channels of a key. What the others add is noise, which on average makes masses larger, and what all
-    keys have in common, which would set labels apart from the true masses of the recent tokens.
+    Labels are some channels of a key. The other channels add noise, which on average makes masses larger. They also add
+    a part that all keys share. Without the correction, label masses would not compare with the recent tokens' true
+    masses.
 
     Returns:
-        float32 ``[batch, H, G]`` each. A mass that is no number counts as nothing, a mean as 1.
+        float32 logarithms ``[batch, H, G]`` each. A mass that is not finite counts as 0, a mean as 1.
     """
     batch, heads = recent_kv.shape[:2]
     q = q.float().view(batch, heads, -1, q.shape[-1])
@@ -100,10 +104,10 @@ def share_bins(
     """The share of the attention mass that each token should hold, as a bin.
 
     Args:
-        scores: float32 ``[batch, Hq, n]``: products with labels, ``-inf`` for what cannot be selected.
-        near, mean: of :func:`near_masses`.
-        group_reduce: ``"all"``: the largest share that a query head of the group gives it. ``"sum"``: its share of the
-            masses of all of them.
+        scores: float32 ``[batch, Hq, n]``: products with labels, ``-inf`` for tokens that cannot be selected.
+        near, mean: from :func:`near_masses`.
+        group_reduce: ``"all"``: a token's largest share over the query heads of the group. ``"sum"``: its share of the
+            summed masses of these heads.
 
     Returns:
         uint8 ``[batch, H, n]``.
@@ -122,14 +126,14 @@ def share_bins(
 def take(
     bins: Tensor, *, threshold: float, min_tokens: int, max_tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Which tokens are taken: of the largest share first, the lower position within a bin.
+    """Take tokens in order of decreasing share, the lower position first within a bin.
 
-    Whole bins, until what the others hold is at most ``1 - threshold``; but at least ``min_tokens`` and at most
-    ``max_tokens``. A token counts as the middle of its bin.
+    Whole bins are taken until the remaining ones hold at most ``1 - threshold`` of the mass. At least ``min_tokens``
+    and at most ``max_tokens`` are taken. A token counts with the share at the middle of its bin.
 
     Returns:
-        bool ``[batch, H, n]``; ``count``, ``mass`` and ``cut`` (see :class:`Selection`); and bool ``[batch, H]`` where
-        ``max_tokens`` took less than enough.
+        A mask ``[batch, H, n]`` of the tokens, then ``count``, ``mass`` and ``cut`` (see :class:`Selection`). Last, a
+        mask ``[batch, H]`` of the selections that ``max_tokens`` cut short of the threshold.
     """
     each = torch.arange(BINS, device=bins.device)
     counts = _count(bins)
@@ -169,22 +173,22 @@ def mass_select(
     group_reduce: str = "all",
     totals: Tensor | None = None,
 ) -> Selection:
-    """Tokens to attend to beside the near ones, so that ``threshold`` of the attention mass should be covered.
+    """Select tokens so that these and the recent ones cover an estimated ``threshold`` of the attention mass.
 
-    The mass of a token is that of its label, times what keys hold over what labels say (:func:`near_masses`). With
-    ``group_reduce="all"`` a token counts by the largest share that any query head of the group gives it. What is left
-    out is then no more than ``1 - threshold`` for each of them, since it adds up to no less than any head's own.
+    The mass of a token is estimated from its label and corrected by the mean ratio of :func:`near_masses`. With
+    ``group_reduce="all"`` a token's share is the largest one over the query heads of the group. The sum of these shares
+    is an upper bound for each head, so no head misses more than ``1 - threshold``.
 
     Args:
-        scores: float32 ``[batch, Hq, n]`` of :func:`..token_score.token_score` of all blocks with ``reduce="none"``.
-            What is behind a row's sealed tokens is not read.
+        scores: float32 ``[batch, Hq, n]`` from :func:`..token_score.token_score` for all blocks, ``reduce="none"``.
+            Scores after a row's sealed tokens are not read.
         q, recent_kv, rows, sinks, scale, softcap, sink_logits: as in :func:`..sparse_decode.sparse_decode`.
         channels: int32 ``[batch, H, r]``, the label channels.
         threshold, min_tokens, max_tokens: see :func:`take`.
         group_reduce: see :func:`share_bins`.
-        totals: int64 ``[len(TOTALS) + LENGTHS]``, added to: selections (of one row and KV head), tokens, selections
-            that ``max_tokens`` ended, sum of the estimated masses and the largest estimated gap (both times
-            ``MASS_ONE``), and a histogram of the lengths. Rows without tokens are not counted.
+        totals: int64 ``[len(TOTALS) + LENGTHS]``, updated in place. Counts selections (one per row and KV head),
+            tokens, and selections that ``max_tokens`` ended. Then come the sum of the estimated masses and the largest
+            estimated gap, both times ``MASS_ONE``, and a histogram of the lengths. Rows without tokens are not counted.
     """
     found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
@@ -217,5 +221,5 @@ def _count(bins: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Logarithm of the sum over the last dimension."""
+    """Base-2 logarithm of the sum over the last dimension, from base-2 logarithms."""
     return (x / LOG2E).logsumexp(-1) * LOG2E if x.shape[-1] else x.new_full(x.shape[:-1], -INF)

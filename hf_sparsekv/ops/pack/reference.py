@@ -1,4 +1,4 @@
-"""Keep the chosen tokens of each KV head together: the definition (AsyncSpade section 4.1, Cache Rank)."""
+"""Keep the chosen tokens of each KV head in one buffer: the definition (AsyncSpade section 4.1, Cache Rank)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ def pack(
     counters: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """Make ``packed`` hold the tokens ``ids``. Tokens that it holds already stay where they are.
+    """Make ``packed`` hold the tokens ``ids``. Tokens that it already holds do not move.
 
-    Tokens that were not there take, in ascending order, the positions that have become free, in the order of what
-    they held.
+    New tokens, in ascending order, take the positions that become free, in the order of the tokens that these held.
 
     Args:
         ids: ``[batch, H, C]`` int32 ``TokenIds``: columns, ascending, -1 at the end.
         kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks; may be pinned host memory.
         block_table: ``[batch, cap]`` int32, physical id of each block of each row.
-        held: ``[batch, H, C]`` int32, written in place: what is in ``packed``, as ``ids``.
-        order: ``[batch, H, C]`` int32, written in place: the position of each entry of ``held``. Those of the empty
-            entries are the free positions, so each row is a permutation.
-        packed: ``[batch, H, C, Dk + Dv]``, written in place; it and ``page_ids`` may be another GPU's.
-        page_ids: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed`` counted over
-            all rows and heads, ``(row * H + head) * C + order``; -1 for none. With ``packed`` cut into pages of
-            ``block_size`` these are ids that ``ops.sparse_decode`` takes.
+        held: ``[batch, H, C]`` int32, written in place: the tokens in ``packed``, in the form of ``ids``.
+        order: ``[batch, H, C]`` int32, written in place: the position of each entry of ``held``. Empty entries have the
+            free positions, so each row is a permutation.
+        packed: ``[batch, H, C, Dk + Dv]``, written in place. It and ``page_ids`` may be on another GPU.
+        page_ids: ``[batch, H, C]`` int32, written: for entry ``i`` of ``held`` the position in ``packed``, counted over
+            all rows and heads, ``(row * H + head) * C + order``; -1 for none. They are ids for ``ops.sparse_decode``
+            when ``packed`` is viewed as pages of ``block_size`` tokens.
         enabled: int32 ``[1]``; 0: nothing is changed.
-        counters: int64 ``[2]``: tokens chosen, and of these brought here, are added.
-        scratch: int32 of twice as many entries as ``ids``, for the kernels.
+        counters: int64 ``[2]``, increased by the tokens chosen and the tokens copied.
+        scratch: int32, twice as many entries as ``ids``, for the kernels.
     """
     batch, heads, room = ids.shape
     size = kv.shape[2]

@@ -1,4 +1,4 @@
-"""Normalise queries and keys and turn them to their positions: the definition."""
+"""RMS norm and rotary embedding of queries and keys: the definition."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..add_norm.reference import rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first ``R`` of ``D`` dimensions, ``x`` being ``[batch, q, H, D]``.
+    """Rotary embedding of the first ``R`` of ``D`` dimensions of ``x [batch, q, H, D]``.
 
-    Dimension ``i`` goes with ``i + R / 2``. ``cos`` and ``sin`` are ``[batch or 1, q, R]``.
+    Dimension ``i`` is rotated with ``i + R / 2``. ``cos`` and ``sin`` are ``[batch or 1, q, R]``.
     """
     width = cos.shape[-1]
     turned, rest = x[..., :width], x[..., width:]
@@ -31,13 +31,13 @@ def qk_rope(
     k_eps: float = 0.0,
     unit_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys ready for the cache.
+    """Normalise and rotate queries and keys for the cache.
 
     Args:
-        q: ``[batch, q, H, D]``, as the projection gives them.
+        q: ``[batch, q, H, D]``, as projected.
         k: ``[batch, q, Hkv, D]``.
         cos, sin: ``[batch or 1, q, R]`` with ``R <= D`` even, in the dtype of ``q``; see ``rotate``.
-        q_weight, k_weight: ``[D]`` of an RMS norm over each head before it is turned; both or neither.
+        q_weight, k_weight: ``[D]``, RMS norm weights of each head, applied before the rotation; both or neither.
         unit_offset: these norms multiply by ``1 + weight``.
 
     Returns:

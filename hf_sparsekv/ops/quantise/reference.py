@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST = 127  # of a code
+MOST = 127  # largest magnitude of a code
 MOST_SCALE = torch.finfo(torch.float16).max
 
 
 def quantise(kv: Tensor, split: int) -> tuple[Tensor, Tensor]:
-    """Symmetric 8-bit codes of each token's row, with one scale for each of its two parts.
+    """Symmetric 8-bit codes of each token's entries, with one scale for each of its two parts.
 
-    A scale is the part's largest magnitude over 127, rounded to float16; an entry is its code times its scale to half a
-    scale, 1/254 of that magnitude (and float16's rounding). A scale beyond what float16 holds, as of infinite entries,
-    is taken for its end, and one below for 0: entries then are these ends, or zeros. A part with NaN has NaN for its
-    scale, so all its entries become NaN.
+    A scale is the part's largest magnitude divided by 127, rounded to float16. The error of an entry is at most half a
+    scale, 1/254 of that magnitude (plus float16's rounding). Scales beyond the range of float16 are clamped, and scales
+    below it become 0, so their entries become zeros. A part with NaN has a NaN scale, and all its entries become NaN.
 
-    One scale for each token and head, as KIVI (arXiv 2402.02750) has for values; with 8 bits keys need no scales of
-    their channels.
+    Scales are per token and head, as KIVI (arXiv 2402.02750) has for values. With 8 bits, keys need no scales per
+    channel.
 
     Args:
         kv: ``[..., D]``: key, then value; or latent, then rotary part (MLA).
@@ -41,13 +40,13 @@ def quantise(kv: Tensor, split: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, split: int, dtype: torch.dtype) -> Tensor:
-    """What :func:`quantise` gave codes and scales of, to its error, in ``dtype``: the product in float32, rounded."""
+    """Invert :func:`quantise` up to its error: the product of codes and scales in float32, rounded to ``dtype``."""
     x, scales = codes.float(), scales.float()
     return torch.cat((x[..., :split] * scales[..., :1], x[..., split:] * scales[..., 1:]), dim=-1).to(dtype)
 
 
 def entries(kv: Tensor, scales: Tensor | None, split: int, dtype: torch.dtype, *at: Tensor) -> Tensor:
-    """Entries ``at`` of stored blocks, on their device: as they are, or dequantised if they have ``scales``."""
+    """Entries ``at`` of stored blocks, on their device: unchanged, or dequantised if there are ``scales``."""
     found = kv[at]
     if scales is None:
         return found

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows whose weights are kept in 4 or 8 bits: the definition."""
+"""A linear layer for a few rows with weights of 4 or 8 bits: the definition."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..small_linear.reference import MAX_ROWS as MAX_ROWS
 
 FP8 = torch.float8_e4m3fn
 CODES = 16  # in a codebook
-LEAST = 32  # inputs: one row of 8 bits needs scales of a multiple
+LEAST = 32  # inputs: for one row, blocks of 8-bit scales must span a multiple of this
 
 
 class QuantisedWeight(NamedTuple):
     """The weights ``[out, in]`` of a linear layer, as codes and scales.
 
     Args:
-        codes: int8 or float8_e4m3fn ``[out, in]``, which are numbers; or uint8 ``[out, in / 2]``, two indices of the
-            codebook a byte, the first one in the upper half (as bitsandbytes packs them).
-        scales: float32 ``[a, b]``, one for each block of codes: all blocks are equally large, of ``ceil(out / a)`` rows
-            and ``ceil(in / b)`` inputs, and the last ones of a row or column may be cut off.
-        codebook: float32 ``[16]``, of codes of 4 bits.
+        codes: int8 or float8_e4m3fn ``[out, in]``, plain numbers. Or uint8 ``[out, in / 2]``: two codebook indices per
+            byte, the first one in the upper half (as bitsandbytes packs them).
+        scales: float32 ``[a, b]``, one for each block of codes. Blocks have ``ceil(out / a)`` rows and ``ceil(in / b)``
+            inputs each; the last ones of a row or column may be cut off.
+        codebook: float32 ``[16]``, for codes of 4 bits.
     """
 
     codes: Tensor
@@ -48,7 +48,7 @@ class QuantisedWeight(NamedTuple):
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
-    """The weights that are meant, float32 ``[out, in]``."""
+    """The dequantised weights, float32 ``[out, in]``."""
     codes, scales, codebook = check(weight)
     if codebook is None:
         numbers = codes.float()
@@ -60,13 +60,13 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ W.T + bias``, ``[..., out]``, for ``x`` ``[..., in]`` of at most ``MAX_ROWS`` rows and ``W`` in few bits.
+    """``x @ W.T + bias``, ``[..., out]``, for ``x`` ``[..., in]`` of at most ``MAX_ROWS`` rows and a quantised ``W``.
 
-    Inputs stay as they are (weight-only quantisation, "W4A16" and "W8A16"), sums are taken in float32, and only the
-    result is rounded to ``x``'s dtype, ``bias``'s, too. Kernels may round what a codebook holds to ``x``'s dtype.
+    Inputs are not quantised (weight-only quantisation, "W4A16" and "W8A16"). Sums are computed in float32, and only the
+    result, bias included, is rounded to ``x``'s dtype. Kernels may round the codebook's values to ``x``'s dtype.
 
     Raises:
-        ValueError: shapes or dtypes are none of :class:`QuantisedWeight`'s, or not of ``x``.
+        ValueError: shapes or dtypes do not fit :class:`QuantisedWeight`, or ``x`` does not fit the weight.
     """
     numbers = dequantise(weight)
     if x.shape[-1] != numbers.shape[1]:
@@ -75,10 +75,10 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = N
 
 
 def check(weight: QuantisedWeight) -> QuantisedWeight:
-    """``weight``.
+    """Return ``weight`` if it is valid.
 
     Raises:
-        ValueError: it is none.
+        ValueError: its shapes or dtypes are invalid.
     """
     codes, scales, codebook = weight
     wanted = (torch.uint8,) if codebook is not None else (torch.int8, FP8)
@@ -90,7 +90,7 @@ def check(weight: QuantisedWeight) -> QuantisedWeight:
         raise ValueError(f"a codebook must be float32 [{CODES}], got {codebook.dtype} {list(codebook.shape)}")
     if scales.dim() != 2 or scales.dtype != torch.float32 or not scales.numel():
         raise ValueError(f"scales must be float32 [a, b], got {scales.dtype} {list(scales.shape)}")
-    # So many blocks of their size must be as many as it takes, or a scale would be of nothing.
+    # The number of blocks must match their size, or some scale would cover no weights.
     for size, blocks, block in zip((weight.out_features, weight.in_features), scales.shape, weight.block):
         if block and -(-size // block) != blocks:
             raise ValueError(f"{blocks} blocks of equal size do not divide {size} rows or inputs")

@@ -9,11 +9,11 @@ from .._dispatch import give
 
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
-TINY = 1e-30  # mean squared norm from which on queries count as more than nothing: its inverse is a normal float32
+TINY = 1e-30  # queries with a smaller mean squared norm count as zero: the inverse must be a normal float32
 
 
 def check(ring: Tensor, position: Tensor, count: Tensor, window: int, epsilon: float, out: Tensor | None) -> None:
-    """Raise ``ValueError`` for arguments that no implementation takes; reads shapes and dtypes only."""
+    """Raise ``ValueError`` for arguments that no implementation accepts; reads shapes and dtypes only."""
     if ring.ndim != 4 or not ring.is_floating_point():
         raise ValueError(f"ring must be floating point [batch, Hq, slots, D], got {ring.dtype} {tuple(ring.shape)}")
     batch, heads, slots, dim = ring.shape
@@ -48,26 +48,26 @@ def query_predict(
     """Predict the next query of each row and head by ridge regression over its last ones.
 
     For ``k`` predecessors: ``w = argmin |Q_t - sum_i w_i Q_(t-i)|^2 + lambda |w|^2`` over ``i = 1 .. k``, then
-    softmax, and ``Q^(k)_(t+1) = sum_i w_i Q_(t+1-i)``. All windows ``k = 1 .. n`` are averaged (``pool``), or only
-    ``n`` is taken. Source: AsyncSpade section 4.2, equations 2 to 5; not its Algorithm 1, which differs.
+    softmax, and ``Q^(k)_(t+1) = sum_i w_i Q_(t+1-i)``. With ``pool`` all windows ``k = 1 .. n`` are averaged, without
+    it only ``n`` is used. Source: AsyncSpade section 4.2, equations 2 to 5; not its Algorithm 1, which differs.
 
-    ``lambda`` is ``epsilon`` times the mean squared norm of the ``n`` predecessors, the same for all windows: so their
-    systems are leading submatrices of one matrix, whose Cholesky factor solves them all. A row uses what it has:
-    ``n = min(window, count - 1)``. With one query, or predecessors that are all zero or overflow, the last query is the
-    prediction; with none, zeros.
+    ``lambda`` is ``epsilon`` times the mean squared norm of the ``n`` predecessors, the same for all windows. Their
+    systems are therefore leading submatrices of one matrix, whose Cholesky factor solves them all. A row uses the
+    queries that it has: ``n = min(window, count - 1)``. With one query, or predecessors that are all zero or overflow,
+    the prediction is the last query. With no query it is zero.
 
     Args:
-        ring: ``[batch, Hq, slots, D]``, queries after the rotary embedding; ``slots > window``. What ``count`` leaves
-            out may hold anything. Layers may be stacked along the batch.
-        position: int32 ``[batch]``, the slot that a row's next query will take; the newest lies before it.
+        ring: ``[batch, Hq, slots, D]``, queries after the rotary embedding; ``slots > window``. Slots outside ``count``
+            may hold anything. Layers may be stacked along the batch.
+        position: int32 ``[batch]``, the slot of a row's next query; the newest query is in the slot before it.
         count: int32 ``[batch]``, queries that a row has in the ring.
-        window: longest window, 0 for the last query as it is.
+        window: longest window; 0 returns the last query unchanged.
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors; at least ``MIN_EPSILON``.
         pool: average the predictions of all windows.
         softmax: normalise the weights of each window.
 
     Returns:
-        ``[batch, Hq, D]`` in the ring's dtype, ``out`` if given. Nothing waits for the device.
+        ``[batch, Hq, D]`` in the ring's dtype, ``out`` if given. The call does not synchronise with the device.
     """
     check(ring, position, count, window, epsilon, out)
     device = ring.device
@@ -84,7 +84,7 @@ def query_predict(
     gram = (gram / mean[..., None, None]).masked_fill(~solvable[..., None, None], 0.0)
     ridge = epsilon * torch.eye(window, device=device)
     factor, _ = torch.linalg.cholesky_ex(gram[..., 1:, 1:] + ridge)
-    # With L L' = A and M = L^-1, the solution of the leading k equations is the sum of the first k rows of y_k M[k].
+    # With L L' = A and M = L^-1, the leading k equations are solved by the sum of the first k rows of y_k M[k].
     inverse = torch.linalg.solve_triangular(factor, torch.eye(window, device=device), upper=False)
     weights = (inverse @ gram[..., 1:, :1] * inverse).cumsum(-2)  # [batch, Hq, k, i], of window k + 1
     i = torch.arange(window, device=device)
@@ -93,5 +93,5 @@ def query_predict(
     used = i < n if pool else i == n - 1  # [batch, k]
     weights = (weights * used[:, None, :, None]).sum(-2) / used.sum(-1).clamp_min(1)[:, None, None]
     weights = torch.where(solvable[..., None], weights, (i == 0).float())
-    q = q[:, :, :-1].masked_fill((weights == 0)[..., None], 0.0)  # what has no weight may be infinite
+    q = q[:, :, :-1].masked_fill((weights == 0)[..., None], 0.0)  # queries of weight 0 may be infinite
     return give((weights[..., None, :] @ q)[:, :, 0].to(ring.dtype), out)

@@ -8,14 +8,14 @@ from torch import Tensor
 from .._dispatch import give
 from .state import FREE, PageState
 
-WINDOW = 4096  # pages among which the oldest give way
-OLDEST = 254  # ages from here on count as the same
-SLACK = 4  # pages to look at for each one that is needed
-EXTRA = 3  # windows to look at beyond that, if those hold too few that may give way
+WINDOW = 4096  # pages among which the oldest are evicted
+OLDEST = 254  # ages from here on count as equal
+SLACK = 4  # pages to examine for each one that is needed
+EXTRA = 3  # further windows to examine, if those hold too few evictable pages
 
 
 def windows(missing: int, pages: int, window: int) -> tuple[int, int]:
-    """Windows that share the evictions evenly, and windows to look at most."""
+    """Number of windows that share the evictions evenly, and the most windows to examine."""
     there = -(-pages // window)
     planned = min(there, -(-SLACK * missing // window))
     return planned, min(there, planned + EXTRA)
@@ -33,32 +33,32 @@ def residency(
     copies: Tensor | None = None,
     n_copies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the pages of one layer's chosen blocks, and give pages to those that have none.
+    """Find the pages of one layer's chosen blocks, and assign pages to those that have none.
 
-    1. A block in a page: the page is stamped with this step.
-    2. The others, once each, in the order of ``block_ids`` (batch, head, position), get pages. A page may be taken
-       if nothing lies in it, or if it was last chosen before step ``now - keep``. From ``hand`` on, window after
-       window of ``window`` pages gives its share: the oldest it has, the first among equals (approximately least
-       recently used; exactly if all pages fit one window). The pages are handed out in order of their distance
-       from ``hand``, which then moves on by the windows looked at.
-    3. An evicted block loses its entry in its layer's page table. Owner, stamp and entry are set at once: the
+    1. A page that holds a chosen block is stamped with this step.
+    2. The other blocks get pages, once each, in the order of ``block_ids`` (batch, head, position). A page is evictable
+       if it is empty, or if it was last chosen before step ``now - keep``. Starting at ``hand``, each window of
+       ``window`` pages contributes its share: its oldest pages, the first among equals. This approximates LRU, and is
+       exact if all pages fit one window. Pages are assigned in order of their distance from ``hand``, which then moves
+       past the examined windows.
+    3. An evicted block loses its entry in its layer's page table. Owner, stamp and entry are set immediately: the
        caller must copy the listed blocks before anything reads them.
-    4. Where too few pages may be taken the last blocks get none: they are read in host memory.
+    4. If too few pages are evictable, the last blocks get none and are read from host memory.
 
     Args:
-        block_ids: ``[batch, H, K]`` int32, all different, padded with -1: those that come first get pages first. The
-            blocks of a row lie in different physical blocks; rows may share physical blocks.
+        block_ids: ``[batch, H, K]`` int32, all different, padded with -1. Earlier blocks get pages first. The blocks of
+            a row have different physical blocks; rows may share physical blocks.
         block_table: ``[batch, cap]`` int32, physical id of each block of each row, -1 where there is none.
         state: the pages; changed in place, unless ``enabled`` is 0.
-        layer: whose page table.
-        keep: steps before this one whose pages may still be in use: 0 or 1.
+        layer: index of the layer's page table.
+        keep: preceding steps whose pages may still be in use: 0 or 1.
         window: pages that are compared with each other.
         page_ids, copies, n_copies: receive the results.
 
     Returns:
-        places int32 ``[batch, H, K]``: page ``f``, ``-(physical_id + 2)`` for a block in host memory, -1 for no block;
-        copies int32 ``[batch * H * K, 2]``: ``physical_id * H + head`` and page of what must be copied;
-        and the number of copies, int32 ``[1]``. Entries beyond it mean nothing.
+        page ids int32 ``[batch, H, K]``: page ``f``, ``-(physical_id + 2)`` for a block in host memory, -1 for no
+        block. Copies int32 ``[batch * H * K, 2]``: ``physical_id * H + head`` and page of each block to copy. And the
+        number of copies, int32 ``[1]``; later entries are undefined.
     """
     batch, heads, k = block_ids.shape
     table, device = state.page_tables[layer].view(-1), block_ids.device
@@ -92,7 +92,7 @@ def residency(
 
 
 def first_of_each(values: Tensor) -> Tensor:
-    """The distinct values, in the order in which they come first."""
+    """The distinct values, in the order of their first occurrence."""
     distinct, inverse = values.unique(return_inverse=True)
     at = torch.arange(len(values), device=values.device)
     first = torch.full_like(distinct, len(values)).scatter_reduce_(0, inverse, at, "amin")
@@ -100,7 +100,7 @@ def first_of_each(values: Tensor) -> Tensor:
 
 
 def _take(missing: Tensor, state: PageState, layer: int, keep: int, window: int, copies: Tensor) -> int:
-    """Give pages to the ``missing`` entries of the page table; the number that got one."""
+    """Assign pages to the ``missing`` entries of the page table; returns how many got one."""
     pages, now, hand = len(state.stamp), int(state.now), int(state.hand)
     planned, most = windows(len(missing), pages, window)
     taken = 0

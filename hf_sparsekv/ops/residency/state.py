@@ -18,15 +18,15 @@ class PageState:
     A page holds one block of one KV head of one layer; the layers share the pages.
 
     Attributes:
-        owner: int32 ``[F, 2]``: layer and ``block * H + head`` of what a page holds; (-1, -1) if nothing.
-        stamp: int32 ``[F]``: number of the step that chose it last; ``FREE`` if it holds nothing.
+        owner: int32 ``[F, 2]``: layer and ``block * H + head`` of the block in a page; (-1, -1) if it is empty.
+        stamp: int32 ``[F]``: number of the last step that chose the page; ``FREE`` if it is empty.
         hand: int32 ``[1]``: the page at which the next search begins.
         now: int32 ``[1]``: number of the current step, at least 1.
-        enabled: int32 ``[1]``: 0 makes :func:`residency` only look: nothing is fetched, stamped or counted.
-        counters: int64 ``[4]``, see ``COUNTERS``: blocks needed; of these in a page already; fetched; and left in
-            host memory. The rest is fetched for another row of the same call.
-        page_tables: the layers' tables ``page_table``, int32 ``[capacity, H]``, contiguous: the page of each physical
-            block and KV head, -1 if it has none.
+        enabled: int32 ``[1]``: with 0, :func:`residency` only looks pages up: nothing is fetched, stamped or counted.
+        counters: int64 ``[4]``, see ``COUNTERS``: blocks needed, found in a page, fetched, and left in host memory.
+            The rest is fetched for another row of the same call.
+        page_tables: the page tables of the layers, int32 ``[capacity, H]``, contiguous: the page of each physical block
+            and KV head, -1 if it has none.
         addresses: int64 ``[layers]``: addresses of the page tables, for the kernel.
     """
 
@@ -57,7 +57,7 @@ class PageState:
         )
 
     def set_table(self, layer: int, table: Tensor) -> None:
-        """``table`` is layer ``layer``'s page table from now on; ``layer`` may be the next new one."""
+        """Make ``table`` the page table of layer ``layer``, which may be the next new one."""
         if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
             raise ValueError(f"a page table is contiguous int32 [slots, H], got {table.dtype} {tuple(table.shape)}")
         if table.device != self.stamp.device:

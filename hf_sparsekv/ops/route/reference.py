@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the definition (DeepSeek-V3, section 2.1.2)."""
+"""Route tokens to experts: the definition (DeepSeek-V3, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_TOKENS = 64  # of the kernels
-LOWEST = -1e30  # what a choice of NaN or -inf counts as: less than all others, and two of them add up
+MAX_TOKENS = 64  # the kernels' limit
+LOWEST = -1e30  # replaces NaN and -inf in the choice: below all others, and the sum of two stays finite
 
 
 def route(
@@ -21,20 +21,22 @@ def route(
     normalise: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sigmoid scores; the experts with the largest score plus bias, within the groups whose two best experts have most.
+    """Choose the experts with the largest sigmoid score plus bias, within the best groups.
+
+    A group is ranked by the sum of its two best experts.
 
     Args:
         x: ``[tokens, D]``.
         weight: ``[E, D]``.
         bias: ``[E]``, added for the choice only.
-        top_k: experts of a token.
-        groups, top_groups: groups of neighbouring experts, and how many of them a token may use.
-        normalise: the weights of a token sum to ``scale``.
+        top_k: experts per token.
+        groups, top_groups: number of groups of consecutive experts, and how many of them a token may use.
+        normalise: make the weights of a token sum to ``scale``.
         scale: factor of the weights.
 
     Returns:
-        float32 logits ``[tokens, E]``, float32 weights ``[tokens, k]`` and int64 experts ``[tokens, k]``, best first;
-        among equals the lower one, and NaN last of all. The experts of a token are distinct.
+        float32 logits ``[tokens, E]``, float32 weights ``[tokens, k]`` and int64 experts ``[tokens, k]``, best first.
+        Ties go to the lower expert, and NaN ranks last. The experts of a token are distinct.
     """
     logits = F.linear(x.float(), weight.float())
     scores = logits.sigmoid()

@@ -1,4 +1,4 @@
-"""Move full blocks into the block pool, the oldest of the ring or those of a prompt: the definitions."""
+"""Move full blocks into the block pool, from the ring of recent tokens or from a prompt: the definitions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MOST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Index:
-    """Per-physical block fields that two-level selection reads; None for what is not kept.
+    """Fields per physical block that two-level selection reads; None for fields that are not kept.
 
     Args:
-        key_dim: ``Dk``; of latents (MLA) the whole row.
+        key_dim: ``Dk``; for latents (MLA) the whole width of a token.
         bounds: ``[num_blocks, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
         codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
-        metadata: what ``bounds`` are.
+        metadata: kind of ``bounds``.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
-        span: blocks of a span of ``means``.
-        scales: float16 ``[num_blocks, H, block_size, 2]``, of a ``kv`` of int8 codes (``ops.quantise``).
+        span: blocks in a span of ``means``.
+        scales: float16 ``[num_blocks, H, block_size, 2]``, for a ``kv`` of int8 codes (``ops.quantise``).
     """
 
     key_dim: int
@@ -40,14 +40,15 @@ class Index:
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
-    """What is kept of the usable keys of each part of a block, per channel.
+    """Per-channel summary of the usable keys in each part of a block.
 
     * ``"min_max"``: :func:`key_bounds`.
-    * ``"cuboid_mean"``: the centre of the box that they span, ``(max + min) / 2``, and their mean absolute deviation
+    * ``"cuboid_mean"``: the centre of the keys' bounding box, ``(max + min) / 2``, and their mean absolute deviation
       from it (ArkVale, PSA).
-    * ``"mean"``: their mean.
+    * ``"mean"``: the mean of the keys.
 
-    A part without usable keys has zeros in the latter two. NaN in a usable key is NaN in its channel of its part.
+    A part without usable keys has zeros for ``"cuboid_mean"`` and ``"mean"``. NaN in a usable key gives NaN in that
+    channel of its part.
 
     Args:
         keys: ``[..., H, block_size, Dk]``.
@@ -72,7 +73,7 @@ def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_
 def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
     """Largest and smallest usable key per channel of each part of a block.
 
-    A part without any gets bounds that score lower than every real one; it is skipped anyway.
+    A part without usable keys gets bounds that score lower than every real one; readers skip it anyway.
 
     Args:
         keys: ``[..., H, block_size, Dk]``.
@@ -88,10 +89,10 @@ def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
 
 
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """INT4 codes of label channels, a scale and a zero point per token.
+    """INT4 codes of label channels, with a scale and a zero point per token.
 
-    Labels beyond what float16 holds, infinities among them, are taken for its ends, so that scale and zero point are
-    finite. A token with NaN among its labels gets both NaN, and 0 for the codes.
+    Labels are clamped to the range of float16, so that scale and zero point are finite. A token with NaN among its
+    labels gets NaN for both, and codes of 0.
 
     Args:
         labels: ``[..., r]``, r even.
@@ -115,17 +116,17 @@ def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
 def running_means(
     blocks: Tensor, usable: Tensor, before: Tensor, count: Tensor, *, first: int = 0, span: int = 1
 ) -> Tensor:
-    """The mean of the usable tokens of each block and of those before it in its span, keys beside values.
+    """Running mean of keys and values: over the usable tokens of each block and of those before it in its span.
 
-    Spans are ``span`` blocks each, so that the last block of a span has the mean of all of it, and the last full block
-    that of a span that still grows: no block changes when one is added.
+    A span has ``span`` blocks. The last block of a full span holds the mean of the whole span; in a growing span, the
+    last full block does. Adding a block therefore changes no earlier one.
 
     Args:
-        blocks: ``[n, batch, H, block_size, D]``, one after the other.
+        blocks: ``[n, batch, H, block_size, D]``, consecutive blocks.
         usable: bool ``[n, batch, block_size]``.
-        before: ``[batch, H, D]``, what the block before the first one has.
-        count: int ``[batch]``, usable tokens that ``before`` is the mean of.
-        first: place of the first block in its span; 0: ``before`` and ``count`` are not looked at.
+        before: ``[batch, H, D]``, the running mean of the block before the first one.
+        count: int ``[batch]``, the number of usable tokens in ``before``.
+        first: index of the first block in its span. With 0, ``before`` and ``count`` are not read.
 
     Returns:
         ``[n, batch, H, D]`` in the blocks' dtype; zeros where no token is usable.
@@ -144,7 +145,7 @@ def running_means(
 
 
 def check(recent_kv: Tensor, rows: Tensor, after: Tensor, sinks: int, kv: Tensor, index: Index) -> None:
-    """Raise ``ValueError`` for arguments that no implementation takes; reads shapes only."""
+    """Raise ``ValueError`` for arguments that no implementation accepts; reads shapes only."""
     batch, ring, size = len(recent_kv), recent_kv.shape[2] - sinks, kv.shape[2]
     if ring % size:
         raise ValueError(f"the ring must hold whole blocks of {size} tokens, got {ring} beside {sinks} sinks")
@@ -164,25 +165,25 @@ def seal(
     kv: Tensor,
     index: Index,
 ) -> None:
-    """Seal the oldest block in the ring of each row in which ``after`` has more sealed tokens than ``rows``.
+    """Seal the oldest block in the ring of each row where ``after`` has more sealed tokens than ``rows``.
 
-    Of the others nothing is read or written, nor of a row that has no tokens in ``rows``, or whose block table has no
-    block (-1) for it. So a call is right in every step, whichever rows have a block due.
+    Other rows are neither read nor written. A row is also skipped if ``rows`` gives it no tokens, or if its block table
+    has no block (-1) for the tokens. The call is therefore safe in every step, whichever rows have a block due.
 
-    Keys and values go to the row's physical block, as they are or as codes. What the selection reads is made of the
-    selectable tokens (bounds, means) or of all (labels), never of codes. A row's first ``sinks`` tokens are its sinks:
-    they are copied to the front of the recent buffer as well, and cannot be selected.
+    Keys and values go to the row's physical block, unchanged or as codes. Bounds and means are computed from the
+    selectable tokens, labels from all tokens; codes are never read back for them. A row's first ``sinks`` tokens are
+    its sinks: they are also copied to the front of the recent buffer, and cannot be selected.
 
     Args:
         recent_kv: ``[batch, H, sinks + R, Dk + Dv]``, ``R`` a multiple of ``block_size``: token ``i`` is at
             ``sinks + i % R``. The first ``sinks`` entries may be written.
         rows: int32 ``[batch, 2]``, length and sealed tokens of each row before.
-        after: int32 ``[batch, 2]``, behind: as many sealed, or a block more.
-        block_table: int32 ``[batch, cap]``, physical id of each block of each row; block ``rows[r, 1] // block_size``
-            is filled. With means those before it in its span are read.
-        kv: ``[num_blocks, H, block_size, Dk + Dv]``; may lie in host memory while everything else is on the device.
-            Or of width 0: keys and values are kept somewhere else. Or int8, with ``index.scales``.
-        index: further fields to fill. A mean counts the tokens from its span's start on that are no sinks.
+        after: int32 ``[batch, 2]``, the same afterwards: as many sealed tokens, or one block more.
+        block_table: int32 ``[batch, cap]``, physical id of each block of each row. Block ``rows[r, 1] // block_size``
+            is filled. With means, the blocks before it in its span are read.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]``; may be in host memory while everything else is on the device. Of
+            width 0 if keys and values are kept elsewhere. int8 with ``index.scales``.
+        index: further fields to fill. A mean counts the tokens from the start of its span on, except sinks.
     """
     check(recent_kv, rows, after, sinks, kv, index)
     size, ring = kv.shape[2], recent_kv.shape[2] - sinks
@@ -213,7 +214,7 @@ def seal(
             index.codes[to], index.qparams[to] = quantise_labels(labels)
     if index.means is not None:
         start = (nth - nth % index.span) * size
-        count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens that the mean before is of
+        count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens in the preceding mean
         last = block_table[row, (nth - 1).clamp_min(0)].long().clamp_min(0)
         before = index.means[last].float().masked_fill((count == 0)[:, None, None], 0.0)
         held = block.masked_fill(~usable[:, None, :, None], 0.0).sum(2, dtype=torch.float32)
@@ -224,7 +225,7 @@ def seal(
 def check_range(
     recent_kv: Tensor, k: Tensor, v: Tensor, past: int, first: int, end: int, kv: Tensor, index: Index
 ) -> None:
-    """Raise ``ValueError`` for arguments that no implementation of :func:`seal_range` takes; reads shapes only."""
+    """Raise ``ValueError`` for arguments that no implementation of :func:`seal_range` accepts; reads shapes only."""
     rows, heads, _, width = recent_kv.shape
     size = kv.shape[-2]
     if kv.dim() == 5 and kv.shape[:3] != (end - first, rows, heads):
@@ -251,18 +252,18 @@ def seal_range(
     kv: Tensor,
     index: Index,
 ) -> None:
-    """Seal blocks ``first .. end - 1`` of rows that hold as many tokens as each other: of a prompt, or a piece of it.
+    """Seal blocks ``first .. end - 1`` of a prompt, or of a chunk of it, in rows of equal length.
 
-    As :func:`seal` does with one block; but some or all of their tokens are new ones, which are in no ring.
+    Does for each block what :func:`seal` does for one. Some or all of the tokens are new and not in the ring.
 
     Args:
-        recent_kv: ``[rows, H, sinks + R, D]``, ``R`` a multiple of ``block_size``. Of the tokens before ``past``, the
-            ring has those that these blocks are made of. The first ``sinks`` entries may be written.
+        recent_kv: ``[rows, H, sinks + R, D]``, ``R`` a multiple of ``block_size``. The ring holds the tokens before
+            ``past`` that belong to these blocks. The first ``sinks`` entries may be written.
         k, v: ``[rows, H, n, D']``, whose widths add up to ``D``: tokens ``past .. past + n - 1``.
         block_table: int32 ``[rows, cap]``, physical id of each block of each row.
-        kv: ``[num_blocks, H, block_size, D]``, where the blocks go by their ids; or a buffer of these alone, ``[end -
-            first, rows, H, block_size, D]``. Of width 0: keys and values are kept somewhere else.
-        index: further fields to fill, by their ids; without ``scales``.
+        kv: ``[num_blocks, H, block_size, D]``, indexed by physical id. Or a buffer of these blocks alone, ``[end -
+            first, rows, H, block_size, D]``. Of width 0 if keys and values are kept elsewhere.
+        index: further fields to fill, by physical id; without ``scales``.
     """
     check_range(recent_kv, k, v, past, first, end, kv, index)
     size, ring, start = kv.shape[-2], recent_kv.shape[2] - sinks, first * kv.shape[-2]
@@ -294,7 +295,7 @@ def seal_range(
             index.codes[ids], index.qparams[ids] = quantise_labels(labels)
     if index.means is not None:
         place = first % index.span
-        earlier = max(start - max((first - place) * size, sinks), 0)  # tokens that the mean before is of
+        earlier = max(start - max((first - place) * size, sinks), 0)  # tokens in the preceding mean
         before = index.means.new_zeros(len(recent_kv), *index.means.shape[1:])
         if earlier:
             before = index.means[block_table[:, first - 1].long()]

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows: the definition."""
+"""A linear layer for a few rows: the definition."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_ROWS = 16  # the kernel's limit: rows are padded to one tensor core tile
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """``x @ weight.T + bias``, ``[..., out]``, for ``x`` ``[..., in]`` of at most ``MAX_ROWS`` rows.
 
-    ``weight`` is ``[out, in]``, ``bias`` ``[out]``, all of one dtype; sums are taken in float32.
+    ``weight`` is ``[out, in]``, ``bias`` ``[out]``, all of one dtype; sums are computed in float32.
 
-    With an ``activation``, one of :data:`.gated.ACTIVATIONS`, the first half of ``weight`` and ``bias`` is a gated
-    MLP's gate and the second its up projection, and the result their product ``[..., out / 2]`` (:func:`.gated.gated`).
+    With an ``activation`` (one of :data:`.gated.ACTIVATIONS`), the first half of ``weight`` and ``bias`` is a gated
+    MLP's gate, the second half its up projection. The result is :func:`.gated.gated` of both, ``[..., out / 2]``.
 
     Raises:
-        ValueError: there is no such activation, or ``out`` is odd with one.
+        ValueError: the activation is unknown, or ``out`` is odd with an activation.
     """
     check(weight, activation)
     out = F.linear(x, weight, bias)
@@ -27,7 +27,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activati
 
 
 def check(weight: Tensor, activation: str | None) -> None:
-    """Raise for what is no gate and up projection of an activation that there is."""
+    """Raise ``ValueError`` for an unknown activation, or a weight that is not a gate and an up projection."""
     if activation is None:
         return
     if activation not in ACTIVATIONS:

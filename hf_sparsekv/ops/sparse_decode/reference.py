@@ -38,55 +38,56 @@ def sparse_decode(
 ) -> Tensor:
     """Softmax attention over the recent buffer and the chosen part of the stored blocks.
 
-    Token ``i`` of a row is in its block ``i // block_size``. The first ``sealed`` ones are stored in blocks, the others
-    in the ring of the recent buffer. Selectable are ``sinks <= i < sealed``.
+    Token ``i`` of a row belongs to its block ``i // block_size``. The first ``sealed`` tokens are stored in blocks, the
+    others in the ring of the recent buffer. Tokens with ``sinks <= i < sealed`` are selectable.
 
-    With ``means`` the selectable tokens that are not attended count, too: each span of ``mean_tokens`` tokens stands
-    in as one token, of the mean key and the mean value of its selectable tokens, as many times as it has tokens that
-    are not attended (the estimation zone of RetroInfer, arXiv 2505.02922).
+    With ``means``, the selectable tokens that are not attended are approximated (the estimation zone of RetroInfer,
+    arXiv 2505.02922). Each span of ``mean_tokens`` tokens adds one token with the mean key and mean value of its
+    selectable tokens. That token is weighted by the number of tokens of the span that are not attended.
 
     Args:
         q: ``[batch, Hq, Dk]``.
-        kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value; or
-            ``[..., Dk]`` where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). So are
-            ``recent_kv`` and ``pages``. May be pinned host memory while everything else is on the device.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]`` stored blocks: each token's key, then its value. Or ``[..., Dk]``
+            where a value is the first ``Dv`` entries of its key (MLA: latent, then rotary part). ``recent_kv`` and
+            ``pages`` have the same layout. May be pinned host memory while everything else is on the device.
         rows: ``[batch, 2]`` int32, contiguous, on q's device: tokens of each row, and how many of them are sealed.
-        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. What it has
-            behind the sealed tokens is not read.
-        ids: what is attended beside the recent buffer, int32, -1 for none. ``granularity="token"``: tokens of the row
-            ``[batch, H, n]``, each selectable; what is not sealed is not attended. ``"block"``: block ids
-            ``[batch, H, n]``, whose selectable tokens are attended. ``"all"``: ``None``; every sealed token, sinks
-            included, and of the recent buffer only the ring.
-        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``: copies of the sealed tokens ``i < sinks``, and the ring, where
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. Entries
+            after the sealed tokens are not read.
+        ids: int32, the selection that is attended besides the recent buffer; -1 for none.
+
+            * ``granularity="token"``: selectable tokens of the row, ``[batch, H, n]``; unsealed ones are not attended.
+            * ``"block"``: block ids ``[batch, H, n]``, whose selectable tokens are attended.
+            * ``"all"``: ``None``. Every sealed token is attended, sinks included, and the recent buffer's ring.
+        recent_kv: ``[batch, H, sinks + R, Dk + Dv]``: copies of the sealed tokens ``i < sinks``, then the ring, where
             token ``i`` is at ``sinks + i % R``.
         value_dim: ``Dv``.
-        sinks: positions of the recent buffer that come before the ring.
+        sinks: positions of the recent buffer that precede the ring.
         scale: softmax scaling.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sink_logits: ``[Hq]`` logits of learned attention sinks: part of the denominator, without a value.
         attended: ``[batch, H]`` int64; the number of attended tokens is added to it.
-        pages: ``[F, block_size, Dk + Dv]`` copies of some blocks, one KV head each, where reading is quick. With them a
-            block is addressed by its page id: page ``f``, or ``-(physical_id + 2)`` if it has no page and is read from
-            ``kv``; -1 is no block. ``granularity="token"``: ``ids`` are ``place * block_size + position in the block``,
-            all of sealed tokens. ``"block"``: ``page_ids`` are those of ``ids``.
+        pages: ``[F, block_size, Dk + Dv]`` device pages: copies of some blocks, one KV head each. With them a block is
+            addressed by its page id: page ``f``, or ``-(physical_id + 2)`` if it has no page and is read from ``kv``;
+            -1 is no block. ``granularity="token"``: ``ids`` are ``page_id * block_size + position in the block``, all
+            of sealed tokens. ``"block"``: ``page_ids`` are the page ids of ``ids``.
         page_ids: ``[batch, H, n]`` int32, see ``pages``.
         from_host: ``[batch, H]`` int64; the number of attended tokens that were read from ``kv`` is added to it.
         lse: ``[batch, Hq]`` float32, receives the natural logarithm of the denominator (learned sinks included); -inf
             where it is 0.
-        used: ``[batch, H]`` int32; with ``granularity="token"`` only that many of the ``ids`` are attended, and what
-            is behind them is not read: lists of different lengths.
+        used: ``[batch, H]`` int32, the length of each list; with ``granularity="token"`` only. Only the first ``used``
+            entries of ``ids`` are attended. The entries after them are not read.
         means: ``[num_blocks, H, Dk + Dv]`` (or ``[..., Dk]``, as ``kv``), on q's device: the mean of the selectable
-            tokens of a block and of those before it in its span. So that of a span is its last sealed block's; a span
-            whose last one is -1 has none. With ``granularity="token"`` only, and the chosen tokens ascend, -1 behind
-            them: they are searched, not counted one by one. Neither ``attended`` nor ``from_host`` counts a mean.
+            tokens of a block and of the blocks before it in its span. The mean of a span is therefore that of its last
+            sealed block; a span whose last block is -1 has none. Needs ``granularity="token"`` and ascending ``ids``
+            with -1 after them, because kernels search the list. Neither ``attended`` nor ``from_host`` counts a mean.
         mean_tokens: tokens of a span, a multiple of ``block_size``; with ``means``. The first span begins at token 0.
-        columns: ``[batch, H, n]`` int32, the tokens that ``ids`` are where these are places (``pages``); with
-            ``means``.
-        scales: float16 ``[num_blocks, H, block_size, 2]`` on q's device, of a ``kv`` of int8 codes (``ops.quantise``):
-            what they stand for is attended, in ``recent_kv``'s dtype. Not of latents.
+        columns: ``[batch, H, n]`` int32, the tokens of the row that ``ids`` address in ``pages``; needed with both
+            ``means`` and ``pages``.
+        scales: float16 ``[num_blocks, H, block_size, 2]`` on q's device, for a ``kv`` of int8 codes
+            (``ops.quantise``): the dequantised entries are attended, in ``recent_kv``'s dtype. Not for latents.
 
     Returns:
-        ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros, one that
+        ``[batch, Hq, Dv]`` in q's dtype, ``out`` if given. A row with nothing to attend to gives zeros. A row that
         attends to a token whose key is NaN gives NaN.
     """
     batch, q_heads, dk = q.shape
@@ -116,7 +117,7 @@ def sparse_decode(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~usable[:, :, None], float("-inf"))
-    # What is not attended may hold anything, NaN included: 0 x NaN must not reach the sum.
+    # Tokens that are not attended may hold NaN: 0 x NaN must not reach the sum.
     values = values_of(chosen, dk, value_dim).masked_fill(~usable[..., None], 0.0)
     if attended is not None:
         attended += usable.sum(-1)
@@ -140,7 +141,7 @@ def sparse_decode(
 def check_means(
     means: Tensor | None, span: int | None, granularity: str, block_size: int, paged: bool, columns: Tensor | None
 ) -> None:
-    """Raise ``ValueError`` for means that such a call cannot have."""
+    """Raise ``ValueError`` where ``means`` do not fit the other arguments."""
     if means is None:
         return
     if granularity != "token":
@@ -152,7 +153,7 @@ def check_means(
 
 
 def check_scales(kv: Tensor, scales: Tensor | None, latents: bool) -> None:
-    """Raise ``ValueError`` for stored blocks that such a call cannot have."""
+    """Raise ``ValueError`` where ``scales`` do not fit ``kv``."""
     if (kv.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"kv of int8 has scales, and nothing else: got {kv.dtype}, scales {scales is not None}")
     if scales is None:
@@ -166,9 +167,9 @@ def check_scales(kv: Tensor, scales: Tensor | None, latents: bool) -> None:
 def gather_means(
     means: Tensor, rows: Tensor, block_table: Tensor, columns: Tensor, block_size: int, tokens: int, sinks: int
 ) -> tuple[Tensor, Tensor]:
-    """Means ``[batch, H, spans, D]`` of spans of ``tokens`` tokens, and how many tokens each stands for.
+    """Means ``[batch, H, spans, D]`` of spans of ``tokens`` tokens, and how many unread tokens each represents.
 
-    float32, zeros where it stands for none.
+    Both are float32. Means that represent no token are zero.
     """
     batch, heads = columns.shape[:2]
     spans = -(-block_table.shape[1] * block_size // tokens)
@@ -186,17 +187,17 @@ def gather_means(
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension; zeros where all are ``-inf``. NaN stays NaN: what is attended and no number shows."""
+    """Softmax over the last dimension; zeros where all are ``-inf``. NaN stays NaN, so that attending to it shows."""
     return logits.softmax(-1).masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
 
 
 def has_latents(kv: Tensor, q: Tensor) -> bool:
-    """Whether values are the first part of their keys (MLA): then a row is as wide as a query."""
+    """Whether values are the first part of their keys (MLA): stored tokens are then as wide as a query."""
     return kv.shape[-1] == q.shape[-1]
 
 
 def values_of(rows: Tensor, dk: int, value_dim: int) -> Tensor:
-    """Values of tokens stored as ``rows [..., Dk + Dv]``, or ``[..., Dk]`` of latents."""
+    """Values of tokens stored as ``rows [..., Dk + Dv]``, or as latents ``[..., Dk]``."""
     first = 0 if rows.shape[-1] == dk else dk
     return rows[..., first : first + value_dim]
 
@@ -213,9 +214,9 @@ def gather(
     split: int = 0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and which to use ``[batch, H, n]``.
+    """Entries ``[batch, H, n, Dk + Dv]`` on ``kv``'s device, and a mask of those to use, ``[batch, H, n]``.
 
-    ``scales``, ``split``, ``dtype``: of a ``kv`` of codes, see ``ops.quantise``.
+    ``scales``, ``split`` and ``dtype`` are for a ``kv`` of int8 codes, see ``ops.quantise``.
     """
     home, (heads, block_size) = kv.device, kv.shape[1:3]
     block_table, sealed = block_table.to(home).long(), rows[:, 1].to(home).long()[:, None, None]
@@ -241,7 +242,7 @@ def gather(
 
 
 def selectable(ids: Tensor, block_size: int, sinks: int, sealed: Tensor) -> Tensor:
-    """Which tokens of the blocks ``ids [batch, H, n]`` can be selected, ``[batch, H, n * block_size]``."""
+    """Mask of the selectable tokens of the blocks ``ids [batch, H, n]``: ``[batch, H, n * block_size]``."""
     token = (ids[..., None] * block_size + torch.arange(block_size, device=ids.device)).flatten(2)
     return (token >= sinks) & (token < sealed)
 
@@ -260,7 +261,10 @@ def gather_paged(
     split: int = 0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`gather`, from pages and ``kv`` by place, on the pages' device; and which come from ``kv``."""
+    """As :func:`gather`, but by page id from ``pages`` and ``kv``, on the pages' device; and a mask of reads of ``kv``.
+
+    A page id below -1 addresses a block of ``kv``.
+    """
     heads, size = kv.shape[1:3]
     head = torch.arange(heads, device=kv.device)[None, :, None]
     if granularity == "token":

@@ -42,10 +42,10 @@ def token_score(
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
-    AsyncTLS section 4.1, fine-grained token selection. A score that is NaN counts as ``-inf``, in the maximum as well;
-    so do all scores of a query that holds NaN or an infinity among its label channels: with packed labels its products
-    have no sign that all implementations agree on. (The mean is one query.) Packed labels are scored as
-    ``scale * (q . digits) + zero * sum(q)``, which tells what a scale or a zero point that is infinite gives.
+    AsyncTLS section 4.1, fine-grained token selection. A NaN score counts as ``-inf``, also in the maximum. So do all
+    scores of a query with NaN or an infinity among its label channels, because implementations disagree on the sign of
+    its products with packed labels. (The mean counts as one query.) Packed labels are scored as
+    ``scale * (q . digits) + zero * sum(q)``; this defines the result for an infinite scale or zero point.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
@@ -53,14 +53,14 @@ def token_score(
         qparams: ``[num_blocks, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
         channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
         rows: int32 ``[batch, 2]``, length and sealed tokens (a multiple of ``block_size``) of each row.
-        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. What it has
-            for blocks that are not sealed is not looked at.
+        block_table: ``[batch, cap]`` int32, physical id of each block of each row; -1 where there is none. Entries of
+            blocks that are not sealed are not read.
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
         sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
         out: receives the scores.
-        fill: False: what is behind a row's sealed tokens is left as it is, for who does not read it. Scores of all
-            blocks only.
+        fill: False leaves the scores after a row's sealed tokens unwritten, for callers that do not read them. Not with
+            ``block_ids``.
 
     Returns:
         ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens
@@ -84,7 +84,7 @@ def token_score(
     at = block_table[:, None].expand(-1, heads, -1).gather(-1, block_ids.clamp_min(0).long()).long()
     token = block_ids[..., None] * size + torch.arange(size, device=q.device)  # [batch, H, n, block_size]
     usable = (token >= sinks) & (token < rows[:, 1, None, None, None]) & (at >= 0)[..., None]
-    at = at.masked_fill(~usable.any(-1), 0)  # what an entry is that nobody may look at
+    at = at.masked_fill(~usable.any(-1), 0)  # blocks without a usable token may have any entry
     held = unpack_digits(codes[at, head]) if qparams is not None else codes[at, head].float()
     score = q @ held.flatten(2, 3).transpose(-1, -2)  # [batch, H, G or 1, n * block_size]
     if qparams is not None:
@@ -93,13 +93,13 @@ def token_score(
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
     score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
-    if not fill:  # without `out` it is memory that nobody has written: NaN shows who reads it
+    if not fill:  # without `out` this is unwritten memory: NaN exposes code that reads it
         held = torch.full_like(score, float("nan")) if out is None else out
         score = torch.where((token < rows[:, 1, None, None, None]).flatten(2)[:, :1], score, held)
     return give(score, out)
 
 
 def require_filled(fill: bool, block_ids: Tensor | None) -> None:
-    """Raise for scores of chosen blocks of which some would stay as they are."""
+    """Raise ``ValueError`` for ``fill=False`` with chosen blocks, whose scores are all read."""
     if not fill and block_ids is not None:
         raise ValueError("fill=False is for scores of all blocks: those of chosen ones (block_ids) are all read")

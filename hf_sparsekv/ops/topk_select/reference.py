@@ -16,9 +16,9 @@ def topk_ids(scores: Tensor, k: int, rows: Tensor | None = None, tokens: int = 1
     Args:
         scores: ``[batch, H, n]`` float32.
         k: entries to choose.
-        rows: int32 ``[batch, 2]``, length and sealed tokens of each row: entries from the first on that begins behind
-            the sealed ones are not looked at. ``None``: all are.
-        tokens: of an entry.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row. Entries that begin after the sealed tokens are
+            not read. ``None``: all are.
+        tokens: number of tokens in an entry.
 
     Returns:
         ``[..., k]`` int32, ascending, padded at the end with -1 where fewer than ``k`` entries can be chosen.
@@ -45,11 +45,12 @@ def block_select(
 ) -> Tensor:
     """Blocks to keep: ``BlockIds`` int32 ``[batch, H, k]`` of the ``k`` best of ``scores [batch, H, n]``.
 
-    ``rows``, ``out`` and ``scratch``: see :func:`token_select`; with ``rows``, blocks from the row's sealed ones on
-    cannot be chosen, and their scores are not looked at. ``block_size``: tokens in a block, which ``rows`` count.
+    ``rows``, ``out`` and ``scratch``: see :func:`token_select`. With ``rows``, blocks after the row's sealed ones
+    cannot be chosen, and their scores are not read. ``block_size`` is the number of tokens in a block; ``rows`` need
+    it.
 
     Raises:
-        ValueError: ``rows`` without ``block_size``, or something else than ``[batch, 2]`` int32.
+        ValueError: ``rows`` without ``block_size``, or not ``[batch, 2]`` int32.
     """
     if rows is not None:
         require_rows(rows, scores.shape[0])
@@ -57,7 +58,7 @@ def block_select(
 
 
 def tokens_of(rows: Tensor | None, block_size: int | None) -> int:
-    """Tokens of a block, which nobody asks for without ``rows``."""
+    """Tokens of a block; 1 without ``block_size``, which only ``rows`` need."""
     if rows is not None and not block_size:
         raise ValueError("rows count tokens: give block_size, the tokens in a block, with them")
     return block_size or 1
