@@ -193,7 +193,7 @@ def _fused_class(original: type, kind: type) -> type:
 
 @dataclass
 class Fusion:
-    """What ``fuse`` has done to a model.
+    """The changes that ``fuse`` made to a model.
 
     Args:
         counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers

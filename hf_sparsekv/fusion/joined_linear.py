@@ -15,7 +15,7 @@ _DOUBLE = torch.float64
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether someone's hooks want to see this module called; transformers' own recording of outputs aside."""
+    """Whether the module has hooks, other than those by which transformers records outputs."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
@@ -32,18 +32,18 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def has_plain_weights(module: nn.Module) -> bool:
-    """Whether the module's own parameters are tensors of floats that a kernel reads where they lie."""
+    """Whether the module's own parameters are plain float tensors, which a kernel reads in place."""
     own = module.parameters(recurse=False)
     return all(type(p) is nn.Parameter and type(p.data) is Tensor and p.dtype in _DTYPES for p in own)
 
 
 def quantised(model: nn.Module, without: tuple[type, ...] = ()) -> dict[str, int]:
-    """How many linear layers of ``model`` keep their weights in another form than 16 or 32 bit floats, by its name.
+    """Number of linear layers of ``model`` whose weights are not 16 or 32 bit floats, by the name of the format.
 
-    Those of the classes ``without`` are not counted.
+    Layers of the classes ``without`` are not counted.
 
-    The name is that of the layer's class (bitsandbytes' ``Linear4bit``, transformers' ``FP8Linear``, those of GPTQ and
-    AWQ), or of the weight's where the layer is torch's own (torchao's ``Int8Tensor``).
+    The name is the layer's class (bitsandbytes' ``Linear4bit``, transformers' ``FP8Linear``, those of GPTQ and AWQ). In
+    torch's own layers it is the class of the weight (torchao's ``Int8Tensor``).
     """
     counts: dict[str, int] = {}
     for module in model.modules():
@@ -64,12 +64,12 @@ def quantised(model: nn.Module, without: tuple[type, ...] = ()) -> dict[str, int
 class JoinedLinear:
     """The linear layers ``names`` of a module, their weights stacked in one block of memory.
 
-    The layers keep their parameters, which become views of the block: nothing is stored twice, ``state_dict()`` and
-    saving give what they gave before. The block is found through these views and held by nobody else, so a layer
-    that is moved, copied or replaced simply takes part no more, and then each layer is called by itself.
+    The layers keep their parameters, which become views of the block. Nothing is stored twice, and ``state_dict()`` and
+    saving are unchanged. Only these views hold the block, and it is found through them. After a layer is moved, copied
+    or replaced, the layers are therefore no longer joined, and each is called separately.
 
     Args:
-        names: of the layers, attributes of their owner.
+        names: names of the layers, attributes of their owner.
         product: computes the product, as ``torch.nn.functional.linear`` does.
     """
 
@@ -101,7 +101,7 @@ class JoinedLinear:
 
     @torch.no_grad()
     def join(self, owner: nn.Module) -> None:
-        """Move the weights into one block. Needs the memory of this block beside the model while it runs."""
+        """Move the weights into one block. Temporarily needs the memory of this block in addition to the model."""
         layers = self._layers(owner)
         for name in ("weight", "bias"):
             parameters = [getattr(layer, name) for layer in layers]
@@ -113,13 +113,13 @@ class JoinedLinear:
 
     @torch.no_grad()
     def part(self, owner: nn.Module) -> None:
-        """Give each layer memory of its own again."""
+        """Give each layer separate memory again."""
         for p in self.parameters(owner):
             if p.untyped_storage().nbytes() != p.nbytes:
                 p.data = p.data.clone()
 
     def _block(self, layers: list[nn.Module], name: str) -> Tensor | None:
-        """The stacked weights ``[sum of rows, ...]``, or ``None`` if they do not lie one after another any more."""
+        """The stacked weights ``[sum of rows, ...]``, or ``None`` if they are no longer adjacent in memory."""
         parameters = [getattr(layer, name) for layer in layers]
         first = parameters[0]
         if not all(type(p) is nn.Parameter for p in parameters):
@@ -133,7 +133,7 @@ class JoinedLinear:
         return first.as_strided((rows, *first.shape[1:]), first.stride())
 
     def stacked(self, owner: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-        """Weights ``[sum of out, in]`` and biases while the layers are joined, and nobody wants to see them called."""
+        """Weights ``[sum of out, in]`` and biases, while the layers are joined and have no hooks."""
         layers = self._layers(owner)
         if not all(
             kind_of(one) is nn.Linear and "forward" not in one.__dict__ and not is_observed(one) for one in layers
@@ -145,7 +145,7 @@ class JoinedLinear:
         return None if weight is None or (bias is not None) != has_bias else (weight, bias)
 
     def __call__(self, owner: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-        """What each layer makes of ``x`` ``[..., in]``: views ``[..., out]`` of one tensor while they are joined."""
+        """Outputs of each layer for ``x`` ``[..., in]``: views ``[..., out]`` of one tensor while they are joined."""
         layers, stacked = self._layers(owner), self.stacked(owner)
         if stacked is None:
             return tuple(layer(x) for layer in layers)

@@ -1,7 +1,7 @@
 """The forward passes that ``fused.fuse`` gives to the modules of a model.
 
-Each class here is mixed into the class of one module: ``super().forward`` is transformers' own, which runs whenever
-``is_usable`` says no. What differs between architectures is in ``Arch``.
+Each class here is mixed into the class of one module. ``super().forward`` is transformers' own and runs whenever
+``is_usable`` is False. ``Arch`` has the differences between architectures.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _READY = "_sparsekv_ready"
 
 @dataclass(frozen=True)
 class Arch:
-    """What an architecture's layers look like.
+    """Structure of an architecture's layers.
 
     Args:
-        prefix: of its class names.
-        unit_offset: norms multiply by ``1 + weight``, and there is one after attention and MLP too (Gemma).
+        prefix: prefix of its class names.
+        unit_offset: norms multiply by ``1 + weight``, and norms follow attention and MLP too (Gemma).
         qk_norm: queries and keys are normalised.
-        sliding: where attention finds its window: an attribute of the ``"module"``, of the ``"config"``, or nowhere.
+        sliding: source of attention's window: an attribute of the ``"module"``, of the ``"config"``, or none.
         softcap: attention takes a softcap.
         joined: the checkpoint itself joins the projections (Phi-3).
-        latent: attention caches latents (MLA): as DeepSeek-V3's (``"fused"``), or in another way, where only its linear
-            layers are changed (``"linears"``).
+        latent: attention caches latents (MLA). ``"fused"``: as DeepSeek-V3's does. ``"linears"``: in another way, so
+            that only its linear layers are changed.
         router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
     """
 
@@ -60,16 +60,16 @@ class Arch:
 
 @dataclass
 class State:
-    """What a fused module remembers; in its ``_fused`` attribute.
+    """State of a fused module, in its ``_fused`` attribute.
 
     Args:
         arch: its model's architecture; ``None`` for a linear layer.
-        original: its class before.
-        activation: of an MLP, or of experts.
-        act: the module that computes it, in a tuple as ``following``.
+        original: its class before fusing.
+        activation: activation of an MLP, or of experts.
+        act: the module that computes the activation, in a tuple as ``following``.
         joined: an attention's or MLP's projections, if they are joined.
-        small_batch: our kernel multiplies few rows with them.
-        following: the norm after a layer, in a tuple: as a plain attribute it would become a submodule.
+        small_batch: our kernel multiplies few rows with the joined projections.
+        following: the norm after a layer, in a tuple because a plain attribute would become a submodule.
         kept: scales of a quantised linear layer.
     """
 
@@ -84,12 +84,12 @@ class State:
 
 
 def accelerated(t: Tensor) -> bool:
-    """Whether there is something to gain where ``t`` lies."""
+    """Whether fused kernels run on the device of ``t``."""
     return t.is_cuda
 
 
 def is_usable(x: Tensor, *others: Tensor) -> bool:
-    """Whether a fused forward pass may run on ``x``, given what else it would read."""
+    """Whether a fused forward pass may run on ``x``, given the other tensors that it reads."""
     return (
         accelerated(x)
         and x.dtype in _DTYPES
@@ -105,12 +105,12 @@ def _version(t: Tensor) -> int:
 
 
 def _hand_over(t: Tensor, norm: nn.Module, normed: Tensor) -> None:
-    """Leave with ``t`` what ``norm`` will make of it. It travels with the tensor, so threads cannot mix it up."""
+    """Attach to ``t`` the result of ``norm``. It is stored on the tensor itself, so threads cannot mix it up."""
     setattr(t, _READY, (norm, normed, _version(t)))
 
 
 def _taken(t: Tensor, norm: nn.Module) -> Tensor | None:
-    """What was left for ``norm``, unless someone has written to ``t`` since."""
+    """The result that was attached for ``norm``, unless ``t`` has been written to since."""
     if torch.compiler.is_compiling():
         return None
     ready = t.__dict__.pop(_READY, None)
@@ -139,23 +139,23 @@ def _eps(norm: nn.Module) -> float:
 
 
 def _is_own(norm: nn.Module) -> bool:
-    """A kernel may do what this norm does: nobody has replaced it, or wants to see it called."""
+    """Whether a kernel may compute this norm: it has not been replaced and has no hooks."""
     return isinstance(norm, FusedNorm) and "forward" not in norm.__dict__ and not is_observed(norm)
 
 
 def act_of(module: nn.Module) -> object:
-    """What computes the activation of an MLP, or of experts."""
+    """The module or function that computes the activation of an MLP, or of experts."""
     return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
 
 
 def _activates(module: nn.Module) -> bool:
-    """It computes the activation that a kernel knows: nobody has replaced it, or wants to see it called."""
+    """Whether the activation is still the one a kernel computes: it has not been replaced and has no hooks."""
     act = act_of(module)
     return act is module._fused.act[0] and not (isinstance(act, nn.Module) and is_observed(act))
 
 
 class FusedNorm:
-    """One kernel; or none, if the sum before it has made it already."""
+    """One kernel; or none, if the preceding sum has computed the norm already."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         ready = _taken(hidden_states, self)
@@ -167,7 +167,7 @@ class FusedNorm:
 
 
 class FusedLinear:
-    """A kernel for the few rows of a decode step; the operator leaves more of them to ``torch``."""
+    """A kernel for the few rows of a decode step; the operator leaves larger inputs to ``torch``."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_usable(x, self.weight):
@@ -178,9 +178,9 @@ class FusedLinear:
 class FusedQuantised:
     """A kernel that reads the codes of a quantised weight, for the few rows of a decode step.
 
-    More than 16 rows, so all but the shortest prompts, are left to the layer's own library. Inputs stay in 16 bits,
-    also where the library rounds them to 8 (bitsandbytes' 8 bits, dynamic fp8), and none is looked at: nothing is asked
-    of the host, as it is by bitsandbytes' 8 bits with a threshold, so that such a model's steps can be captured.
+    More than 16 rows (all but the shortest prompts) are left to the layer's own library. Inputs stay in 16 bits, even
+    where the library rounds them to 8 (bitsandbytes' 8 bits, dynamic fp8). Their values are not inspected, so the host
+    never waits for them, as it does for bitsandbytes' 8 bits with a threshold. Steps of such models can be captured.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class FusedQuantised:
         return super().forward(x) if weight is None else quantised_linear(x, weight, self.bias)
 
     def _weight(self, x: Tensor) -> QuantisedWeight | None:
-        """The layer's weight as it is now, if our kernel multiplies ``x`` with it."""
+        """The layer's current weight, if our kernel multiplies ``x`` with it."""
         if not is_usable(x) or x.numel() > MAX_ROWS * x.shape[-1]:
             return None
         weight = found(self, self._fused.kept)
@@ -198,7 +198,7 @@ class FusedQuantised:
 
 
 class FusedMLP:
-    """Of few rows one kernel up to the down projection, of more one between the projections."""
+    """Few rows: one kernel up to the down projection. More rows: one kernel between the projections."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_usable(x) or not _activates(self):
@@ -216,7 +216,7 @@ class FusedMLP:
         return self.down_proj(gated(gate, up, state.activation))
 
     def _stacked(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weights and biases of gate and up projection, one above the other, if our kernel multiplies with both."""
+        """Stacked weights and biases of gate and up projection, if our kernel multiplies with both."""
         state = self._fused
         if not state.arch.joined:
             return state.joined.stacked(self) if state.small_batch and state.joined is not None else None

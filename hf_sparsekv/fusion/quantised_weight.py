@@ -1,13 +1,14 @@
 """Where libraries of quantised weights keep codes and scales, as :class:`.ops.quantised_linear.QuantisedWeight`.
 
-Known are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, torchao's ``Int8Tensor`` and ``Float8Tensor`` in torch's
-own layer, transformers' ``FP8Linear`` and ``CompressedTensorsFP8Linear``, by names of classes and attributes; none
-is imported. Codes are read where the library keeps them. Scales are, too, if they are float32; of others (8-bit ones of
-bitsandbytes' double quantisation), and of its 8 bits, whose scales stand for 127, there is a copy in float32.
+Supported are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, torchao's ``Int8Tensor`` and ``Float8Tensor`` in
+torch's own layer, and transformers' ``FP8Linear`` and ``CompressedTensorsFP8Linear``. They are recognised by names of
+classes and attributes; no library is imported. Codes are read in place, and so are float32 scales. Other scales are
+copied to float32: the 8-bit ones of bitsandbytes' double quantisation, and those of its 8 bits, which are 127 times as
+large.
 
-What a library rounds beside the weight is left out: bitsandbytes' 8 bits, dynamic formats of torchao and transformers'
-two round the inputs to 8 bits, too. :func:`.ops.quantised_linear` leaves inputs in 16 bits, so results are closer to
-those of the weights that are meant, and not the library's to the last bit.
+Some libraries also round the inputs to 8 bits: bitsandbytes' 8 bits, dynamic formats of torchao and transformers' two.
+:func:`.ops.quantised_linear` leaves inputs in 16 bits. Its results are closer to those of the dequantised weights, and
+differ from the library's in the last bits.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _LEVELS = 127  # of int8 in bitsandbytes, whose scales are the largest numbers o
 
 @dataclass
 class _Source:
-    """What a layer keeps.
+    """Codes and scales as a library stores them.
 
     Args:
-        codes: as the operator takes them, a view of the library's memory.
-        of: what scales are made from.
-        make: makes them, float32 ``[a, b]``; None if they are not what the operator knows. May wait for the GPU.
-        block: rows and inputs that share one, as the library says; None if the shape of the scales says all.
-        codebook: of codes of 4 bits.
+        codes: codes in the operator's form, a view of the library's memory.
+        of: tensors that the scales are computed from.
+        make: computes the scales, float32 ``[a, b]``; None if the operator does not support them. May wait for the GPU.
+        block: rows and inputs that share a scale, from the library; None if the shape of the scales determines them.
+        codebook: codebook of 4-bit codes.
     """
 
     codes: Tensor
@@ -45,11 +46,11 @@ class _Source:
 
 @dataclass
 class Kept:
-    """Scales of one layer, for as long as what they were made from stays as it is.
+    """Cached scales of one layer, valid as long as the tensors they were computed from are unchanged.
 
-    Codes are looked up each time and not kept: a model that is moved gives its memory back. A copy of scales is written
-    again where it is, so that captured steps, which know its place, go on with what the layer has now. Writes through
-    ``.data``, or to inference tensors, are not seen.
+    Codes are looked up each time and not cached, so that a model that is moved frees its memory. A copy of scales is
+    updated in place, so that captured steps, which hold its address, use the layer's current scales. Writes through
+    ``.data``, or to inference tensors, are not detected.
     """
 
     _key: tuple = ()
@@ -57,10 +58,10 @@ class Kept:
     _scales: Tensor | None = field(default=None, repr=False)
 
     def scales(self, source: _Source) -> Tensor | None:
-        """Those of ``source``, made anew if a tensor was replaced, moved or written to.
+        """Scales of ``source``, recomputed if a tensor was replaced, moved or written to.
 
         Raises:
-            RuntimeError: they would be, in a step under capture, which would hold what computes them.
+            RuntimeError: they must be recomputed during a capture, which would record the computation.
         """
         key = tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.device) for t in source.of)
         if key == self._key and len(self._of) == len(source.of) and all(a is b for a, b in zip(self._of, source.of)):
@@ -71,31 +72,31 @@ class Kept:
         made, held = source.make(), self._scales
         if made is not None and held is not None and _takes(held, made, source):
             made = held.copy_(made)
-        if on_gpu:  # kernels may read them before those ahead of them have ended
+        if on_gpu:  # dependent launches may read them before earlier kernels have ended
             torch.cuda.current_stream(source.codes.device).synchronize()
         self._scales, self._key, self._of = made, key, source.of
         return made
 
 
 def _takes(held: Tensor, made: Tensor, source: _Source) -> bool:
-    """Whether scales ``made`` can be written where those before them are ``held``."""
+    """Whether scales ``made`` can be written over the previous ones, ``held``."""
     if held.shape != made.shape or held.device != made.device or held.is_inference():
         return False
     return _is_copy(held, source) and _is_copy(made, source)
 
 
 def _is_copy(scales: Tensor, source: _Source) -> bool:
-    """Whether they are memory of their own."""
+    """Whether the scales have separate memory, not shared with the library's tensors."""
     mine = scales.untyped_storage().data_ptr()
     return all(t.untyped_storage().data_ptr() != mine for t in source.of)
 
 
 def found(layer: nn.Module, kept: Kept | None = None) -> QuantisedWeight | None:
-    """The weight of ``layer``, if it is a linear layer of a known library in a form that the operator knows.
+    """The weight of ``layer``, if it is a linear layer of a supported library in a supported format.
 
     Args:
         layer: any module.
-        kept: of the same layer, from earlier calls.
+        kept: cached scales of the same layer, from earlier calls.
     """
     package, reader = _READERS.get(type(layer).__name__, ("", None))
     source = reader(layer) if reader is not None and type(layer).__module__.startswith(package) else None
@@ -120,9 +121,9 @@ def found(layer: nn.Module, kept: Kept | None = None) -> QuantisedWeight | None:
 
 
 def _is_cut_so(sizes: tuple[int, int], scales: Tensor, block: tuple[int, int] | None) -> bool:
-    """Whether blocks of ``block``, of which the last one may be cut off, are what :attr:`QuantisedWeight.block` says.
+    """Whether :attr:`QuantisedWeight.block` gives the library's ``block``, whose last one may be cut off.
 
-    (33 blocks of 125 make 4,100 inputs, and so do 32 of 128 and one of 4.)
+    (4,100 inputs in 33 blocks may be blocks of 125, or 32 blocks of 128 and one of 4.)
     """
     if block is None:
         return True
@@ -133,7 +134,7 @@ def _is_cut_so(sizes: tuple[int, int], scales: Tensor, block: tuple[int, int] | 
 
 
 def _float(scales: Tensor, *shape: int) -> Tensor:
-    """As float32 of a shape; a view if they are float32."""
+    """The scales as float32 in a shape; a view if they are float32 already."""
     return scales.detach().float().reshape(shape)
 
 
@@ -155,7 +156,7 @@ def _bnb_4bit(layer: nn.Module) -> _Source | None:
         or packed.nbytes != rows * inputs // 2
         or state.absmax.numel() * size != rows * inputs
     ):
-        return None  # a block, or a byte, would be of two rows
+        return None  # a block, or a byte, would span two rows
     if state.code.shape != (CODES,) or state.code.dtype != torch.float32:
         return None
     of = (state.absmax,) if nested is None else (state.absmax, state.offset, nested.absmax, nested.code)
@@ -225,7 +226,7 @@ def _compressed_fp8(layer: nn.Module) -> _Source | None:
     return _Source(layer.weight.data, (scales,), lambda: _float(scales, -1, 1))
 
 
-# class of the layer -> where it is from, and what reads it
+# class of the layer -> its package, and the function that reads it
 _READERS: dict[str, tuple[str, Callable[[nn.Module], _Source | None]]] = {
     "Linear4bit": ("bitsandbytes.", _bnb_4bit),
     "LinearNF4": ("bitsandbytes.", _bnb_4bit),

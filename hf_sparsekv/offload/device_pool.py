@@ -23,7 +23,7 @@ BOOKKEEPING = 12  # bytes a page beside its content: owner and stamp
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on ``device``, what torch holds in reserve included."""
+    """Bytes that can be allocated on ``device``, including torch's unused reserved memory."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -75,7 +75,7 @@ class DevicePool:
 
         Args:
             budget: bytes (int), or the share of the device's free memory (float, below 1).
-            most: pages that are of any use.
+            most: largest useful number of pages.
         """
         device = torch.device(device)
         if isinstance(budget, float):
@@ -119,7 +119,7 @@ class DevicePool:
         return layer
 
     def moved(self, layer: int, page_table: Tensor) -> None:
-        """The layer's page table has been copied into ``page_table``, which is larger; -1 in what is new."""
+        """Replace the layer's page table by ``page_table``, a larger copy with -1 in the new entries."""
         self.state.set_table(layer, page_table)
 
     def page_table(self, layer: int) -> Tensor:
@@ -127,13 +127,13 @@ class DevicePool:
         return self.state.page_tables[layer]
 
     def forget(self, layer: int, physical_ids: Tensor) -> None:
-        """The layer's ``physical_ids`` (int ``[n]``, no -1) hold other blocks from now on. Nothing synchronises."""
+        """Drop the pages of the layer's ``physical_ids`` (int ``[n]``, no -1), which are reused. Never synchronises."""
         self.wait_for_copies()
         table, state = self.page_table(layer), self.state
         physical_ids = sent(physical_ids, torch.long, self.device)
         page = table[physical_ids].flatten().long()
         gone = torch.zeros(len(state.stamp) + 1, dtype=torch.bool, device=self.device)
-        # Indexed assignment of a number would wait for the device. One more entry for blocks without a page.
+        # Indexed assignment of a number would synchronise. The extra entry is for blocks without a page.
         gone.index_fill_(0, torch.where(page >= 0, page, len(state.stamp)), True)
         gone = gone[:-1]
         state.owner.masked_fill_(gone[:, None], -1)
@@ -155,7 +155,7 @@ class DevicePool:
     # ------------------------------------------------------------------ a step
 
     def advance(self) -> None:
-        """The next step begins. Does nothing while the pool is paused."""
+        """Begin the next step. Does nothing while the pool is paused."""
         self.wait_for_copies()
         self.state.now += self.state.enabled
 
@@ -172,15 +172,15 @@ class DevicePool:
         """Bring chosen blocks into pages, on the current stream.
 
         Args:
-            block_ids: ``BlockIds`` int32 ``[batch, H, K]``, in ascending order or in that of their importance.
+            block_ids: ``BlockIds`` int32 ``[batch, H, K]``, ascending or by importance.
             block_table: int32 ``[batch, cap]``, physical id of each block of each row.
             kv: ``[num_blocks, H, B, W]``, the layer's blocks.
-            keep: steps before this one whose pages may still be in use: 1 if blocks are chosen a step ahead, or 0.
-            coded: of what codes ``kv`` is, as ``ops.block_copy`` takes it; None: of none.
+            keep: preceding steps whose pages may still be in use: 1 if blocks are chosen a step ahead, else 0.
+            coded: arguments of ``ops.block_copy`` for a ``kv`` of int8 codes; None for other dtypes.
 
         Returns:
-            places int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block that is
-            to be read in host memory, -1 for no block. To be used in this step, and in the ``keep`` steps after it.
+            page ids int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block to
+            read from host memory, -1 for no block. Valid in this step and the ``keep`` steps after it.
         """
         if kv.shape[1] != self.page_table(layer).shape[1]:
             raise ValueError(f"kv has {kv.shape[1]} KV heads, the page table {self.page_table(layer).shape[1]}")
@@ -194,7 +194,7 @@ class DevicePool:
 
     @no_inference_mode
     def _list(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The list of copies of a call. Calls of one size share it, at an address that captured graphs hold."""
+        """Buffers for the copies of a call. Calls of one size share them, at addresses that captured graphs hold."""
         n = block_ids.numel()
         if n not in self._lists:
             copies = torch.zeros(n, 2, dtype=torch.int32, device=self.device)
@@ -203,10 +203,10 @@ class DevicePool:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, :meth:`fetch` and :meth:`advance` change nothing: what is in no page is read in host memory.
+        """Context in which :meth:`fetch` and :meth:`advance` change nothing; missing blocks are read from host memory.
 
-        For a capture and its trial run: nothing needs to be restored, and no page in use is overwritten. Must not begin
-        or end inside a capture.
+        For a capture and its trial run: no state needs to be restored, and no page in use is overwritten. Must not
+        begin or end inside a capture.
         """
         self.wait_for_copies()
         try:
@@ -217,7 +217,7 @@ class DevicePool:
             self.resume()
 
     def resume(self) -> None:
-        """Fetch from here on."""
+        """Enable fetching again."""
         self._paused = False
         self.state.enabled.fill_(1)
 
@@ -226,8 +226,8 @@ class DevicePool:
     def counters(self) -> dict[str, int]:
         """Blocks (of one KV head) needed, found in a page, fetched, and left in host memory so far. Synchronises.
 
-        The rest of those needed were fetched for another row of the same call. Blocks that were brought for an expected
-        query count as fetched then, and as needed and found only when a step needs them.
+        The rest of the needed blocks were fetched for another row of the same call. Blocks fetched for a predicted
+        query count as fetched immediately, and as needed and found only when a step needs them.
         """
         return dict(zip(COUNTERS, self.state.counters.tolist()))
 

@@ -23,7 +23,7 @@ _lock = (
 
 
 def _unlock() -> None:
-    """In a forked child: the thread that held the lock is not there to let go of it."""
+    """Replace the lock in a forked child, where the thread that held it does not exist."""
     global _lock
     _lock = threading.RLock()
 
@@ -33,17 +33,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def host_memory_limit() -> int:
-    """Bytes of memory this process may use at most: the machine's memory, or less if its control group says so."""
+    """Most bytes of memory this process may use: the machine's memory, or a lower limit of its control group."""
     return min([_machine_bytes(), *_group_limits()])
 
 
 def _machine_bytes() -> int:
     """Memory of the machine.
 
-    MemTotal counts what the kernel manages *now*. Virtual machines that initialise their memory lazily start with a
-    quarter of it (measured: 31 of 128 GiB) and add the rest when it is used, so a limit taken from MemTotal, let alone
-    MemAvailable, would refuse what is there. The zones say what is present from the start. What a balloon has taken is
-    present too, but not ours.
+    MemTotal counts the memory that the kernel manages *now*. Virtual machines with lazy memory initialisation start
+    with a quarter of it (measured: 31 of 128 GiB) and add the rest when it is used. A limit from MemTotal, let alone
+    MemAvailable, would be too low. The zones report all present memory from the start. Memory taken by a balloon is
+    present too, but cannot be used.
     """
     present = ballooned = 0
     for line in _lines("proc/zoneinfo"):
@@ -137,7 +137,7 @@ class HostBudget:
             why = f" ({DEFAULT_SHARE:.0%} of what this machine or its container has)"
         if self.used + size + others <= self.limit:
             return
-        self._looked_up = (float("-inf"), 0)  # it may be more by now
+        self._looked_up = (float("-inf"), 0)  # the limit may have grown
         limit = self.limit
         if self.used + size + others <= limit:
             return

@@ -1,14 +1,14 @@
 """Host memory that grows in place, page-locked so that the GPU reads it where it is.
 
 torch's pinned memory is rounded up to powers of two, is pinned at 3.8 GB/s (an H200 machine,
-benchmarks/NOTES.md), and moves when it grows. Here address space is reserved once, and its front is
-*committed* step by step: made writable, touched by several threads (to be handed zeroed pages is what takes long),
-registered with CUDA. So a tensor over it never moves while it grows, and captured steps go on reading it.
+benchmarks/NOTES.md), and moves when it grows. Here address space is reserved once, and its front is *committed* step by
+step. A step is made writable, touched by several threads (the kernel's zeroing of pages is the slow part), and
+registered with CUDA. A tensor over the arena never moves while it grows, so captured steps stay valid.
 
-Each step is a registration of its own. A kernel reads across the border of two: they are one range of addresses. A
-``cudaMemcpy`` must not: CUDA documents copies for regions that are registered entirely or not at all, and copies over
-two registrations were seen to fail with ``invalid argument``. Steps are whole blocks, so the copy of a block never
-meets a border; :meth:`HostArena.runs` cuts longer ones.
+Each step is a separate registration. Kernels may read across two registrations, because their addresses are contiguous.
+A ``cudaMemcpy`` may not: CUDA documents copies for regions that are registered entirely or not at all. Copies over two
+registrations failed with ``invalid argument``. Steps are whole blocks, so the copy of one block never crosses a border;
+:meth:`HostArena.runs` splits longer copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: pinned for every context, and rea
 
 
 class _Cuda:
-    """What is asked of CUDA; tests put an imitation into ``cuda``."""
+    """The CUDA calls that are needed; tests replace ``cuda`` by a fake."""
 
     def register(self, address: int, size: int, device: torch.device) -> int:
         """Page-lock; returns an error code, 0 if it worked."""

@@ -1,4 +1,4 @@
-"""How a memory for copies of tokens is shared out to the rows of a batch: where each row's slots begin, how many."""
+"""Division of the memory for copies of tokens among the rows of a batch: first slot and number of slots per row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..tensors import no_inference_mode, sent
 
-_PIECE = 1 << 26  # bytes, of what is kept beside while a lane moves into a part of itself
+_PIECE = 1 << 26  # bytes of the temporary copy while a lane moves to an overlapping range
 
 
 class Move(NamedTuple):
-    """What ``kept`` slots from ``begin`` on hold is to lie at ``to``. The two may overlap."""
+    """Move the content of ``kept`` slots from ``begin`` to ``to``. The two ranges may overlap."""
 
     begin: int
     to: int
@@ -22,13 +22,13 @@ class Move(NamedTuple):
 
 
 class Lanes:
-    """The lane of each row: slots that lie together, at a multiple of the block size. Rows may have none.
+    """The lane of each row: contiguous slots that begin at a multiple of the block size. Rows may have none.
 
     All layers have the same lanes. The host decides; the device has a copy that captured steps read.
 
     Attributes:
-        slots: of all rows, a multiple of ``block_size``.
-        held: of each row, where its lane begins and how many slots it has.
+        slots: number of slots for all rows, a multiple of ``block_size``.
+        held: first slot and number of slots of each row's lane.
     """
 
     def __init__(self, rows: int, slots: int, block_size: int) -> None:
@@ -45,19 +45,20 @@ class Lanes:
 
     @property
     def free(self) -> int:
-        """Slots of no row."""
+        """Number of slots that no row has."""
         return self.slots - sum(room for _, room in self.held)
 
     def give(self, row: int, room: int) -> list[Move]:
-        """Row ``row`` has ``room`` slots, a multiple of the block size, from here on.
+        """Resize the lane of row ``row`` to ``room`` slots, a multiple of the block size.
 
-        In its place if it can stay, else in the first gap that is large enough, else all lanes are moved together.
+        The lane stays where it is if it can. Otherwise it moves to the first gap that is large enough. If there is
+        none, all lanes are compacted.
 
         Returns:
-            What has to be moved, in this order, for every row to keep what it holds, as far as there is room.
+            The moves to make, in this order, so that every row keeps its content as far as there is room.
 
         Raises:
-            ValueError: there are not so many free. Nothing has changed.
+            ValueError: too few slots are free. Nothing has changed.
         """
         first, had = self.held[row]
         if room - had > self.free:
@@ -77,7 +78,7 @@ class Lanes:
         self._set({row: self.held[source], source: (0, 0)})
 
     def _place(self, row: int, room: int) -> int | None:
-        """Where ``room`` slots of this row can begin: where its lane is, or in the first gap; None: nowhere."""
+        """First slot for ``room`` slots of this row: where its lane is, or in the first gap; None if nowhere fits."""
         if not room:
             return 0
         others = sorted(lane for i, lane in enumerate(self.held) if i != row and lane[1])
@@ -91,7 +92,7 @@ class Lanes:
         return next((begin for begin, end in gaps if end - begin >= room), None)
 
     def _together(self, row: int, room: int) -> list[Move]:
-        """All lanes beside each other in their order, without gaps; row ``row`` has ``room`` slots."""
+        """Compact all lanes in their order, without gaps; row ``row`` gets ``room`` slots."""
         order = sorted(range(len(self.held)), key=lambda i: (self.held[i], i))
         order = [i for i in order if self.held[i][1] or i == row]
         down, up, end, lanes = [], [], 0, {}
@@ -104,7 +105,7 @@ class Lanes:
             lanes[i] = end, size
             end += size
         self._set(lanes)
-        # Down from the front on, then up from the end on: none is written over before it has been moved.
+        # Downward moves from the front, then upward moves from the end: no lane is overwritten before it has moved.
         return down + up[::-1]
 
     def _set(self, lanes: dict[int, tuple[int, int]]) -> None:
@@ -123,15 +124,15 @@ class Lanes:
 
 @no_inference_mode
 def even_lanes(rows: int, room: int, device: torch.device) -> Tensor:
-    """int32 ``[rows, 2]``: ``room`` slots each, one row behind the other."""
+    """int32 ``[rows, 2]``: consecutive lanes of ``room`` slots each."""
     first = torch.arange(rows, dtype=torch.int32, device=device) * room
     return torch.stack((first, torch.full_like(first, room)), dim=1)
 
 
 def moved(tensors: Sequence[Tensor], moves: Sequence[Move], dim: int) -> None:
-    """Move slots along dimension ``dim`` of each of the tensors ``[layers, ...]``, of all their layers at once.
+    """Move slots along dimension ``dim`` of each of the tensors ``[layers, ...]``, in all layers at once.
 
-    Where a lane moves into a part of itself only of some layers at once: these are copied twice.
+    Overlapping moves handle a few layers at a time, through a temporary copy.
     """
     for begin, to, kept in moves:
         for t in tensors:

@@ -18,22 +18,22 @@ from .device_pool import DevicePool, free_bytes
 # Selections of one step that a pool holds by default. On the recorded real model, twice the blocks of a step hit 96 to
 # 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
 SELECTIONS = 4
-# Of tokens, which selections of steps that follow each other share less: room for four, eight and sixteen selections
-# holds 89, 93 and 95 % of a step's with one in 64 chosen, 94, 97 and 98 % with one in 16 (the same model;
+# The same for tokens, which consecutive selections share less. Room for 4, 8 and 16 selections holds 89, 93 and 95 % of
+# a step's tokens with one in 64 chosen, and 94, 97 and 98 % with one in 16 (the same model;
 # benchmarks/results/foreseen_queries.csv).
 TOKEN_SELECTIONS = 8
 SHARE = 0.5  # of the free device memory, at most, by default
 
 
 class Blocks(Protocol):
-    """What a page table needs of the pool that one layer's blocks lie in.
+    """The part of a layer's block pool that its page table needs.
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``, in host memory.
-        coded: of what codes ``kv`` is, as ``ops.block_copy`` takes it.
-        dtype: of the pages.
-        device: where the layer computes.
-        capacity: physical blocks that there are now.
+        coded: arguments of ``ops.block_copy`` for a ``kv`` of int8 codes.
+        dtype: dtype of the pages.
+        device: device on which the layer computes.
+        capacity: current number of physical blocks.
     """
 
     kv: Tensor
@@ -43,7 +43,7 @@ class Blocks(Protocol):
     capacity: int
 
     def register(self, user: LayerPages) -> None:
-        """``user`` is told which blocks mean nothing any more."""
+        """Notify ``user`` of blocks that are freed."""
         ...
 
 
@@ -57,18 +57,18 @@ class DevicePools:
     def __init__(self, config: OffloadConfig) -> None:
         self.config, self.layers = config, 1
         self.pools: dict[tuple, DevicePool | None] = {}
-        # Of each pool: the layer whose fetch begins a step. Weakly, or they would keep each other alive.
+        # The layer of each pool whose fetch begins a step. Weak references, to avoid a reference cycle.
         self._leads: dict[int, weakref.ref[LayerPages]] = {}
         self._enabled: dict[torch.device, Tensor] = {}
         self._room: int | None = None  # for copies of chosen tokens
 
     def __deepcopy__(self, memo: dict) -> DevicePools:
-        new = DevicePools(self.config)  # a copy steps by itself, so what it has chosen could be evicted by the other
+        new = DevicePools(self.config)  # the copy steps independently: in a shared pool each could evict the other's
         new.layers = self.layers
         return new
 
     def pool(self, blocks: Blocks, entries: int) -> DevicePool | None:
-        """The pool for a layer of which a step chooses ``entries`` blocks (of one KV head); None without one."""
+        """The pool for a layer whose steps choose ``entries`` blocks (of one KV head); None without one."""
         size, width = blocks.kv.shape[2:]
         key = (size, width, blocks.dtype, blocks.device)
         if key not in self.pools:
@@ -83,13 +83,13 @@ class DevicePools:
         return self.pools[key]
 
     def leads(self, layer: LayerPages) -> bool:
-        """``layer`` is the first one of its pool: its fetch begins a step."""
+        """Whether ``layer`` is the first one of its pool, whose fetch begins a step."""
         lead = self._leads.setdefault(id(layer.pool), weakref.ref(layer))
         return lead() is layer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is fetched and no step begins: for trial runs."""
+        """Context for trial runs: nothing is fetched and no step begins."""
         with ExitStack() as stack:
             for pool in self.pools.values():
                 if pool is not None:
@@ -109,21 +109,22 @@ class DevicePools:
 
     @no_inference_mode
     def enabled(self, device: torch.device) -> Tensor:
-        """int32 ``[1]`` on a device, 0 while trial runs are to copy no tokens."""
+        """int32 ``[1]`` on a device, 0 during trial runs, which must not copy tokens."""
         if device not in self._enabled:
             self._enabled[device] = torch.ones(1, dtype=torch.int32, device=device)
         return self._enabled[device]
 
     def tokens(self, chosen: int, there: int, each: int, device: torch.device, rows: int, least: int = 0) -> int:
-        """Tokens of each KV head that a layer may have copies of, all rows together: each layer has its share.
+        """Tokens per KV head that a layer may have copies of, all rows together. Layers share the memory equally.
 
-        By default ``TOKEN_SELECTIONS``, otherwise what the configured size allows, but no more than there are.
+        By default room for ``TOKEN_SELECTIONS`` selections, otherwise what the configured size allows, but no more than
+        the rows can hold.
 
         Args:
-            chosen: of a step's selection, of one row.
-            there: that there can be in a row.
-            each: bytes of one, of all KV heads.
-            least: rows whose selections there should be room for; 0: all.
+            chosen: tokens of one step's selection in one row.
+            there: most tokens in a row.
+            each: bytes of one token, all KV heads.
+            least: rows whose selections should fit; 0: all.
         """
         budget = self.config.device_pool
         if self._room is None:
@@ -141,12 +142,12 @@ class DevicePools:
         return min(rows * wanted, self._room // (self.layers * each))
 
     def refuse(self, error: Exception) -> None:
-        """Allow nothing more: an allocation that :meth:`tokens` allowed has failed."""
+        """Allow no further copies, after an allocation that :meth:`tokens` allowed has failed."""
         self._room = 0
         _refuse("chosen tokens", error)
 
     def counters(self) -> dict[str, int]:
-        """The pools' counters together, and ``bytes`` fetched. Synchronises."""
+        """The sum of the pools' counters, and ``bytes`` fetched. Synchronises."""
         total = {"needed": 0, "found": 0, "fetched": 0, "unserved": 0, "bytes": 0}
         for pool in self.pools.values():
             if pool is not None:
@@ -157,7 +158,7 @@ class DevicePools:
         return total
 
     def link_bytes(self, pool: DevicePool) -> int:
-        """What a block of one KV head takes over the link: of codes a byte a number."""
+        """Bytes that a block of one KV head transfers over the link; codes take one byte a number."""
         return pool.pages[0].nbytes if self.config.kv_dtype is None else pool.pages[0].numel()
 
     @property
@@ -169,7 +170,7 @@ class DevicePools:
         """Free the memory; the layers that use it must have dropped it."""
         for pool in self.pools.values():
             if pool is not None:
-                pool.wait_for_copies()  # of layers that have not come to drop theirs
+                pool.wait_for_copies()  # from layers that have not dropped the pool yet
         self.pools.clear()
         self._leads.clear()
         self._room = None
@@ -200,9 +201,9 @@ class LayerPages:
         blocks.register(self)
 
     def enter(self, entries: int) -> bool:
-        """Make ready for steps that choose ``entries`` blocks (of one KV head): room and page table. False without.
+        """Prepare pages and page table for steps that choose ``entries`` blocks (of one KV head). False without a pool.
 
-        Nothing that a captured step uses is made later than this.
+        A captured step uses no tensor that is created later than this.
         """
         if self.pool is None:
             pool = self.pools.pool(self.blocks, entries)

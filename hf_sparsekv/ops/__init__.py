@@ -1,11 +1,13 @@
 """Operators on cached keys and values, one folder each.
 
-``reference.py`` is the definition in plain torch, with the public signature and docstring; ``triton.py`` has the
-kernels and launches them, from arguments of the same names; ``config.py`` says how a call of given shapes is cut, as a
-frozen dataclass that benchmarks and tests replace (``config=replace(config(...), tile=32)``). The folder's function
-picks one by device (:func:`._dispatch.operator`).
+* ``reference.py`` is the definition in plain torch, with the public signature and docstring.
+* ``triton.py`` has the kernels and launches them, from arguments of the same names.
+* ``config.py`` chooses launch parameters for given shapes, as a frozen dataclass that benchmarks and tests replace
+  (``config=replace(config(...), tile=32)``).
 
-A kernel takes a tensor as one argument, pointer and strides together (:mod:`._operands`); ``None`` in its place is
-decided at compile time. Kernels' names begin with their operator's, as a profiler shows them. Two helpers are shared:
+The folder's function picks an implementation by device (:func:`._dispatch.operator`).
+
+A kernel takes a tensor as one argument, pointer and strides together (:mod:`._operands`). ``None`` in its place is
+resolved at compile time. Kernel names begin with the operator's name, so that profiles show it. Two helpers are shared:
 :mod:`._paged` finds tokens by block table and device pages, :mod:`._overlap` launches.
 """

@@ -1,8 +1,8 @@
-"""Kernels in CUDA C++, for what Triton cannot say: clusters of thread blocks that share their memory, tables in it.
+"""Kernels in CUDA C++, for features that Triton lacks: thread block clusters, and lookup tables in shared memory.
 
-Compiled by NVRTC for the GPU that is there, once a process (some 0.3 s), with NVIDIA's ``cuda-bindings``, which torch
-brings along. Where they are missing, or the GPU lacks what a kernel needs, operators take their Triton kernels, with
-the same results; linear layers of 4 bits, and of several rows in 8, are left to their library.
+NVRTC compiles them once a process (some 0.3 s) for the GPU in use, through NVIDIA's ``cuda-bindings``, which torch
+installs. Without the bindings, or on a GPU without the features, operators use their Triton kernels, with the same
+results. Linear layers of 4 bits, and of several rows in 8 bits, are then left to their library.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
-CLUSTERS = 9  # compute capability from which on there are clusters, and dependent launches
+CLUSTERS = 9  # least compute capability with clusters and dependent launches
 
 
 class Kernel:
-    """A compiled kernel on one GPU, launched as a dependent launch (see :mod:`._overlap`) where there are any."""
+    """A compiled kernel on one GPU, launched as a dependent launch (see :mod:`._overlap`) where the GPU has them."""
 
     def __init__(self, driver, function, shared: int, dependent: bool = True) -> None:
         self._driver, self._function = driver, function
@@ -57,10 +57,10 @@ class Kernel:
 
 
 def _check(answer):
-    """What a call of ``cuda-bindings`` returned, without its status.
+    """Result of a ``cuda-bindings`` call, without its status.
 
     Raises:
-        RuntimeError: the status says that it failed.
+        RuntimeError: the status reports an error.
     """
     status, *values = answer
     if status:
@@ -70,9 +70,9 @@ def _check(answer):
 
 @contextmanager
 def _current(driver, device: int) -> Iterator[None]:
-    """Inside, ``device`` and its context are this thread's.
+    """Make ``device`` and its context current for this thread.
 
-    A thread has no context before its first call of CUDA's runtime, and torch makes none where the device is current.
+    A thread has no context before its first CUDA runtime call, and torch creates none if the device is current.
     """
     with torch.cuda.device(device):
         if not int(_check(driver.cuCtxGetCurrent())):
@@ -140,7 +140,7 @@ def _load(
 
 
 def _most_shared(driver, function, device: int) -> int:
-    """Allow ``function`` all shared memory that a block may have, and say how much that is beside its own."""
+    """Allow ``function`` all shared memory that a block may have; returns the bytes left besides its static memory."""
     kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     most = _check(driver.cuDeviceGetAttribute(kind, _check(driver.cuDeviceGet(device))))
     kind = driver.CUfunction_attribute
@@ -150,7 +150,7 @@ def _most_shared(driver, function, device: int) -> int:
 
 
 def read_source(package: str, file: str, defined: dict[str, float]) -> str:
-    """``file``, a resource of ``package``, behind what sources with these macros share that is C++ alone."""
+    """``file``, a resource of ``package``, after the C++ code that sources with these macros share."""
     shared = (files(__package__) / "_cuda_16.cuh").read_text() if "BFLOAT16" in defined else ""
     return shared + "\n" + (files(package) / file).read_text()
 
@@ -158,14 +158,14 @@ def read_source(package: str, file: str, defined: dict[str, float]) -> str:
 def compile_file(
     nvrtc, arch: int, package: str, file: str, defined: dict[str, float], *options: str
 ) -> tuple[bytes, str]:
-    """Machine code (cubin) of ``file``, a resource of ``package``, for sm_``arch``, and what the compiler said.
+    """Machine code (cubin) of ``file``, a resource of ``package``, for sm_``arch``, and the compiler's log.
 
     Args:
         defined: macros.
         options: of NVRTC, in addition.
 
     Raises:
-        RuntimeError: it does not compile; with the compiler's log.
+        RuntimeError: the file does not compile; the message is the compiler's log.
     """
     source = "\n".join(((files(__package__) / "_cuda.cuh").read_text(), read_source(package, file, defined)))
     options = ("--std=c++17", f"--gpu-architecture=sm_{arch}", *(f"-D{k}={v}" for k, v in defined.items()), *options)

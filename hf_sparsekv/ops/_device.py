@@ -1,7 +1,7 @@
-"""What launches and first guesses depend on beside shapes and dtypes: processors, caches and memory of a GPU.
+"""Properties of a GPU that launch parameters depend on: SMs, caches and memory.
 
-Kernels were tuned on an H200. On another GPU a launch aims for as many programs for each processor as there
-(:func:`programs`), and tiles are cut down to the shared memory that there is (:func:`shared_memory`).
+Kernels were tuned on an H200. On another GPU a launch aims for the same number of programs per SM (:func:`programs`),
+and tiles are cut to the available shared memory (:func:`shared_memory`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU, or a part of one (MIG), says of itself.
+    """Properties of a GPU, or of a part of one (MIG).
 
     Args:
-        processors: that kernels run on (SMs).
-        l2_bytes: of the cache that they share.
-        shared_bytes: of shared memory that one program may use.
-        bandwidth: bytes a second that its memory moves at most; None if it does not say.
-        cuda_kernels: kernels in CUDA C++ that need clusters run on it (:mod:`._cuda`).
+        processors: number of SMs.
+        l2_bytes: size of the L2 cache.
+        shared_bytes: shared memory that one program may use.
+        bandwidth: peak memory bandwidth in bytes a second; None if the driver does not report it.
+        cuda_kernels: whether CUDA C++ kernels that need clusters run on it (:mod:`._cuda`).
     """
 
     processors: int
@@ -44,10 +44,10 @@ H200 = Gpu(
 
 
 def gpu(device: torch.device) -> Gpu:
-    """What the driver says of a CUDA device.
+    """Properties of a CUDA device, from the driver.
 
     Raises:
-        ImportError: Triton, which asks the driver, is not installed.
+        ImportError: Triton, which queries the driver, is not installed.
     """
     return _told(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -68,15 +68,15 @@ def _told(device: int) -> Gpu:
 
 
 def gpu_of(t: Tensor) -> Gpu:
-    """The GPU where ``t`` is; without one an H200."""
+    """The GPU of ``t``; for tensors on a CPU an H200."""
     return _told(t.get_device()) if t.is_cuda else H200
 
 
 def shared_memory(t: Tensor) -> int:
-    """Bytes of shared memory that one program may use where ``t`` is; without a GPU as many as on an H200."""
+    """Bytes of shared memory that one program may use on the GPU of ``t``; without a GPU those of an H200."""
     return gpu_of(t).shared_bytes
 
 
 def programs(on_h200: int, t: Tensor) -> int:
-    """Programs to aim for where ``t`` is, if ``on_h200`` measured best on an H200: as many for each processor."""
+    """Programs to aim for on the GPU of ``t``: as many per SM as ``on_h200``, the best number on an H200."""
     return max(1, on_h200 * gpu_of(t).processors // H200.processors)

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and the checks that the Triton versions share."""
+"""Choice of an operator's implementation, and the checks that the Triton versions share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_triton() -> bool:
 
 
 def use_triton(t: Tensor) -> bool:
-    """Whether the Triton kernel serves an operator whose result is stored where ``t`` is."""
+    """Whether an operator whose result is on the device of ``t`` runs as a Triton kernel."""
     return t.is_cuda and has_triton()
 
 
@@ -37,17 +37,17 @@ def operator(
 ) -> Callable:
     """The operator that ``reference`` defines: the kernel of the same name where it can run, otherwise ``reference``.
 
-    Or, on a CPU, ``on_cpu`` where there is one.
+    On a CPU ``on_cpu`` runs instead, if it is given.
 
     Signature and docstring are the reference's. Kernels take the same arguments, and ``config`` in addition.
 
     Args:
-        on: the argument whose device decides: a kernel runs on CUDA tensors, if Triton is there.
-        in_place: arguments that a kernel reads or writes in place, which host memory allows only where it is pinned.
-        when: what else a kernel needs, of the same arguments.
-        module: beside the reference's module, where the kernel is.
-        on_cpu: gives the same in fewer torch operations (up to rounding), for calls of which decode steps on a CPU
-            are full; others it hands to ``reference``.
+        on: the argument whose device decides: a kernel runs on CUDA tensors if Triton is installed.
+        in_place: arguments that a kernel reads or writes in place; those in host memory must be pinned.
+        when: further condition for the kernel, a function of the same arguments.
+        module: name of the kernel's module, in the package of the reference.
+        on_cpu: computes the same in fewer torch operations (up to rounding), for the calls that are frequent in decode
+            steps on a CPU. It passes other calls to ``reference``.
     """
     names = list(inspect.signature(reference).parameters)
     first, others = names.index(on), [(name, names.index(name)) for name in in_place]
@@ -60,7 +60,7 @@ def operator(
     @wraps(reference)
     def call(*args, **named):
         where = args[first] if first < len(args) else named.get(on)
-        if where is None:  # which the reference refuses
+        if where is None:  # the reference raises
             return reference(*args, **named)
         if use_triton(where):
             written = (args[i] if i < len(args) else named.get(name) for name, i in others)
@@ -77,12 +77,12 @@ def operator(
 
 
 def give(result: Tensor, out: Tensor | None) -> Tensor:
-    """``result``, in ``out`` if there is one: the references always allocate."""
+    """``result``, copied to ``out`` if it is given: the references always allocate."""
     return result if out is None else out.copy_(result)
 
 
 def require_dense_rows(**tensors: Tensor | None) -> None:
-    """Raise for a tensor whose last dimension is strided: the kernels take it to be contiguous."""
+    """Raise for a tensor whose last dimension is strided: the kernels assume that it is contiguous."""
     for name, t in tensors.items():
         if t is not None and t.numel() and t.shape[-1] > 1 and t.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous, got strides {t.stride()}")
@@ -98,7 +98,7 @@ def require_each_row(batch: int, valid: Tensor | None, **numbers: Tensor) -> Non
 
 
 def require_rows(rows: Tensor, batch: int) -> None:
-    """Raise for what is no ``[batch, 2]`` of int32 in one piece: the length of each row, and its sealed tokens."""
+    """Raise unless ``rows`` is contiguous int32 ``[batch, 2]``: the length of each row, and its sealed tokens."""
     if rows.shape != (batch, 2) or rows.dtype != torch.int32 or not rows.is_contiguous():
         raise ValueError(
             f"rows must be contiguous int32 [{batch}, 2] (length, sealed), got {rows.dtype} {list(rows.shape)} with "

@@ -1,7 +1,7 @@
-"""The mean over the query heads of a group, ahead of a score that is linear in it.
+"""The mean over the query heads of a group, computed before a score that is linear in it.
 
-A score's programs each read the queries of their group. With the 128 heads of a latent's group these are more than the
-labels or bounds that a program scores, so they are reduced once.
+Each program of a score reads the queries of its group. With the 128 heads of a latent's group these are larger than the
+labels or bounds that the program scores, so they are reduced once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ._operands import Query, batch_and_head, operand, padded
 from ._overlap import begin, launch
 
-MANY = 32  # query heads of a group above which this pays a launch of its own. Not measured yet.
+MANY = 32  # query heads of a group above which this is worth a separate launch. Not measured yet.
 CHANNELS = 64  # of a program
 
 

@@ -1,9 +1,8 @@
-"""Where tensors that grow with an answer lie, so that Triton compiles a kernel once.
+"""Layout of tensors that grow with an answer, chosen so that Triton compiles each kernel once.
 
-It compiles another one where a stride becomes a multiple of 16 or is none any more, where it becomes 1, and where a
-pointer's alignment to 16 bytes changes. So rows of a width that changes lie a multiple of ``UNIT`` entries apart, and
-the parts of a tensor begin at multiples of as many. What is just a number does a kernel take as it is
-(``do_not_specialize``).
+Triton compiles a kernel again when a stride's divisibility by 16 changes, when a stride becomes 1, and when a pointer's
+alignment to 16 bytes changes. Rows of changing width are therefore a multiple of ``UNIT`` entries apart, and the parts
+of a tensor begin at such multiples. Plain numbers are passed with ``do_not_specialize``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def whole(n: int) -> int:
 
 
 def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor of ``shape``, whose rows (the last dimension) lie :func:`whole` entries apart."""
+    """A new tensor of ``shape``, whose rows (the last dimension) are :func:`whole` entries apart."""
     *outer, n = shape
     return torch.empty(*outer, whole(n), dtype=dtype, device=device)[..., :n]
 

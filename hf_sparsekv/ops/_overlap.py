@@ -1,9 +1,8 @@
-"""Programmatic dependent launch: a kernel is there before the one that it waits for has ended.
+"""Programmatic dependent launch: a kernel starts before the kernel that it waits for has ended.
 
-On GPUs from Hopper on, the next kernel of a stream may be put on the processors as soon as the programs of this one
-have all begun; it waits where it first needs what others have written. That hides the start of a kernel, a microsecond
-or so, of which a decode step has several hundred. See "Programmatic Dependent Launch and Synchronization" in NVIDIA's
-CUDA programming guide.
+On Hopper and later, the next kernel of a stream may start as soon as all programs of this one have begun. It waits
+where it first needs results of earlier kernels. This hides a kernel's start, about a microsecond; a decode step has
+several hundred. See "Programmatic Dependent Launch and Synchronization" in NVIDIA's CUDA programming guide.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 def wait(PDL: tl.constexpr):
     """Wait for the kernels before this one. Every kernel calls this, or :func:`begin`, before it reads or writes.
 
-    (What no kernel before it writes, weights for instance, may be read earlier; so may, past the processor's own cache,
-    what its predecessor has waited for, if that one releases behind its wait: see :mod:`.experts`.) Each kernel waits
-    for its predecessor's end, which waited for its own: so all that came before is done.
+    Data that no earlier kernel writes, such as weights, may be read before the wait. So may the data that the
+    predecessor waited for, bypassing L1, if the predecessor releases after its wait: see :mod:`.experts`. Each kernel
+    waits for its predecessor's end, and that one waited for its own, so all earlier kernels are done.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -30,7 +29,7 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel come once all programs are here. Early in a short kernel; late in one that needs the room."""
+    """Let the next kernel start once all programs got here. Early in a short kernel; late in one that needs the SMs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

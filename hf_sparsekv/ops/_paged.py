@@ -50,8 +50,10 @@ def is_held(o_n, sinks, ring, length, sealed):
 
 @triton.jit
 def find_recent(o_n, sinks, ring, length, sealed):
-    """Entries of the recent buffer with the ``o_n``-th sinks, or behind them the tokens from ``sealed`` on; and which
-    of them hold one. So that these come first, and a loop may end with them.
+    """Entries of the recent buffer in compact order, and a mask of those that hold a token.
+
+    ``o_n`` counts the sinks first, then the tokens from ``sealed`` on. Occupied entries are therefore contiguous, and a
+    loop may stop after them.
     """
     b_entry = o_n + sealed % tl.maximum(ring, 1)
     b_entry = tl.where(b_entry >= sinks + ring, b_entry - ring, b_entry)
@@ -61,9 +63,9 @@ def find_recent(o_n, sinks, ring, length, sealed):
 
 @triton.jit
 def locate(page, o_in, kv, pages, i_head):
-    """Where token ``o_in`` of the block in ``page`` is: without ``pages`` a physical block of ``kv``.
+    """Pointer to token ``o_in`` of the block ``page``, which without ``pages`` is a physical block of ``kv``.
 
-    With them ``page >= 0`` is a device page, and ``-(physical_id + 2)`` a physical block of ``kv``.
+    With ``pages``, ``page >= 0`` is a device page, and ``-(physical_id + 2)`` a physical block of ``kv``.
     """
     o_in = o_in.to(tl.int64)
     if pages is None:
@@ -77,16 +79,15 @@ def locate(page, o_in, kv, pages, i_head):
 
 @triton.jit
 def locate_page(page, o_in, pages):
-    """Where token ``o_in`` of the device page ``page`` is; the first page for what is not on one."""
+    """Pointer to token ``o_in`` of the device page ``page``; of the first page where ``page`` is not a device page."""
     return pages.ptr + tl.maximum(page, 0).to(tl.int64) * pages.page + o_in.to(tl.int64) * pages.token
 
 
 @triton.jit
 def load_codes(page, o_in, m_kv, kv, pages, i_head, o_w, end, part, dtype: tl.constexpr):
-    """Entries ``o_w [D]``, below ``end``, of the tokens ``m_kv``, which ``kv`` holds as codes, in ``dtype``; zeros of
-    others. Places as for :func:`locate`.
+    """Entries ``o_w [D]``, below ``end``, of the tokens ``m_kv`` that ``kv`` holds as codes, dequantised to ``dtype``.
 
-    ``part`` says by which of a token's two scales they are multiplied.
+    Other tokens give zeros. Addresses are as for :func:`locate`. ``part`` selects one of a token's two scales.
     """
     o_in, physical_id = o_in.to(tl.int64), page.to(tl.int64)
     if pages is not None:
@@ -100,11 +101,10 @@ def load_codes(page, o_in, m_kv, kv, pages, i_head, o_w, end, part, dtype: tl.co
 
 @triton.jit
 def find_tokens(b_id, m, sealed, p_table, pages, BLOCK_SIZE: tl.constexpr):
-    """Pages of the tokens ``b_id`` and their places in them (see :func:`locate`), which of those that ``m`` marks there
-    are, and which of them ``kv`` holds.
+    """Pages of the tokens ``b_id``, positions in them (see :func:`locate`), and two masks.
 
-    Ids are tokens of the row, of which ``sealed`` are there; with ``pages`` they are ``page * BLOCK_SIZE + position in
-    the block``.
+    The first mask has the tokens of ``m`` that exist, the second those of them that are in ``kv``. Ids are tokens of
+    the row and must be below ``sealed``. With ``pages`` they are ``page * BLOCK_SIZE + position in the block``.
     """
     if pages is None:
         m = m & (b_id >= 0) & (b_id < sealed)

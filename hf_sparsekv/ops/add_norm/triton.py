@@ -60,7 +60,7 @@ def add_norm_kernel(
 
 
 def _rows(x: Tensor) -> Table:
-    """Rows of ``x``, each of which may be part of a longer one; its values are contiguous."""
+    """Rows of ``x``. Each row is contiguous, but may be part of a longer one."""
     x = x.reshape(-1, x.shape[-1])
     return operand(Table, x if x.stride(1) == 1 else x.contiguous())
 

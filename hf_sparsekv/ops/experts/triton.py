@@ -198,10 +198,10 @@ def experts_up(x, index, gate_up, activation, tile=UP):
 
 
 def experts_down(x, index, weights, down, tile=DOWN):
-    """The weighted sum over each token's experts, ``[tokens, D]``, of what :func:`experts_up` gave.
+    """The weighted sum over each token's experts, ``[tokens, D]``, of the output of :func:`experts_up`.
 
-    ``index`` and ``weights`` are read before the kernel before this one has ended: it is `experts_up`'s, or another one
-    that does not write them, and that releases behind its wait.
+    ``index`` and ``weights`` are read before the preceding kernel has ended. That kernel must not write them, and must
+    release after its wait, as the kernel of `experts_up` does.
     """
     tokens, k = index.shape
     width, inner = down.shape[1:]

@@ -131,7 +131,7 @@ def _logits(p_scores, m_n, scale, softcap):
     """Logits to base 2 of a chunk's scores."""
     b_s = tl.load(p_scores, mask=m_n, other=float("-inf"))  # [N]
     b_l = tl.minimum(base_2(b_s, scale, softcap), LARGEST)
-    return tl.where(b_s == float("-inf"), float("-inf"), b_l)  # of which tanh would make a number
+    return tl.where(b_s == float("-inf"), float("-inf"), b_l)  # the softcap's tanh would make -inf finite
 
 
 @triton.jit(do_not_specialize=["rows", "n", "chunks"])
@@ -159,7 +159,7 @@ def mass_select_sum_kernel(
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Masses by labels of one chunk, for each query head; or, behind the chunks, what is known of the recent tokens."""
+    """Label masses of one chunk, for each query head. The programs after the chunks compute the recent tokens' part."""
     wait(PDL)
     i_chunk, i_row = tl.program_id(0), tl.program_id(1)
     i_batch, i_head = batch_and_head(i_row, HEADS)
@@ -391,7 +391,7 @@ def mass_select(
     ids, bins = (empty_rows((*shape, n), dtype, device) for dtype in (torch.int32, torch.uint8))
     count = empty(torch.int32)
     found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
-    if not chunks:  # nobody would write them
+    if not chunks:  # no program writes them
         return reference.mass_select(
             *(scores, q, channels, recent_kv, rows),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},

@@ -1,7 +1,7 @@
 """Keep the chosen tokens of each KV head together: the kernels.
 
 Both lists are ascending, so a binary search finds the tokens that stay. One program a row and KV head searches and
-lists the positions that become free; then many programs copy what is missing and write the lists anew.
+lists the positions that become free; then many programs copy what is missing and rewrite the lists.
 """
 
 from __future__ import annotations

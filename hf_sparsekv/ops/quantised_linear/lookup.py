@@ -71,7 +71,7 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tenso
     Args:
         x: ``[rows, in]``, bfloat16 or float16.
         out: ``[rows, out]`` of the same dtype.
-        config: replaces the form for so many rows, of which it must have as many.
+        config: replaces the form for this number of rows, and must allow as many rows.
     """
     codes, scales, codebook = weight
     rows, inputs = x.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _cuda, _device
 
 # Of a block: 1 x 32k, 8 blocks a list, 7.3 us (512: 8.1, 256: 8.4), 8 x 32k, 2 blocks, 15.9 (16.9, 17.7), H200,
-# `operator --sweep sparse_decode`. A thread then has up to 170 registers, of which 16 loads of 16 bytes take 64.
+# `operator --sweep sparse_decode`. A thread then has up to 170 registers; 16 loads of 16 bytes take 64 of them.
 THREADS = 384
 WIDTHS, MOST_HEADS = (64, 128), 8  # channels of keys and of values; query heads of a KV head
 MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs

@@ -35,7 +35,7 @@ class Config:
     clusters: int | Literal[False] | None = False
 
 
-# Of latents: one program fills a processor, of which an H200 has 132. Measured on an H100 with
+# For latents one program fills an SM, and an H200 has 132 SMs. Measured on an H100 with
 # GLM-4.7-Flash's 20 heads and DeepSeek-V3's 128. The next tile is on its way while one is computed; loading it to
 # registers instead took 31-86 % longer in every shape, and tiles with tokens first did not fit three stages.
 ALL = Config(tile=64, heads=32, programs=132, warps=8, stages=3)

@@ -184,7 +184,7 @@ def gather(
     sealed: int,
     sinks: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """The chosen tokens ``listed [H, n]``, the recent ones and the means behind each other, float32 ``[H, tokens, D]``.
+    """The chosen tokens ``listed [H, n]``, then the recent ones, then the means: float32 ``[H, tokens, D]``.
 
     Args:
         recent: as :func:`recent_tokens` gives it.

@@ -3,10 +3,10 @@
 A token is one row: ``Dv`` numbers of latent, which are its value as well, then the rotated rotary part (DeepSeek-V2,
 section 2.1, with the up-projections absorbed). It is read once, for the scores and for the sum of the values.
 
-The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of a
-processor's registers; so one program runs on each processor, and its reads must hide behind its own products. The
-stored tokens and the recent buffer are one list, of which a part is every ``n_parts``-th tile, so that parts stay equal
-where only the first tokens of a list are there.
+The sum of a head is 512 wide. With 20 heads in a tile of 32 it takes 64 KB of float32, with 64 heads 128 KB, half of an
+SM's registers. One program therefore runs on each SM and must overlap its reads with its own products. The stored
+tokens and the recent buffer form one list, and a part takes every ``n_parts``-th tile of it. Parts then stay equal
+where only the first tokens of a list exist.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def sparse_decode_latent_tokens_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of the chosen tokens and the recent buffer, or of the means, of one row and KV head, ``BH``
-    query heads.
+    """Attend to one part of a row's tokens or means, for ``BH`` query heads of one KV head.
 
-    Each row has ``n_parts`` parts, of which the first ``near_parts`` are not those of means; ``n`` tokens of a list.
+    Each row has ``n_parts`` parts. The first ``near_parts`` cover the chosen tokens (a list of ``n``) and the recent
+    buffer, the others the means.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)

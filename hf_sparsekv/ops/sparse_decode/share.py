@@ -1,8 +1,8 @@
-"""How the work of a batch is shared out over the programs of one launch, whatever the lengths of its rows are.
+"""Balance the work of a batch over the programs of one launch, for rows of any lengths.
 
-How many programs a launch has depends on shapes alone: a captured step stays as it is. What each of them does it finds
-out itself, from the lengths of all rows: a part has as many tiles as leave about ``aim`` parts of the whole batch, and
-the parts of all rows stand one after the other, the same for each KV head. So a long row among short ones has many
+The number of programs depends on shapes alone, so that a captured step stays valid. Each program finds its part on the
+device, from the lengths of all rows. The tiles per part are chosen so that the whole batch has about ``aim`` parts. The
+parts of all rows are numbered consecutively, the same for each KV head. A long row among short ones therefore has many
 parts, an empty row has one, and no part has more tiles than an equal share. (FlashInfer plans work by the lengths of a
 batch, too, arXiv 2501.01005, section 3.3; there the host does it.)
 """
@@ -19,7 +19,7 @@ from .._paged import load_row
 
 
 class Share(NamedTuple):
-    """Rows of the batch; parts to aim at, and most that there are programs for; stored tokens of a list."""
+    """Rows of the batch, parts to aim at, the most parts (one program each), and stored tokens of a list."""
 
     batch: Any
     aim: Any
@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Tiles of stored tokens, of the recent buffer and of means; or parts."""
+    """Numbers of tiles, or of parts: of stored tokens, of the recent buffer and of means."""
 
     stored: Any
     recent: Any
@@ -36,10 +36,10 @@ class Kinds(NamedTuple):
 
 
 def programs(aim: int, batch: int, tiles: Kinds) -> tuple[int, int]:
-    """Parts to aim at, and how many there may be: of ``batch`` rows with at most ``tiles`` each.
+    """Parts to aim at, and the most there may be, for ``batch`` rows with at most ``tiles`` each.
 
-    A part is of one kind. Beside the ``aim`` each row may have one more of each further kind, but no more than that:
-    equal parts of which the last ones wait for a processor take twice as long.
+    A part has tiles of one kind. Each row may add one part for each further kind to the ``aim``, but no more. With more
+    parts than run at once, the last ones would wait for an SM, and the launch would take twice as long.
     """
     aim, kinds = max(1, aim), max(1, sum(map(bool, tiles)))
     return aim, min(max(aim, batch) + batch * (kinds - 1), batch * max(1, sum(tiles)))
@@ -47,7 +47,7 @@ def programs(aim: int, batch: int, tiles: Kinds) -> tuple[int, int]:
 
 @triton.jit
 def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
-    """Spans of a row of which something is sealed."""
+    """Spans of a row with at least one sealed token."""
     return tl.cdiv(sealed, means.span * BLOCK_SIZE)
 
 

@@ -1,8 +1,8 @@
 """Exact attention of one query per row over chosen cached tokens: the kernel over the parts.
 
-The tokens of a row and KV head are split over several programs (the chosen part of the stored blocks, the recent
-buffer, the means), each of which keeps a running softmax for the whole group of query heads. How many a row has follows
-from the lengths of all rows: see :mod:`.share`.
+The tokens of a row and KV head (the chosen stored tokens, the recent buffer, the means) are split over several
+programs. Each program keeps a running softmax for the whole group of query heads. The number of programs of a row
+follows from the lengths of all rows: see :mod:`.share`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Recent(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What stands for the tokens that are not attended.
+    """Means that represent the tokens that are not attended.
 
-    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, and the blocks that share a mean.
+    ``means [num_blocks, H, D]``, the chosen tokens ``[batch, H, n]``, and the number of blocks that share a mean.
     """
 
     ptr: Any
@@ -61,9 +61,11 @@ class Means(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """float32 results of each part and KV head, contiguous: attention ``[parts, H, G, Dv]``, logarithm to base 2 of the
-    denominator ``[parts, H, G]`` and number of tokens ``[parts, H]``; and int32 ``[batch, 2]``: the first part of each
-    row, and how many it has. ``aim``: parts to aim at, see :class:`.share.Share`; 0 for who does not ask.
+    """Results of each part and KV head, contiguous float32, and the ranges of parts of each row.
+
+    ``acc`` is the attention ``[parts, H, G, Dv]``, ``lse`` the base-2 logarithm of the denominator ``[parts, H, G]``,
+    ``count`` the number of tokens ``[parts, H]``. ``ranges``, int32 ``[batch, 2]``, has the first part of each row and
+    its number of parts. ``aim`` is the number of parts to aim at, see :class:`.share.Share`; 0 if it is not needed.
     """
 
     acc: Any
@@ -307,7 +309,7 @@ def sparse_decode_split_kernel(
     i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     share = Share(batch, parts.aim, tl.num_programs(0), n)
     scale, softcap = logits.scale, logits.softcap
-    if BATCH == 1:  # of the only row: asked for beside its length, instead of behind it
+    if BATCH == 1:  # one row only: its query is loaded together with its length, not after it
         b_q = load_query(q, 0, i_head, GROUP, DK, BG, BK)
     there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
     if not there:

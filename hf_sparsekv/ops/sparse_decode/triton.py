@@ -77,7 +77,7 @@ def sparse_decode(
     config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    # Lists of which each head uses as many as it needs keep the parts below, of which a long one has more.
+    # Lists with a length per head (`used`) keep the parts below: a longer list gets more of them.
     clusters = config.clusters is not False and granularity == "token" and used is None
     if clusters and not latents and softcap is None:
         about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}

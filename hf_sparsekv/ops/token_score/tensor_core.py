@@ -1,8 +1,8 @@
 """Approximate score of tokens from packed labels by tensor cores, for queries of 16 bits.
 
-A program scores block after block with the queries in registers. A group's queries are the columns of one product of
-8-bit integers: digits 0 to 15, and queries in fixed point, of which each has two columns, 128 a + b. Sums are exact, so
-all that is rounded are the queries, to a 32,512th of their largest number. The mean over a group is one query.
+A program scores block after block with the queries in registers. The queries of a group are the columns of one product
+of 8-bit integers: digits 0 to 15 times queries in fixed point. A query has two columns, 128 a + b. Sums are exact, so
+only the queries are rounded, to a 32,512th of their largest number. The mean over a group is one query.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def token_score_kernel(
     sealed = load_row(rows, i_batch)[1] // BLOCK_SIZE
     if not FILL:
         blocks = tl.minimum(blocks, sealed)
-    tokens = blocks * BLOCK_SIZE  # of which the compiler knows a divisor
+    tokens = blocks * BLOCK_SIZE  # the compiler knows a divisor of it
     if not FILL:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(0) * BT >= tokens:
             return

@@ -1,4 +1,4 @@
-"""What the selection kernels share: scores as ordered integers, and where the chosen ids go."""
+"""Code that the selection kernels share: scores as ordered integers, and the positions of the chosen ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entries(rows, i_batch, n, TOKENS: tl.constexpr):
 
 @triton.jit
 def load_keys(p_row, o_n, n, wide, rows, WHOLE: tl.constexpr):
-    """Keys of the entries ``o_n`` of a row of ``n`` that lies in ``wide``, see :func:`readable`; ``-inf`` behind."""
+    """Keys of the entries ``o_n`` of a row of ``n`` stored in ``wide``, see :func:`readable`; ``-inf`` after them."""
     if rows is None and not WHOLE:
         b_key = ordered(tl.load(p_row + o_n, mask=o_n < n, other=float("-inf")))
     else:

@@ -77,14 +77,14 @@ def token_select(
     """Tokens to attend to.
 
     Args:
-        scores: ``[batch, H, n * block_size]`` float32: token scores of ``n`` blocks, one after the other.
+        scores: ``[batch, H, n * block_size]`` float32: token scores of ``n`` blocks, in order.
         block_ids: ``[batch, H, n]`` int32 ascending block ids (-1 at the end) that the scores belong to;
             ``None`` if they are blocks ``0 .. n - 1``.
         k: tokens to choose per row and KV head.
         block_size: tokens in a block.
-        rows: int32 ``[batch, 2]``, length and sealed tokens of each row, for scores of all blocks: tokens behind the
-            sealed ones cannot be chosen. Their scores are not looked at and may be anything, and a row takes as long
-            as it is. ``None``: all ``n`` blocks count.
+        rows: int32 ``[batch, 2]``, length and sealed tokens of each row, for scores of all blocks. Tokens after the
+            sealed ones cannot be chosen. Their scores are not read, so short rows take less time. ``None``: all ``n``
+            blocks count.
         out: receives the result.
         scratch: int32 of ``triton.scratch_size(scores, k)`` entries, for the kernels of long rows.
 
@@ -92,8 +92,8 @@ def token_select(
         ``TokenIds`` int32 ``[batch, H, k]``: columns, ascending, padded at the end with -1.
 
     Raises:
-        ValueError: ``rows`` with ``block_ids``, whose scores do not lie at the row's tokens; or something else than
-            ``[batch, 2]`` int32.
+        ValueError: ``rows`` with ``block_ids``, whose scores are not in the order of the row's tokens; or ``rows`` that
+            are not ``[batch, 2]`` int32.
     """
     require_all_blocks(rows, block_ids, scores.shape[0])
     at = topk_ids(scores, k, rows)
@@ -104,7 +104,7 @@ def token_select(
 
 
 def require_all_blocks(rows: Tensor | None, block_ids: Tensor | None, batch: int) -> None:
-    """Raise unless ``rows`` are those of scores of all blocks."""
+    """Raise ``ValueError`` unless ``rows`` are valid and the scores are those of all blocks."""
     if rows is None:
         return
     if block_ids is not None:

@@ -1,13 +1,12 @@
 """Selection from long rows by a sample of them, in three small steps.
 
-1. One program a row reads a sample and takes from it a score that more entries than the ``k`` reach, but not many more.
-2. Several programs a row write the entries from that score on, keys and ids, each to a place of its own.
+1. One program a row reads a sample and derives a score that slightly more than ``k`` entries should reach.
+2. Several programs a row write the entries that reach that score, keys and ids, each to a separate buffer.
 3. One program a row searches the threshold among these, as among the entries of a short row, and writes the ids.
 
-So all entries are read once and compared with one number. The sample never shows in the result: where too few or too
-many entries reach its score (a row whose scores repeat, say), the last step searches the whole row instead, which takes
-as much longer as the row is longer. (A sample to bound a rank: Floyd and Rivest, Expected Time Bounds for Selection,
-CACM 18, 1975.)
+All entries are thus read once and compared with one number. The sample never affects the result. If too few or too many
+entries reach its score (in a row of repeated scores, say), the last step searches the whole row, which takes
+proportionally longer. (A sample to bound a rank: Floyd and Rivest, Expected Time Bounds for Selection, CACM 18, 1975.)
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def _select_whole(
     N: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Write the ids of the ``k`` best entries of a row, all of which is read again and again."""
+    """Write the ids of the ``k`` best entries of a row, reading the whole row several times."""
     lo, count, over, usable = _search_row(p_row, n, wide, rows, k, N, WHOLE)
     need = tl.where(count > k, k - over, n)  # of those that equal lo
     above, ties = n * 0, n * 0
@@ -195,7 +194,7 @@ def topk_select_choose_kernel(
     o_c = tl.arange(0, BC)
     b_count = tl.load(p_counts + i_part + o_c, mask=o_c < chunks, other=0)  # [BC]
     live = entries(rows, i_batch, n, TOKENS)
-    b_count = tl.where(o_c * N < live, b_count, 0)  # the chunks behind have written none
+    b_count = tl.where(o_c * N < live, b_count, 0)  # chunks after the row's end have written none
     least = tl.load(p_from + i_row)
     total = tl.sum(b_count, 0)
     if (total <= HELD) & ((total >= k) | (least == MINUS_INF + 1)):
