@@ -1,4 +1,4 @@
-"""Copies of prompts' KV between the GPU and pinned host memory, on streams of their own.
+"""Copies of prompts' KV between the GPU and pinned host memory, on separate copy streams.
 
 The host launches all layers of a prefill before the GPU has finished the first. If each layer allocated its own staging
 buffers, they would all be in memory at once. So each copy stream owns a few buffers, and filling one waits, on the GPU,
@@ -83,7 +83,7 @@ class CopyStreams:
         return CopyStreams()
 
     def out(self, device: torch.device) -> CopyStream:
-        """To the host."""
+        """The copy stream to the host."""
         if device not in self._out:
             self._out[device] = CopyStream(device, STAGED)
         return self._out[device]
@@ -106,7 +106,7 @@ class CopyStreams:
 
         Args:
             read: copies them into the buffer, on the current stream.
-            in_use_until: is told until when a copy stream reads the blocks, and where they are.
+            in_use_until: called with the event after which the copy stream no longer reads the blocks.
         """
         copy_stream = self._from_host(device)
         # Filled on the copy stream itself, which comes after whatever the computing stream did with the buffer two
@@ -119,7 +119,7 @@ class CopyStreams:
     def arrived(self, store: object, device: torch.device) -> Tensor | None:
         """The blocks that :meth:`read_ahead` has read, if it was for ``store``. The current stream waits for them.
 
-        The layers before have asked in the same forward pass, so nothing is left of one that was broken off.
+        Each layer takes its own blocks in the same forward pass, so none are left over from an interrupted pass.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] is not store:
@@ -137,7 +137,7 @@ class CopyStreams:
 def _join(stream: torch.cuda.Stream, device: torch.device) -> None:
     """Order reuse of freed memory after pending copies: the copy stream, and perhaps its cache, has been deleted.
 
-    (Inside a capture nothing can be waited for; there a cache could die by another thread only, on another stream.)
+    (A capture cannot wait for the copies. There only another thread, on another stream, could delete a cache.)
     """
     with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is reported elsewhere
         if not torch.cuda.is_current_stream_capturing():
@@ -150,9 +150,9 @@ def wait(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 class Pending:
-    """Events after which copy streams no longer use some memory: what changes or reuses it waits for them first.
+    """Events after which copy streams no longer use some memory. Code that changes or reuses it waits for them first.
 
-    Several caches can share such memory, and each has copy streams of its own.
+    Several caches can share such memory, and each has separate copy streams.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Pending:
         self._lock = threading.Lock()
 
     def add(self, event: torch.cuda.Event) -> None:
-        """A copy stream uses the memory until ``event``."""
+        """Register that a copy stream uses the memory until ``event``."""
         with self._lock:
             self._events = [one for one in self._events if not one.query()]
             self._events.append(event)

@@ -1,4 +1,4 @@
-"""Pages of host memory: addresses without memory, memory under them, and who hands it out."""
+"""Pages of host memory: reserve addresses, back them with memory, and choose the NUMA node."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HUGE = 2 << 20  # a large page of x86-64 and, mostly, arm64
 DONTFORK, DOFORK, HUGEPAGE = 10, 11, 14  # linux/mman.h; Python's mmap has no names for all that is used here
 _NORESERVE, _NO_ACCESS, _READ_WRITE, _DONTNEED, _POPULATE_WRITE = 0x4000, 0, 3, 4, 23
 _TOUCH_THREADS = 8
-_TOUCH_PIECE = 32 << 20  # enough to be worth a thread, small enough to share out evenly
+_TOUCH_PIECE = 32 << 20  # large enough to be worth a thread, small enough to balance them
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """ctypes, because its calls release the GIL and mmap's do not; and because mmap objects unmap when they like."""
+    """libc, through ctypes: its calls release the GIL, ``mmap``'s do not, and ``mmap`` objects unmap themselves."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -36,7 +36,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def reserve(size: int) -> int | None:
-    """Address of ``size`` bytes that cannot be used yet; None if there are not so many addresses."""
+    """Address of ``size`` bytes that cannot be used yet; None if there is not enough address space."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     address = _libc().mmap(None, size, _NO_ACCESS, flags, -1, 0)
     return None if address == ctypes.c_void_p(-1).value else address
@@ -51,7 +51,7 @@ def open_pages(address: int, size: int) -> None:
     """Make reserved bytes usable.
 
     Raises:
-        MemoryError: the system does not promise so much (``vm.overcommit_memory = 2``).
+        MemoryError: the system does not commit that much (``vm.overcommit_memory = 2``).
     """
     if _libc().mprotect(address, size, _READ_WRITE):
         raise MemoryError(f"the system refuses {readable(size)} of memory ({os.strerror(ctypes.get_errno())})")
@@ -69,7 +69,7 @@ def close_pages(address: int, size: int) -> None:
 
 
 def populate(address: int, size: int) -> None:
-    """Have the kernel put zeroed pages under these addresses."""
+    """Let the kernel back these addresses with zeroed pages."""
     if _libc().madvise(address, size, _POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()
@@ -79,10 +79,10 @@ def populate(address: int, size: int) -> None:
 
 
 def touch(address: int, size: int, threads: int = _TOUCH_THREADS, cpus: set[int] | None = None) -> None:
-    """Populate with several threads, which run on ``cpus``: a page comes from the NUMA node that touches it first.
+    """Populate with several threads on ``cpus``: a page comes from the NUMA node that touches it first.
 
     Raises:
-        MemoryError: some pages could not be had. No thread is still at work then.
+        MemoryError: the system has too few pages. All threads have ended by the time it is raised.
     """
     pieces = [(at, min(_TOUCH_PIECE, address + size - at)) for at in range(address, address + size, _TOUCH_PIECE)]
 

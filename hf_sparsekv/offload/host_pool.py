@@ -81,7 +81,7 @@ cuda = _Cuda()
 
 @dataclass
 class _Held:
-    """What is released when the last tensor over the memory is deleted."""
+    """Resources that are released when the last tensor over the memory is deleted."""
 
     mapped: tuple[int, int]  # address and size for munmap
     budget: HostBudget
@@ -172,7 +172,7 @@ class HostArena:
         return self._start
 
     def commit(self, size: int) -> None:
-        """Make the first ``size`` bytes usable; at most ``reserved``. What is there stays where it is.
+        """Make the first ``size`` bytes usable; at most ``reserved``. Existing content does not move.
 
         Raises:
             MemoryError, RuntimeError: as the constructor. Nothing has changed then.

@@ -1,4 +1,4 @@
-"""The link between a GPU and the host: where it lies in Linux' sysfs, what it is, and how quick."""
+"""The link between a GPU and the host: its folder in Linux' sysfs, its name, and its measured rate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _GENERATIONS = {"2.5": "1.0", "5.0": "2.0", "8.0": "3.0", "16.0": "4.0", "32.0":
 
 
 def pci_folder(device: torch.device | int, root: Path = Path("/sys")) -> Path:
-    """The GPU's folder in sysfs. AttributeError, RuntimeError or AssertionError: torch does not tell its address."""
+    """The GPU's folder in sysfs. AttributeError, RuntimeError or AssertionError: torch does not know its address."""
     gpu = torch.cuda.get_device_properties(device)
     name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return root / "bus/pci/devices" / name
 
 
 def link_name(device: torch.device | int, root: Path = Path("/sys")) -> str:
-    """For example ``"PCIe 5.0 x16"``; :data:`UNKNOWN` where the system does not tell.
+    """For example ``"PCIe 5.0 x16"``; :data:`UNKNOWN` where the system does not report it.
 
-    The generation is the GPU's highest, because an idle link runs slower; the width is the one in use, because a slot
-    may have fewer lanes. So a GPU in a slot of an older generation goes by its own.
+    The generation is the GPU's highest, because an idle link runs slower. The width is the current one, because a slot
+    may have fewer lanes. A GPU in a slot of an older generation is therefore reported with the GPU's generation.
     """
     try:
         folder = pci_folder(device, root)

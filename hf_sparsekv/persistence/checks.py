@@ -1,6 +1,6 @@
-"""What of a file may be believed: its parts agree with each other, with the configuration and the memory it may take.
+"""Checks of a file's content: its parts must agree with each other, with the configuration and the memory limits.
 
-Apart from loading because a file may be damaged, or made to do harm: kernels would follow whatever it points at.
+Separate from loading because a file may be damaged or malicious: kernels would follow any ids in it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .configuration import keeps_queries
 from .container import Layer, Reader, damaged, dtype_name
 from .filed_cache import FiledCache, kept_index
 
-_STORED = {"near_kv"}  # what a store has beside its blocks; the rest is the policy's
-# Memory that the configuration in a file may reserve beyond what the file holds: so many bytes, or so many times its
-# size. Enough for a prompt of 2k tokens with max_length=32k.
+_STORED = {"near_kv"}  # tensors of a store besides its blocks; all others belong to the policy
+# Memory that the configuration in a file may reserve beyond the file's content: in bytes, or as a multiple of its
+# size, whichever is more. Enough for a prompt of 2k tokens with max_length=32k.
 _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
 def check_header(cache: FiledCache, file: Reader) -> None:
-    """What the header says of the layers agrees with itself and the configuration, before memory is taken for it."""
+    """Check that the header's layers agree with each other and the configuration, before any memory is allocated."""
     latent = {record.latent for record in file.layers if record.window is None}
     first = file.layers[0]
     blocks = next((record.blocks for record in file.layers if record.window is None), 0)
@@ -69,7 +69,7 @@ def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
 
 
 def check_reserved(cache: FiledCache, file: Reader) -> None:
-    """A small file may not ask for much memory: that is up to who passes a configuration."""
+    """Check that a small file does not reserve much memory: only a configuration that the caller passes may."""
     config, size = cache.config, 0
     chosen = method_of(config).shared.reserves(config)
     for record in file.layers:
@@ -86,14 +86,14 @@ def check_reserved(cache: FiledCache, file: Reader) -> None:
 
 
 def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str, Tensor], file: Reader) -> None:
-    """Nothing may point at what is not there: kernels would follow."""
+    """Check that no id points outside its tensor: kernels would follow it."""
     store, policy = layer.store, layer.policy
     labels = policy.labels
     calibrates = labels is not None and record.channels is None
     index = {k: [dtype_name(v.dtype), list(v.shape[1:])] for k, v in kept_index(layer, calibrates).items()}
-    # What a cache that has just begun would write is always there; beside it what this policy knows.
+    # The tensors of a new cache are required; further ones must be known to this policy.
     kept, always = held.keys() - _STORED, policy.to_file((0,) * rows.batch).keys()
-    if not keeps_queries(file):  # and this one's predictor begins without any
+    if not keeps_queries(file):  # the predictor starts without queries
         always = always - {"queries", "queries_from"}
     fits = {
         "index": record.blocks == 0 or record.index == index,
@@ -131,7 +131,7 @@ def refuse_rows(file: Reader, fits: dict[str, bool]) -> None:
 
 
 def _distinct(ids: Tensor) -> bool:
-    """No number but -1 comes twice in a row."""
+    """Whether no number but -1 occurs twice in a row."""
     ids = ids.sort(-1).values
     return not bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any())
 

@@ -1,6 +1,6 @@
-"""A cache's configuration as its file has it, and a cache of that, or of another one that agrees with it.
+"""The configuration of a saved cache, and an empty cache with it or with another one that agrees.
 
-Apart from loading because it asks for no tensor but a channel file's.
+Separate from loading because it needs no tensor but a channel file's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 from .filed_cache import FiledCache
 
-_DEFAULT = "default"  # a predictor that nobody named
+_DEFAULT = "default"  # a predictor that was not given
 
 
 def config_fields(config: SparseConfig) -> dict:
-    """The configuration as JSON holds it; its predictor: None for one of the user's own, ``_DEFAULT`` for None."""
+    """The configuration as JSON values. Its predictor is None if it is a user's object, ``_DEFAULT`` if it is None."""
     found = {field.name: getattr(config, field.name) for field in fields(config)}
     if "predictor" in found and not isinstance(found["predictor"], str):
         found["predictor"] = _DEFAULT if found["predictor"] is None else None
@@ -48,7 +48,7 @@ def empty_cache(
         if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
             raise ValueError("channel_file does not fit the rest")
         about, channels = file.state["channel_file"], None
-        if about is not None:  # the file itself may be gone, or another
+        if about is not None:  # the original file may have been deleted or changed
             about = {name: value for name, value in about.items() if name != "shape"}
             channels = LabelChannels(file.tensor("channel_file"), **about)
     except (TypeError, ValueError) as error:
@@ -78,11 +78,11 @@ def empty_cache(
 
 
 def free_fields(config: type[SparseConfig]) -> list[str]:
-    """Fields that only later steps depend on: ``FREE`` of the class and of those that it inherits from."""
+    """Fields that only affect later steps: ``FREE`` of the class and of its base classes."""
     lists = (vars(kind).get("FREE", ()) for kind in config.__mro__)
     return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def keeps_queries(file: Reader) -> bool:
-    """The predictor that the cache was saved with follows the queries of its steps."""
+    """Whether the predictor of the saved cache records the queries of its steps."""
     return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)

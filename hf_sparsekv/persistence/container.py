@@ -1,7 +1,7 @@
-"""The file of a saved cache: safetensors, with a header that says how the tensors belong together.
+"""The file of a saved cache: safetensors, with a header that describes how the tensors belong together.
 
-It is written piece by piece, so nothing but a piece is held twice in memory. (``safetensors.torch.save_file`` wants all
-tensors at once, which would double a cache on the device; the format itself is a header and the bytes.)
+It is written in pieces, so that only one piece is in memory twice. (``safetensors.torch.save_file`` needs all tensors
+at once, which would double a cache on the device. The format itself is a header and the bytes.)
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass
 class Layer:
-    """A layer in the file's header: what is not a tensor. ``window`` is None in a sparse layer.
+    """A layer in the file's header, without its tensors. ``window`` is None in a sparse layer.
 
-    ``key_dim``, ``value_dim``: of what ``update()`` got; with ``latent`` (MLA) keys are as wide as both.
+    ``key_dim`` and ``value_dim`` are the widths passed to ``update()``; with ``latent`` (MLA) keys are as wide as both.
     """
 
     device: str
@@ -75,7 +75,7 @@ class Layer:
     kv_dtype: str | None = None  # of codes in the blocks, whose scales are part of the index
 
     def measure(self, found: dict[str, Tensor]) -> None:
-        """Enter the sizes of what a selection keeps."""
+        """Set the sizes of the selection's tensors."""
         for name in ("channels", "previous", "chosen"):
             setattr(self, name, found[name].shape[2] if name in found else None)
         self.query_heads = found["stats_q"].shape[1] if "stats_q" in found else None
@@ -118,7 +118,7 @@ class Layer:
 
 
 class Kind(NamedTuple):
-    """What values a field of the header may have: in words, and as a test that no JSON value breaks."""
+    """Allowed values of a header field: a description, and a test that accepts any JSON value."""
 
     what: str
     holds: Callable[[object], bool]
@@ -179,7 +179,7 @@ STATE = {
 ROWS = {
     "lengths": _list(COUNT),  # tokens of each row
     "sealed": _list(COUNT),  # its full blocks
-    "padding": _or_null(SIZE),  # columns of the map of valid ones; behind them all are. null: none is padding
+    "padding": _or_null(SIZE),  # columns of the padding mask; later columns are all valid. null: no padding
 }
 CHANNEL_FILE = {
     "shape": _list(SIZE, 3),

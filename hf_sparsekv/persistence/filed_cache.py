@@ -1,6 +1,6 @@
-"""What saving and loading need of a cache, and what both know of its layers.
+"""The interface of a cache that saving and loading need, and the layer details that both share.
 
-Apart from both because a file holds for one what it held for the other.
+Separate from both so that they agree on the content of a file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LABELS = {"codes", "qparams"}
 
 
 class FiledCache(Protocol):
-    """What saving and loading need of a cache.
+    """Interface of a cache for saving and loading.
 
     Attributes:
-        config_type: the only configuration that its class takes; None: each method's.
-        layers: ours, and transformers' own sliding ones.
-        model_config: None as long as nobody told.
-        _record_past: sliding layers keep what leaves their window, for ``crop()``.
-        row_table: what the rows hold.
-        row_batch: rows that come and go; None: they do not.
+        config_type: the only configuration that its class takes; None: that of any method.
+        layers: sparse layers, and transformers' own sliding ones.
+        model_config: the model's configuration; None until it is bound.
+        _record_past: sliding layers keep tokens that leave their window, for ``crop()``.
+        row_table: lengths and blocks of the rows.
+        row_batch: state of continuous batching; None without it.
     """
 
     config_type: ClassVar[type[SparseConfig] | None]
@@ -49,7 +49,7 @@ class FiledCache(Protocol):
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:
-        """The layers that are ours."""
+        """The sparse layers, which the cache manages itself."""
         ...
 
     def get_seq_length(self) -> int:
@@ -57,19 +57,19 @@ class FiledCache(Protocol):
         ...
 
     def joined_rows(self) -> Rows:
-        """What all layers hold."""
+        """Lengths and sealed tokens of the rows, which all layers share."""
         ...
 
     def bind(self, model_config: PreTrainedConfig) -> None:
-        """Make the layers that the model's configuration asks for."""
+        """Create the layers that the model's configuration describes."""
         ...
 
     def _layer(self, index: int) -> SparseLayer:
-        """Make one of ours."""
+        """Create a sparse layer."""
         ...
 
     def _check_complete(self) -> None:
-        """Raise RuntimeError if an earlier forward pass has stopped half-way."""
+        """Raise ``RuntimeError`` if an earlier forward pass was interrupted."""
         ...
 
 
@@ -77,11 +77,11 @@ Kinds = Sequence[type[FiledCache]]
 
 
 def kept_index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
-    """What a selection keeps of the blocks. (Labels are made when channels are.)"""
+    """Index fields of the blocks, such as bounds and labels. (Labels exist once the channels are chosen.)"""
     left = _LABELS if calibrates else ()
     return {name: held for name, held in layer.store.pool.fields.items() if name not in left}
 
 
 def kv_dtype_of(pool: BlockPool) -> str | None:
-    """Of codes in the pool's blocks; None: keys and values are there as they are."""
+    """Dtype of the codes in the pool's blocks; None if keys and values are not quantised."""
     return dtype_name(pool.kv.dtype) if "scales" in pool.fields else None

@@ -1,6 +1,6 @@
 """``SparseCache.load(path)``: a cache of the saved layers and rows, filled with the saved tensors.
 
-Apart from :mod:`.checks`, which say what of a file may be believed.
+Separate from :mod:`.checks`, which validate the content of a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_cache(
     model_config,
     device: torch.device | str | None,
 ) -> FiledCache:
-    """See :meth:`SparseCache.load`; ``kinds`` are the classes that files name."""
+    """See :meth:`SparseCache.load`; ``kinds`` are the classes that can be loaded."""
     with Reader(path) as file:
         state = file.state
         made = next((known for known in kinds if known.__name__ == state["cache"]), None)
@@ -74,7 +74,7 @@ def load_cache(
 
 
 def _bind(cache: FiledCache, file: Reader, model_config) -> None:
-    """Give the cache its layers, which must be of the saved kinds."""
+    """Create the cache's layers, which must be of the saved kinds."""
     cache._record_past = file.state["record_past"]
     windows = [record.window for record in file.layers]
     if model_config is None:
@@ -103,12 +103,12 @@ def _bind(cache: FiledCache, file: Reader, model_config) -> None:
 
 
 def _rows(cache: FiledCache, file: Reader, device: torch.device | str | None) -> tuple[Rows, np.ndarray]:
-    """The rows, and the ids that the saved blocks have here. Without layers of ours there are none."""
+    """The rows, and the new ids of the saved blocks. Without sparse layers there are none."""
     about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
     lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
     ours = next((record for record in file.layers if record.window is None), None)
     batch, blocks = (0, 0) if ours is None else (ours.batch, ours.blocks)
-    # A step seals what is older than window and drafts; crop() takes back what would leave the window short.
+    # A step seals tokens older than the window plus drafts; crop() unseals tokens that the window needs.
     old = [length - cache.config.window for length in lengths]
     least, most = ([max(0, n // size) for n in (x - more for x in old)] for more in (cache.config.max_draft, 0))
     refuse_rows(
@@ -162,9 +162,9 @@ def _fill(
     prefix: str,
     device: torch.device,
 ) -> None:
-    """Make the layer's store and policy as they were. ``loaded``: see :func:`_rows`."""
+    """Restore the layer's store and policy. ``loaded``: see :func:`_rows`."""
     size, rows = layer.owner.config.block_size, (record.batch, record.heads)
-    # As many tokens as the blocks hold: rows may share theirs.
+    # Room for the tokens of all blocks; rows may share blocks.
     tokens = max(1, -(-record.blocks // record.batch)) * size
     nothing = torch.empty(1, dtype=getattr(torch, record.dtype), device=device)
     shape = [(*rows, tokens, dim) for dim in (record.key_dim, record.value_dim)]
@@ -172,7 +172,7 @@ def _fill(
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     try:
         layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
-    except ValueError as error:  # label channels that the model cannot have
+    except ValueError as error:  # label channels that do not fit the model
         raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy
     if record.kv_dtype != (kv_dtype := kv_dtype_of(store.pool)):

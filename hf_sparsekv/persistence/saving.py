@@ -1,8 +1,8 @@
 """``cache.save(path)``: a filled cache as tensors, and numbers that describe them. The file itself: :mod:`.container`.
 
-A block of several rows is stored once, and no physical block that nobody names. What a selection keeps of the blocks
-(bounds, labels) is stored too, though it could be made again: it is some five percent of the file, and a cache that is
-loaded elsewhere then selects by the very same numbers. Apart from loading because it has nothing to distrust.
+A block that several rows share is stored once; unreferenced physical blocks are not stored. The index of the blocks
+(bounds, labels) could be recomputed, but is stored too. It takes some five percent of the file, and a cache that is
+loaded elsewhere then selects by exactly the same numbers. Separate from loading because saving trusts its input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .filed_cache import FiledCache, Kinds, kept_index, kv_dtype_of
 
 
 def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) -> None:
-    """See :meth:`SparseCache.save`; ``kinds`` are the classes that files name."""
+    """See :meth:`SparseCache.save`; ``kinds`` are the classes that can be saved."""
     for layer in cache.sparse_layers:
         layer._check_complete()
     check_complete(cache.layers)
@@ -44,7 +44,7 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
     if method.reference or type(cache.config) is not method.config:
         raise ValueError(f"caches of {type(cache.config).__name__} cannot be saved yet")
     cache.shared.check_file(loading=False)
-    # Rows without any, if all layers are sliding.
+    # No rows if all layers are sliding.
     rows = cache.joined_rows() if cache.sparse_layers else Rows(cache.config.block_size, 0, (), ())
     table = _table(cache.row_table, rows)
     named = np.unique(table[table >= 0])
@@ -89,13 +89,13 @@ def _whole(tensor: Tensor) -> Pieces:
 
 
 def _table(table: RowTable, rows: Rows) -> np.ndarray:
-    """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 behind them."""
+    """Ids of the full blocks of each row, int32 ``[batch, blocks]``, -1 after them."""
     blocks = max(rows.sealed, default=0)
     return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.blocks.host[:, :blocks], -1)
 
 
 def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
-    """``named``: ids of the blocks that there are, int64."""
+    """A sparse layer's record and tensors; ``named``: ids of the referenced blocks, int64."""
     store, labels = layer.store, layer.policy.labels
     store.wait_for_copies()
     calibrates = labels is not None and labels.calibrating
@@ -134,7 +134,7 @@ def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]
 
 
 def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
-    """Rows ``named`` of ``held``, some at a time."""
+    """Rows ``named`` of ``held``, in pieces."""
     for part in named.to(held.device).split(max(1, PIECE // held[0].nbytes)):
         yield held[part]
 

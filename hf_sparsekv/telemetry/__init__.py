@@ -1,1 +1,1 @@
-"""What a cache did: counters, times, chosen blocks."""
+"""Telemetry of a cache: counters, times, chosen blocks."""

@@ -1,4 +1,4 @@
-"""What each decode step took and did, while ``generate()`` runs."""
+"""Time and statistics of each decode step, while ``generate()`` runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StepReport:
     """One new token of every row.
 
     Args:
-        index: 0 for the token that the prompt's forward pass gave, then the decode steps' in order.
+        index: 0 for the token from the prompt's forward pass, then the decode steps in order.
         tokens: the new ids, one a row.
-        seconds: that it took, without the time that reports and streamers take; of token 0 since the monitor was made
-            or started, prefill included.
-        stats: of the steps since the last report that had them; None where they were not asked for (``every``), for
-            token 0, and for caches of transformers' own.
-        blocks: which blocks this step attended to; None where it was not asked for.
+        seconds: time of the token, without the time of reports and streamers. For token 0 it counts from the creation
+            or start of the monitor, prefill included.
+        stats: statistics of the steps since the last report that had them. None where they were not requested
+            (``every``), for token 0, and for transformers' own caches.
+        blocks: blocks that this step attended to; None unless requested.
     """
 
     index: int
@@ -39,7 +39,7 @@ class StepReport:
 
 @runtime_checkable
 class Reporting(Protocol):
-    """What a monitor asks of a cache: every sparse cache answers, transformers' own do not."""
+    """Interface that a monitor needs of a cache: every sparse cache has it, transformers' own do not."""
 
     def stats(self) -> CacheStats: ...
 
@@ -49,25 +49,25 @@ class Reporting(Protocol):
 
 
 class StepMonitor(TokenTimer):
-    """A streamer that reports every decode step: its time, and from time to time what the cache did.
+    """A streamer that reports every decode step: its time, and at intervals the statistics of the cache.
 
         def show(report):
             print(report.index, f"{1e3 * report.seconds:.1f} ms", report.stats or "")
 
         model.generate(**inputs, past_key_values=cache, streamer=StepMonitor(cache, show, every=8))
 
-    Looking at counters waits for the GPU and takes milliseconds, which is left out of the times of tokens but makes the
-    whole call longer: hence ``every``. The loop waits for each token, which it otherwise does not in an optimised model
-    (docs/generating.md): a third of a millisecond. Raising in ``on_step`` ends ``generate()`` and leaves the cache
-    usable. ``generate()`` takes no streamer with beam search.
+    Reading counters waits for the GPU and takes milliseconds. Token times exclude this, but the whole call takes
+    longer; ``every`` limits it. The loop waits for each token, which costs a third of a millisecond; without a monitor
+    an optimised model does not wait (docs/generating.md). Raising in ``on_step`` ends ``generate()`` and leaves the
+    cache usable. ``generate()`` accepts no streamer with beam search.
 
     Args:
-        cache: the one that ``generate()`` is given; of one that is not ours only times are reported.
+        cache: the cache passed to ``generate()``. For transformers' own caches only times are reported.
         on_step: called with a :class:`StepReport` for every token.
-        every: statistics with every so many tokens; 0 never.
-        interval: statistics at most every so many seconds, beside ``every``.
-        blocks: also which blocks were chosen, whenever there are statistics; turns ``cache.watch_blocks()`` on.
-        streamer: receives what this one receives, for example a ``TextIteratorStreamer``.
+        every: number of tokens between statistics; 0 for none.
+        interval: least number of seconds between statistics, in addition to ``every``.
+        blocks: include the chosen blocks whenever there are statistics; turns ``cache.watch_blocks()`` on.
+        streamer: also receives the prompt and the tokens, for example a ``TextIteratorStreamer``.
         clock: for tests.
     """
 

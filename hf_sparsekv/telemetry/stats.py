@@ -1,4 +1,4 @@
-"""What a cache did, in numbers."""
+"""Counters of a cache, summed over its layers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from .working_set import working_set_bytes
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a cache since it was made or reset. Counts are summed over steps, layers, rows and KV heads.
+    """Counters of a cache since it was created or reset. Counts are summed over steps, layers, rows and KV heads.
 
-    Only layers of ours count; sliding and linear-attention layers are transformers' own.
+    Only layers that the cache manages itself count; sliding and linear-attention layers are transformers' own.
 
     Args:
         layers: full-attention layers that the cache manages.
         cached_tokens: columns cached per row (padding included).
-        decode_steps: decode steps: forward passes of one query a row, or of several drafts that were decoded likewise
+        decode_steps: forward passes of one query a row, or of several drafts that were decoded like steps
             (``draft_queries``).
-        sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to everything.
-        crossover_calls: of ``dense_calls``: because dense attention is as quick there (``dense_below``).
-        exact_calls: layer calls with several queries over cached tokens that attended to everything (later chunks,
+        sparse_calls, dense_calls: layer calls of decode steps that attended to a selection / to all tokens.
+        crossover_calls: the ``dense_calls`` made because dense attention is as fast there (``dense_below``).
+        exact_calls: layer calls with several queries over cached tokens that attended to all tokens (later chunks,
             second turns, drafts that are not decoded like steps).
         attended_tokens: cached tokens attended to in decode steps.
-        context_tokens: cached tokens that full attention would have attended to in them.
+        context_tokens: cached tokens that full attention would have attended to in these steps.
         blocks_chosen: blocks that the coarse level kept for a step's attention.
         kv_bytes_read: bytes of keys and values of ``attended_tokens``.
         kv_bytes_dense: bytes of keys and values of ``context_tokens``.
-        index_bytes_read: bytes of block bounds and labels read to choose them, and of the means of what is not chosen.
+        index_bytes_read: bytes of block bounds and labels read for the selection, and of the means of unselected
+            tokens.
         host_to_device_bytes, device_to_host_bytes: bytes of keys and values moved (or read in place) each way.
-        needed, found: blocks (of a predictive cache: tokens) that were looked for on the device, and found there; 0
-            where all are read from where they live.
-        hit_rate: their share; None where all are read from where they live.
+        needed, found: blocks (in a predictive cache: tokens) that were looked up on the device, and found there. Both
+            are 0 if KV is read in place.
+        hit_rate: ``found / needed``; None if KV is read in place.
         working_set_bytes: bytes of the blocks that each row has chosen in its last 12 steps
             (``telemetry/working_set.py``); None without a device pool.
-        covered_mass: share of the attention mass that decode steps covered; None if it was not measured
-            (``ProgressiveConfig(audit_every=...)`` does).
-        materialised: times that something other than the sparsekv attention function read all keys and values.
-        device_bytes, host_bytes: allocated now, by layers of ours.
-        second_bytes: likewise on a second device, which chooses; not in ``device_bytes``.
-        walks: what the progressive walks of each layer have read; empty for other methods.
+        covered_mass: share of the attention mass that decode steps covered; None unless measured
+            (``ProgressiveConfig(audit_every=...)``).
+        materialised: times that code other than the sparsekv attention function read all keys and values.
+        device_bytes, host_bytes: bytes currently allocated by the layers of the cache.
+        second_bytes: the same on a second device that chooses; not part of ``device_bytes``.
+        walks: statistics of adaptive top-p selection per layer; empty for other methods.
         late: layer calls that attended to an older selection, because a second device had not chosen in time.
-        foreseen_calls: of ``sparse_calls``: whose tokens were chosen beforehand, for the query that the layer before
-            expected (``PredictiveConfig.predictor``).
-        draft_queries: queries of a row that decode steps brought beyond the first one: drafts. Tokens and bytes count
-            for each query.
+        foreseen_calls: the ``sparse_calls`` whose tokens were chosen beforehand, for a query that the preceding layer
+            predicted (``PredictiveConfig.predictor``).
+        draft_queries: draft queries of a row in decode steps, beyond the first query. Tokens and bytes count for each
+            query.
     """
 
     layers: int
@@ -86,13 +87,13 @@ class CacheStats:
 
     @property
     def tokens_per_walk(self) -> float | None:
-        """Tokens that a progressive walk used, mean over steps, layers, rows and KV heads."""
+        """Mean number of tokens that a progressive selection used, over steps, layers, rows and KV heads."""
         walks = sum(w.walks for w in self.walks)
         return sum(w.tokens_used for w in self.walks) / walks if walks else None
 
     @property
     def estimated_mass(self) -> float | None:
-        """The share of the attention mass that progressive walks estimated to cover, mean."""
+        """Mean share of the attention mass that progressive selections estimated to cover."""
         walks = sum(w.walks for w in self.walks)
         return sum(w.mass * w.walks for w in self.walks if w.walks) / walks if walks else None
 
@@ -102,12 +103,12 @@ class CacheStats:
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
 
     def since(self, earlier: CacheStats) -> CacheStats:
-        """What was done after ``earlier``, which the same cache has said: every count is that of the steps between.
+        """Counters of the steps after ``earlier``, which are earlier statistics of the same cache.
 
-        What is allocated and cached now, and the working set, stay as they are.
+        Allocated and cached sizes, and the working set, are current values.
 
         Raises:
-            ValueError: ``earlier`` counts more steps: it is another cache's, or there was a ``reset()``.
+            ValueError: ``earlier`` counts more steps: it belongs to another cache, or there was a ``reset()``.
         """
         if earlier.decode_steps > self.decode_steps:
             raise ValueError(
@@ -194,9 +195,9 @@ _COUNTS = frozenset(
 
 
 def allocated(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> dict[str, int]:
-    """Bytes that a cache takes: on the ``device``, ``host``, on a ``second`` device.
+    """Bytes that a cache takes on its ``device``, in ``host`` memory and on a ``second`` device.
 
-    Of its sparse layers, of what these share, of their ``pools``, and of the block table, of which each device has one.
+    Counts its sparse layers, their shared state, their ``pools``, and the block table, which each device has a copy of.
     """
     begun = [layer for layer in layers if layer.store is not None]
     sizes = [layer.store.nbytes() for layer in begun]
@@ -226,7 +227,7 @@ def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None
     stores = [layer.store for layer in layers if layer.store is not None]
     for device in {store.device for store in stores}:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # steps may run on any stream, and fetch beside it
+            torch.cuda.synchronize(device)  # steps may run on any stream, and fetch on a side stream
     attended = context = blocks = read = dense = index = down = up = 0
     for store in stores:
         counters = store.counters

@@ -40,19 +40,19 @@ class Timing:
 
 
 class TokenTimer(BaseStreamer):
-    """A streamer that notes when each token arrives, and passes it on to another one.
+    """A streamer that records when each token arrives, and passes it on to another streamer.
 
-    The clock starts when the timer is made; :meth:`start` starts it anew. ``generate()`` hands tokens over as CPU
-    tensors, so on a GPU the times include the work that made the token. It refuses streamers with beam search. Given to
-    a second ``generate()``, the timer begins anew with that one's prompt.
+    The clock starts when the timer is created; :meth:`start` restarts it. ``generate()`` passes tokens as CPU tensors,
+    so on a GPU the times include the work that produced the token. It refuses streamers with beam search. A second
+    ``generate()`` with the same timer restarts it with the second prompt.
 
         timer = TokenTimer(TextStreamer(tokenizer, skip_prompt=True))
         model.generate(**inputs, past_key_values=cache, streamer=timer)
         print(timer.summary())
 
     Args:
-        streamer: receives what this one receives, for example a ``TextStreamer``. The time it takes per token
-            is left out of the next token's, unless the next one is made meanwhile (:func:`hf_sparsekv.optimize`).
+        streamer: also receives the prompt and the tokens, for example a ``TextStreamer``. Its time per token is left
+            out of the next token's time, unless that token is computed meanwhile (:func:`hf_sparsekv.optimize`).
         clock: for tests.
     """
 
@@ -72,7 +72,7 @@ class TokenTimer(BaseStreamer):
     def put(self, value: Tensor) -> None:
         """Called by ``generate()``: first with the prompt, then with the new tokens of every step."""
         if self._ended:
-            self.start()  # the prompt of another call, which must not pass for new tokens
+            self.start()  # the prompt of another call, which must not count as new tokens
         now = self._clock()
         if self._prompt_seen:
             # A step of assisted decoding brings several tokens [1, n]; plain decoding one per row, [batch].
@@ -90,11 +90,11 @@ class TokenTimer(BaseStreamer):
 
     @property
     def waits(self) -> bool:
-        """The loop is to wait for each token, because of what is looked at behind it."""
+        """Whether the loop must wait for each token, because the streamer reads counters after it."""
         return getattr(self.streamer, "waits", False)
 
     def runs_ahead(self) -> None:
-        """From here on a token arrives while the next one is made, so no time can be left out."""
+        """Announce that tokens now arrive while the next one is computed, so that no time can be left out."""
         self._ahead = True
         if isinstance(self.streamer, TokenTimer):
             self.streamer.runs_ahead()

@@ -12,14 +12,14 @@ from ..layers.sparse_layer import SparseLayer
 
 @dataclass(frozen=True)
 class BlockMap:
-    """What the last decode step attended to among the full blocks, layer by layer.
+    """Full blocks that the last decode step attended to, per layer.
 
     Args:
-        layers: index of each layer in the model; those of transformers' own are missing.
+        layers: index of each layer in the model; transformers' own layers are missing.
         share: float32 ``[layers, blocks]`` on the CPU: the share of rows and KV heads that attended to tokens of the
-            block, 1 where attention was dense; NaN where it is unknown (a selection made on a second device).
-        block_size: tokens of a block; block ``b`` is columns ``b * block_size ..``.
-        length: columns cached; those behind the last full block are always attended.
+            block. 1 where attention was dense, NaN where it is unknown (a selection made on a second device).
+        block_size: tokens of a block; block ``b`` begins at column ``b * block_size``.
+        length: columns cached; those after the last full block are always attended.
     """
 
     layers: tuple[int, ...]
@@ -29,7 +29,7 @@ class BlockMap:
 
 
 def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:
-    """What the watches of a cache's layers have seen; None before the first token."""
+    """The block map recorded by the watches of a cache's layers; None before the first token."""
     stores = [layer.store for layer in layers if layer.store is not None]
     if not stores or len(stores) < len(layers) or any(store.length == 0 for store in stores):
         return None

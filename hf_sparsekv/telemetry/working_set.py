@@ -1,7 +1,7 @@
-"""The working set of a decoding batch: what must fit the device for decode steps to find their blocks there.
+"""The working set of a decoding batch: the blocks that must fit the device for decode steps to find them there.
 
-Source: SparseServe, section on working-set-aware batching: the union of the blocks chosen in the last 12 steps. A batch
-scheduler admits a request only if the working sets of all requests fit the device pool.
+Source: SparseServe, section on working-set-aware batching. The working set is the union of the blocks chosen in the
+last 12 steps. A batch scheduler admits a request only if the working sets of all requests fit the device pool.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ STEPS = 12  # SparseServe's window
 def working_set_bytes(stores: Iterable[LayerStore], steps: int = STEPS) -> tuple[int, ...] | None:
     """Bytes of the blocks that each row has chosen in its last ``steps`` steps, all layers. Synchronises.
 
-    Taken from the device pool, which notes when a block was chosen last: blocks that have been evicted since, or never
-    got a page, are missing, so with a pool smaller than the working set this is less than it is. A block that several
-    rows share counts for each. Blocks that were brought for an expected query count as chosen.
+    Computed from the device pool, which stamps each page with the last step that chose it. Blocks that were evicted
+    since, or never got a page, are missing. A pool smaller than the working set therefore underestimates it. A block
+    that several rows share counts for each. Blocks fetched for a predicted query count as chosen.
 
     Returns:
-        One number a row; None if nothing is brought to the device (no offload, no pool, no selection yet).
+        One number a row; None if no blocks are fetched to the device (no offload, no pool, no selection yet).
     """
     total = None
     for store in stores:

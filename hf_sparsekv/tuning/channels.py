@@ -1,4 +1,4 @@
-"""Label channels of a model, ranked on text of the user's (``hf-sparsekv calibrate``)."""
+"""Label channels of a model, ranked on the user's text (``hf-sparsekv calibrate``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     """Rank the key channels of every full-attention layer on calibration text.
 
     Args:
-        model: a causal language model; its attention implementation is switched to ``sparsekv`` meanwhile.
+        model: a causal language model; its attention implementation is ``sparsekv`` during the call.
         inputs: token ids, each ``[1, n]``.
         importance: ``"max"`` or ``"mean"``, see :class:`..predictor.channels.ChannelStats`.
 
@@ -33,7 +33,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
     held: dict[int, ChannelStats] = {}
     try:
         for ids in inputs:
-            # Never enough tokens to fix channels: every chunk is observed.
+            # Channels are never fixed, so every chunk is observed.
             never = TokenConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
             cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
             for part in ids.to(model.device).tensor_split(-(-ids.shape[1] // CHUNK), dim=1):

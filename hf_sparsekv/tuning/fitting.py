@@ -1,4 +1,4 @@
-"""The numbers of a crossover (:mod:`..policies.crossover`), fitted to measured steps."""
+"""Parameters of a crossover rule (:mod:`..policies.crossover`), fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Timing:
 
 
 def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -> dict[str, Rule]:
-    """The rule of each method that was measured; without one: a method that gains nothing with the length.
+    """The rule of each measured method. Methods whose gain does not grow with the length get none.
 
-    The difference between both times is taken as linear in 1, rows and tokens, and fitted relative to the times, so
-    that the large shapes, where nobody doubts what is quicker, do not decide. It is not quite linear (beyond some
-    length tokens are chosen in another way), so where that rule chooses a step that takes longer, the nearest one is
-    taken by which the worst choice costs least.
+    The gain over dense attention is modelled as linear in 1, rows and tokens. The fit is relative to the times, so that
+    large shapes, where the faster method is clear, do not dominate. The gain is not quite linear, because beyond some
+    length tokens are selected by another algorithm. Where the fitted rule would choose a slower step, the nearest rule
+    with the least worst-case cost replaces it.
 
     Args:
         timings: several batches and lengths.
         width: bytes of a token's keys and values, all KV heads.
-        methods: those to look for.
+        methods: methods to fit.
 
     Raises:
-        ValueError: too few batches or lengths to tell the three parts apart.
+        ValueError: too few batches or lengths to fit the three coefficients.
     """
     features = np.array([[1.0, t.batch, t.batch * t.tokens] for t in timings]).reshape(-1, 3)
     if np.linalg.matrix_rank(features) < 3:
@@ -56,10 +56,10 @@ def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -
 
 
 def _least_wrong(rule: Rule, timings: list[Timing], method: str, width: int) -> Rule:
-    """The rule by which the worst choice among the timings costs least; of equal ones the nearest to ``rule``.
+    """The rule whose worst choice among the timings costs least; among equals the nearest to ``rule``.
 
-    A rule is told by where it changes sides with the fewest rows and with the most: between two lengths that were
-    measured there, or before or behind all.
+    Candidates are given by their crossover lengths for the fewest and for the most rows. Each is between two measured
+    lengths, before all of them, or after all of them.
     """
 
     def cost(one: Rule) -> float:
@@ -82,7 +82,7 @@ def _least_wrong(rule: Rule, timings: list[Timing], method: str, width: int) -> 
 
 
 def wrong_by(rule: Rule, timing: Timing, method: str, width: int) -> float:
-    """How much longer the step that the rule chooses takes than the other one; 0 if it is the quicker one."""
+    """Relative extra time of the step that the rule chooses over the other one; 0 if the chosen step is faster."""
     selecting = timing.sparse[method]
     if timing.tokens <= rule.tokens(timing.batch, width):
         return max(0.0, timing.dense / selecting - 1)

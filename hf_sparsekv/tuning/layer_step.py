@@ -1,8 +1,8 @@
 """One layer's decode step, to be timed: the tensors of its store, and the operators over them.
 
-The tensors have the shapes, strides and physical block order that ``LayerStore`` gives them after a prompt, filled with
-random keys and values; bounds and labels are those of the keys. Every buffer that a step writes exists beforehand, so a
-captured step allocates only the operators' scratch memory.
+The tensors have the shapes, strides and physical block order that ``LayerStore`` gives them after a prompt. Keys and
+values are random, and bounds and labels are computed from the keys. Every buffer that a step writes is allocated
+beforehand, so a captured step allocates only the operators' scratch memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def case(self) -> str:
-        """What the rows call it: a model's name or the numbers."""
+        """Name of the shape in result rows: a model's name, or the numbers."""
         for name, sizes in MODELS.items():
             if sizes == {size: getattr(self, size) for size in sizes}:
                 return name

@@ -1,4 +1,4 @@
-"""What a model and a cache will allocate, worked out from the model's configuration alone."""
+"""Memory that a model and a cache will allocate, computed from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..policies.crossover import dense_tokens
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
 
-# The one way through a mixture of experts that neither looks at values nor insists on a dtype.
+# The only implementation of a mixture of experts that neither reads values nor requires a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
 
 
-SCALE_BYTES = 4  # of a token and KV head: float16, of its key and of its value
+SCALE_BYTES = 4  # per token and KV head: one float16 for the key, one for the value
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,31 @@ class ModelShape:
 class MemoryPlan:
     """Bytes for ``batch`` rows of ``context`` tokens.
 
-    The parts from ``blocks`` to ``tables`` belong to the layers that the cache manages itself; their sum is what
-    ``cache.memory_bytes()`` reports once ``context`` tokens are cached (or with ``max_length=context``).
+    The parts from ``blocks`` to ``tables`` belong to the layers that the cache manages itself. Their sum equals
+    ``cache.memory_bytes()`` once ``context`` tokens are cached (or with ``max_length=context``).
 
     Args:
         weights: the model's parameters.
         dense_kv: keys and values as transformers' ``DynamicCache`` keeps them, all layers.
         blocks: keys and values of the physical blocks; in host memory if ``offloaded``, except those of ``kept``.
-        kept: of these, in dense layers that stay on the device (``OffloadConfig.keep_dense``).
-        device_pages: device copies of what is chosen (``OffloadConfig.device_pool``): the default size, or the bytes
-            given. A share of free memory is not known beforehand and counts as 0. Where a second device chooses, both
-            copies of the chosen tokens.
-        bounds: least and largest key of each block, which blocks are chosen by.
-        labels: quantised label channels, which tokens are chosen by.
-        means: of the keys and values of each block (``tail="mean"``).
-        scales: of codes in host memory (``OffloadConfig.kv_dtype``), on the device.
+        kept: the part of ``blocks`` in dense layers that stay on the device (``OffloadConfig.keep_dense``).
+        device_pages: device copies of chosen blocks or tokens (``OffloadConfig.device_pool``): the default size, or the
+            bytes given. A share of free memory is not known beforehand and counts as 0. Where a second device chooses,
+            both copies of the chosen tokens.
+        bounds: least and largest key of each block, for the selection of blocks.
+        labels: quantised label channels, for the selection of tokens.
+        means: means of the keys and values of each block (``tail="mean"``).
+        scales: scales of codes in host memory (``OffloadConfig.kv_dtype``), on the device.
         recent: sinks and recent tokens.
         tables: the block table, which all layers share, and page tables.
         stock: sliding and other layers, which stay transformers' own.
         prefill: estimate of the activations of a prompt of ``context`` tokens read in one piece.
-        working_set: estimate of the blocks that decode steps choose within 12 steps (``telemetry/working_set.py``), all
-            rows: what ``device_pages`` should hold at least. For a progressive cache, which reads as much as it takes,
-                that
-            of a sixteenth of the blocks a step.
-        second: all that a second device takes which chooses (``PredictiveConfig.cache_rank``): blocks, labels, queries;
-            not a part of the others.
-        dense_tokens: tokens a row up to which the sparse layers attend densely because that is as quick
+        working_set: estimate of the blocks that all rows choose within 12 decode steps (``telemetry/working_set.py``).
+            ``device_pages`` should hold at least these. A progressive cache reads varying amounts; its estimate assumes
+            a sixteenth of the blocks per step.
+        second: total of a second device that chooses (``PredictiveConfig.cache_rank``): blocks, labels, queries. Not
+            included in the other parts.
+        dense_tokens: tokens a row up to which the sparse layers attend densely because that is as fast
             (``config.dense_below``); 0 for never.
     """
 
@@ -111,17 +110,17 @@ class MemoryPlan:
 
     @property
     def device_total(self) -> int:
-        """Device bytes with our cache, the prefill estimate included."""
+        """Device bytes with our cache, including the prefill estimate."""
         return self.weights + self.cache_device + self.stock + self.prefill
 
     @property
     def dense_total(self) -> int:
-        """Device bytes with transformers' own cache, the prefill estimate included."""
+        """Device bytes with transformers' own cache, including the prefill estimate."""
         return self.weights + self.dense_kv + self.prefill
 
 
 def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
-    """Learn a model's sizes by running two tokens through it on the meta device: no weights, no memory.
+    """Determine a model's sizes by running two tokens through it on the meta device: no weights, no memory.
 
     Args:
         config: a transformers configuration of a decoder-only language model.
@@ -206,7 +205,7 @@ def plan_memory(
         config, offload: as for the cache.
         context: tokens per row, prompt and answer together.
         batch: rows.
-        device: the GPU that it is planned for, if it is there; only ``dense_tokens`` depends on it.
+        device: the target GPU, if it is present; only ``dense_tokens`` depends on it.
 
     Raises:
         ValueError: ``context`` or ``batch`` is not positive, or exceeds ``config.max_length``.
@@ -239,7 +238,7 @@ def plan_memory(
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
     dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
 
-    # Alive at once in a layer: a few copies of the hidden states, and the MLP's gate, up and product.
+    # A layer holds a few copies of the hidden states, and the MLP's gate, up and product, at the same time.
     prefill = batch * context * (4 * model.hidden + 3 * model.intermediate) * item
     return MemoryPlan(
         model=model,
@@ -268,7 +267,7 @@ def plan_memory(
 def _dense_tokens(
     model: ModelShape, config: SparseConfig, offload: OffloadConfig | None, batch: int, device: torch.device
 ) -> int:
-    """Tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
+    """Most tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
     layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
     offloaded, item = offload is not None, model.dtype.itemsize
     name = method_of(config).shared.crossover(config)

@@ -1,9 +1,9 @@
-"""Which preset for a model, a context, a number of rows and a GPU: where keys and values go, and how many tokens.
+"""Choice of a preset for a model, a context, a number of rows and a GPU: where KV is stored, and the token budget.
 
-Keys and values stay on the GPU while they fit: there nothing crosses the link. How many tokens a step chooses follows
-from what they cost: of the presets, all of which find what full attention finds on the probe models (docs/presets.md),
-the one with the largest budget that makes a step read hardly more than the smallest does. One row's tokens are little
-beside the weights; those of many rows are not.
+Keys and values stay on the GPU while they fit, because then nothing crosses the link. All presets find what full
+attention finds on the probe models (docs/presets.md). The choice is therefore the largest token budget with which a
+step reads hardly more than with the smallest. One row's tokens are few bytes compared with the weights; those of many
+rows are not.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PIECE = 4096  # tokens of a prompt at once, where it does not fit as a whole
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to decode with.
+    """Proposed settings for decoding.
 
     Args:
-        preset: of ``TokenConfig``; None: its defaults.
-        config: the same.
-        offloaded: full blocks in host memory.
-        pieces: tokens of the prompt that are read at once: the context, or what ``prefill_chunk_size`` should be.
-        every: full attention is as good: the budget covers the context, or dense steps are as quick on this GPU.
-        plan: memory with these settings, and the prompt read so.
+        preset: preset of ``TokenConfig``; None: its defaults.
+        config: the configuration of that preset.
+        offloaded: full blocks are in host memory.
+        pieces: tokens of the prompt to read at once: the context, or a value for ``prefill_chunk_size``.
+        every: full attention is as good: the budget covers the context, or dense steps are as fast on this GPU.
+        plan: memory with these settings and this chunk size.
         more: share by which its steps read more than those of ``"fast"``.
     """
 
@@ -47,7 +47,7 @@ class Proposal:
 
     @property
     def call(self) -> str:
-        """As it is written in Python."""
+        """The Python call for these settings."""
         given = ["model", *([repr(self.preset)] if self.preset else []), *(["offload=True"] if self.offloaded else [])]
         return f"sparse({', '.join(given)})".replace("'", '"')
 
@@ -60,8 +60,8 @@ def propose(
     Args:
         model: from :func:`.plan.model_shape`.
         context, batch: tokens a row, prompt and answer together, and rows.
-        gpu, host: bytes that there are.
-        device: the GPU that it is for, if it is there: up to which length dense steps are as quick depends on it.
+        gpu, host: bytes available.
+        device: the target GPU, if it is present: the length up to which dense steps are as fast depends on it.
 
     Raises:
         ValueError: ``context`` or ``batch`` is not positive.
@@ -81,11 +81,12 @@ def propose(
 
 @dataclass(frozen=True)
 class Shortage:
-    """Bytes that are missing for the preset with the least need, ``"fast"``, and the prompt read in pieces.
+    """Missing bytes for the smallest preset, ``"fast"``, with the prompt read in chunks.
 
     Args:
-        on_gpu: on the GPU, with keys and values there.
-        offloaded: on the GPU, with full blocks in host memory; ``host``: in host memory then.
+        on_gpu: missing on the GPU, with keys and values there.
+        offloaded: missing on the GPU, with full blocks in host memory.
+        host: missing in host memory in that case.
     """
 
     on_gpu: int
@@ -94,7 +95,7 @@ class Shortage:
 
 
 def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host: int) -> Shortage:
-    """Why :func:`propose` finds nothing; its arguments."""
+    """Explain why :func:`propose`, with the same arguments, finds no preset."""
     config = TokenConfig.preset("fast")
     here, away = (
         in_pieces(plan_memory(model, config, offload, context=context, batch=batch), min(PIECE, context))
@@ -107,10 +108,10 @@ def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host:
 def step_bytes(
     model: ModelShape, config: TokenConfig, offload: OffloadConfig | None, *, context: int, batch: int
 ) -> float:
-    """Bytes that a decode step reads, those over the link counted by the time that they take.
+    """Bytes that a decode step reads, where bytes over the link are weighted by their time.
 
-    All weights, also of experts that a step leaves out; a model's dense, sliding and other layers; labels and means of
-    everything, and the chosen tokens.
+    Counts all weights (also of unused experts), the model's dense, sliding and other layers, the labels and means of
+    all tokens, and the chosen tokens.
     """
     planned = plan_memory(model, config, offload, context=context, batch=batch)
     dense = sparse = 0  # bytes of a token, all layers of a kind
@@ -124,11 +125,11 @@ def step_bytes(
 
 
 def pieces_of(planned: MemoryPlan, gpu: int) -> int | None:
-    """Tokens of the prompt to read at once: all, or :data:`PIECE` where that is too much; None if that is, too."""
+    """Tokens of the prompt to read at once: all if they fit, else :data:`PIECE`; None if that does not fit either."""
     whole = planned.context
     return next((n for n in (whole, min(PIECE, whole)) if in_pieces(planned, n).device_total <= gpu), None)
 
 
 def in_pieces(planned: MemoryPlan, tokens: int) -> MemoryPlan:
-    """The plan with a prompt that is read so many tokens at a time."""
+    """The plan with a prompt that is read in chunks of ``tokens``."""
     return replace(planned, prefill=planned.prefill * tokens // planned.context)

@@ -1,4 +1,4 @@
-"""How many rows of which length an engine can decode at a time, from a model's sizes alone."""
+"""Number of rows that an engine can decode at a time, by their length, from a model's sizes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config import OffloadConfig, SparseConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 CHUNK = 16_384  # tokens of a prompt that are read at once (ServingConfig.chunk)
-MOST = 4096  # rows; more are not looked for
+MOST = 4096  # rows; larger numbers are not tried
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class RowsThatFit:
     """Rows of ``context`` tokens that fit at a time.
 
     Args:
-        context: tokens of each, prompt and answer.
-        dense: with full attention, all keys and values on the GPU.
-        sparse: the same place, with what selection needs.
-        offloaded: with full blocks in host memory and the working set of each row on the GPU.
-        bound_by: what the last is bound by, ``"GPU"`` or ``"host"``.
+        context: tokens of each row, prompt and answer.
+        dense: rows with full attention, all keys and values on the GPU.
+        sparse: rows with all keys and values and the selection's index on the GPU.
+        offloaded: rows with full blocks in host memory and the working set of each row on the GPU.
+        bound_by: the memory that limits ``offloaded``, ``"GPU"`` or ``"host"``.
     """
 
     context: int
@@ -34,12 +34,12 @@ class RowsThatFit:
 def rows_that_fit(
     model: ModelShape, config: SparseConfig, offload: OffloadConfig | None, *, context: int, gpu: int, host: int
 ) -> RowsThatFit:
-    """Rows of ``context`` tokens for which memory is there, while a prompt is read in chunks.
+    """Rows of ``context`` tokens that fit the memory, while a prompt is read in chunks.
 
     Args:
         model: from :func:`.plan.model_shape`.
-        config, offload: as for the cache; ``offload`` None: as it is by default.
-        gpu, host: bytes.
+        config, offload: as for the cache; ``offload`` None: its defaults.
+        gpu, host: bytes available.
 
     Raises:
         ValueError: ``context`` is not positive.

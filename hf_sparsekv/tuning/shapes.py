@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-LONGEST = 262144  # positions: more than most of these models were trained for, the time of a step does not mind
+LONGEST = 262144  # positions: more than most of these models were trained for; step times do not depend on it
 
 
 def _like(kind, hidden: int, layers: int, heads: tuple[int, int, int], inner: int, vocab: int, tied=False, **others):
@@ -71,14 +71,14 @@ HUB = {
 
 
 def _letters(name: str) -> str:
-    """A model's name without case, dividers, and what says how it was trained."""
+    """A model's name without case, dividers, and suffixes for its training (``-instruct``)."""
     return re.sub(r"[-_ ]", "", re.sub(r"[-_](instruct|it|base|hf)$", "", name.lower()))
 
 
 def known_shape(name: str) -> str | None:
-    """The name in :data:`SHAPES` of a shape, however it is spelled: ``Qwen3-8B``, ``qwen3_8b``, ``Qwen/Qwen3-8B``.
+    """The name in :data:`SHAPES` for any spelling of it: ``Qwen3-8B``, ``qwen3_8b``, ``Qwen/Qwen3-8B``.
 
-    None if it is another model's name, or that of somebody else's copy, which may be something else.
+    None for other models, and for copies by other publishers, which may differ.
     """
     if name in SHAPES:
         return name
