@@ -254,18 +254,18 @@ def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str |
 
 
 def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fusion | None:
-    """Fuse the small layers of ``model`` in place; see the module's text.
+    """Fuse the small layers of ``model`` in place; see the module docstring.
 
     Args:
-        model: of transformers, with layers of an architecture in ``ARCHS``.
+        model: a transformers model with layers of an architecture in ``ARCHS``.
         linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
-            which needs room for one layer's at a time; quantised, LoRA and sharded ones stay as they are.
-        small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel, in the joined
-            projections, the other ones of each layer and the output embedding; likewise in those whose weights
-            :mod:`.quantised_weight` knows, one by one.
+            which needs memory for one layer's weights at a time. Quantised, LoRA and sharded layers are unchanged.
+        small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel. This covers the joined
+            projections, the other projections of each layer and the output embedding. It also covers, one by one, the
+            layers whose weights :mod:`.quantised_weight` supports.
 
     Returns:
-        What was done, to undo it; ``None`` if nothing can be, ``why_not`` says why.
+        The changes, to undo them; ``None`` if the model cannot be fused, for the reason that ``why_not`` gives.
     """
     if why_not(model):
         return None
@@ -279,7 +279,7 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
 
 
 def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) -> None:
-    """Do what :func:`fuse` says, and note in ``fusion`` what is done, before each change."""
+    """Make the changes of :func:`fuse`, and record each in ``fusion`` before it is made."""
     counts, skipped = Counter(), Counter()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 

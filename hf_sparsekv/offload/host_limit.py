@@ -14,8 +14,8 @@ import psutil
 
 from ..config import OffloadConfig
 
-DEFAULT_SHARE = 0.8  # of the machine or container: the rest is for weights on their way, tokenizers, the page cache
-_STAYS = 1.0  # seconds for which a limit that was looked up is good
+DEFAULT_SHARE = 0.8  # of the machine or container; the rest is for weights in transit, tokenizers, the page cache
+_STAYS = 1.0  # seconds for which a looked-up limit stays valid
 _ROOT = Path("/")
 _lock = (
     threading.RLock()

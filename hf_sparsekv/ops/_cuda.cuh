@@ -24,7 +24,7 @@ __device__ __forceinline__ void release_kernels() {
 #endif
 }
 
-// The same pointer, of which the compiler does not know how it was computed, so that it keeps it.
+// The same pointer, hidden from the compiler's view of its origin, so that it is kept in a register and not recomputed.
 template <class T>
 __device__ __forceinline__ T* keep(T* pointer) {
     asm("" : "+l"(pointer));
@@ -140,8 +140,8 @@ __device__ __forceinline__ void mbarrier_wait(u64* mbarrier) {
 
 // ---- memory
 
-// What nobody writes and this kernel reads once: past the processor's own cache, which is for others. In the order of
-// these calls, and where they stand: they may stand before wait_for_kernels.
+// Load constant data that this kernel reads once, bypassing L1, which other data needs. The loads stay in the order and
+// at the place of these calls, which may be before wait_for_kernels.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
     uint4 all;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,9 +1,9 @@
-"""Tensors as kernels take them: a pointer and its strides in one argument.
+"""Tensors as kernel arguments: a pointer and its strides in one argument.
 
 A stride is named after the dimension that it steps over; the last dimension is contiguous, unless it has a stride too.
 ``None`` in the place of a tensor gives ``None`` in the kernel, where ``if x is not None`` is decided at compile time.
-Triton specialises the members (divisible by 16, equal to 1) as it does plain arguments, and cannot be told not to. So
-strides of one kind only go here: of what changes during an answer see :mod:`._layout`.
+Triton always specialises the members (divisible by 16, equal to 1), as it does plain arguments. Only strides that never
+change kind may be passed this way; for those that change during an answer see :mod:`._layout`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Table(NamedTuple):
 
 
 class PagedKV(NamedTuple):
-    """``[num_blocks, H, block_size, D]``: stored blocks, or what a selection keeps of them."""
+    """``[num_blocks, H, block_size, D]``: stored blocks, or their index."""
 
     ptr: Any
     block: Any
@@ -105,7 +105,7 @@ def padded(n, least=16):
 
 @triton.constexpr_function
 def log2(n):
-    """Of a power of two."""
+    """Base-2 logarithm of a power of two."""
     return n.bit_length() - 1
 
 
@@ -117,5 +117,5 @@ def batch_and_head(i_row, HEADS: tl.constexpr):
 
 @triton.jit
 def row_ptr(t, i_batch, i_head):
-    """Where row ``i_batch`` and head ``i_head`` of ``Rows``, ``Query`` or ``Tokens`` begin."""
+    """Pointer to row ``i_batch`` and head ``i_head`` of ``Rows``, ``Query`` or ``Tokens``."""
     return t.ptr + i_batch * t.batch + i_head * t.head

@@ -70,9 +70,9 @@ class Layer:
     stats_tokens: int | None = None  # still calibrating
     query_heads: int | None = None
     chosen: int | None = None  # tokens of the next step's selection
-    ring: list[int] | None = None  # query heads, and the queries that are kept of each
-    state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of what else the policy keeps
-    kv_dtype: str | None = None  # of codes in the blocks, whose scales are part of the index
+    ring: list[int] | None = None  # number of query heads, and of queries per head
+    state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of the policy's other tensors
+    kv_dtype: str | None = None  # dtype of codes in the blocks; their scales are part of the index
 
     def measure(self, found: dict[str, Tensor]) -> None:
         """Set the sizes of the selection's tensors."""

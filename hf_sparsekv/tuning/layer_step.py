@@ -153,7 +153,7 @@ class Layer:
         kept, cap = config.coarse_blocks, self.block_table.shape[1]
         self.block_scores = empty(s.batch, s.heads, cap, dtype=torch.float32)
         self.blocks = empty(s.batch, s.heads, kept, dtype=torch.int32)
-        # What the step before has chosen, for the lagged step: other blocks than this query's own.
+        # The preceding step's selection, for the lagged step: other blocks than this query's own.
         chosen = torch.rand(s.batch, s.heads, s.full_blocks, device=device, generator=generator).argsort(-1)
         self.previous = chosen[..., :kept].sort(-1).values.int().contiguous()
         self.token_scores = empty(s.batch, s.heads, kept * size, dtype=torch.float32)

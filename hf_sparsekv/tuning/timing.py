@@ -33,7 +33,7 @@ class Time:
         return [self.low, self.median, self.high]
 
     def __sub__(self, other: Time) -> Time:
-        """What is left without work whose time is ``other``."""
+        """The remaining time without work that takes ``other``."""
         return Time(*(mine - other.median for mine in (self.median, self.low, self.high)))
 
 

@@ -16,7 +16,7 @@ def append(
     past: Tensor,
     sinks: int,
 ) -> None:
-    """See :func:`.reference.append`; for one token of one row. What else is asked, the reference answers."""
+    """See :func:`.reference.append`; for one token of one row. Other calls go to the reference."""
     if valid is not None or k.shape[0] != 1 or k.shape[2] != 1 or past.shape != (1,):
         return by_definition(k, v, valid, recent_kv, past, sinks)
     at = sinks + int(past) % (recent_kv.shape[2] - sinks)

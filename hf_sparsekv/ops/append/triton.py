@@ -30,7 +30,7 @@ def append_kernel(
     BQ: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy ``BQ`` new tokens of one row and KV head to their places in the ring."""
+    """Copy ``BQ`` new tokens of one row and KV head to their positions in the ring."""
     begin(PDL)
     BK: tl.constexpr = padded(DK, 1)
     BV: tl.constexpr = padded(DV, 1)
@@ -40,7 +40,7 @@ def append_kernel(
     m_q = o_q < q
     if p_valid is not None:
         m_q = m_q & (tl.load(p_valid + i_batch * valid_row) != 0)
-    # Taken apart so that the sum cannot overflow, and wrapped once because q <= ring.
+    # Both terms are reduced first so that the sum cannot overflow; wrapped once because q <= ring.
     o_ring = tl.load(p_past + i_batch * past_row) % ring + o_q
     o_recent = sinks + tl.where(o_ring >= ring, o_ring - ring, o_ring)
 
@@ -66,7 +66,7 @@ def append(k, v, valid, recent_kv, past, sinks):
     if not q:
         return
     require_dense_rows(recent_kv=recent_kv)
-    tile = 1 if q == 1 else TILE  # no more kinds: how many drafts there are changes
+    tile = 1 if q == 1 else TILE  # only two variants, because the number of drafts changes
     launch(
         append_kernel,
         (batch * heads, triton.cdiv(q, tile)),

@@ -1,4 +1,4 @@
-"""Copy listed blocks into device pages, or all of a table: the kernels, which read pinned host memory in place."""
+"""Copy listed blocks into device pages, or all blocks of a block table: kernels that read pinned memory in place."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def block_copy_kernel(p_kv, p_pages, p_copies, p_n_copies, RUN: tl.constexpr, BW
     while i < n:
         from_now, to_now = source, page
         i += step
-        source = tl.load(p_copies + 2 * i, mask=i < n, other=0)  # on its way while the block is copied
+        source = tl.load(p_copies + 2 * i, mask=i < n, other=0)  # in flight while the block is copied
         page = tl.load(p_copies + 2 * i + 1, mask=i < n, other=0)
         _copy(p_kv, p_pages, from_now, to_now, RUN, BW)
 

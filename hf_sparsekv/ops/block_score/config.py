@@ -1,4 +1,4 @@
-"""How many blocks and channels a program takes at once."""
+"""Number of blocks and channels that a program takes at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .._device import programs
 
 @dataclass(frozen=True)
 class Config:
-    """
+    """Launch parameters of a score.
+
     Args:
         tile: blocks of a program.
-        channels: of their metadata at once.
-        stages: such pieces on their way.
+        channels: channels of their metadata at once.
+        stages: such pieces in flight.
     """
 
     tile: int
@@ -30,5 +31,5 @@ def config(q: Tensor, rows: int, n: int, group: int, dk: int) -> Config:
     wide, tall = (max(16, triton.next_power_of_2(side)) for side in (dk, group))
     if max(16, tall) * wide <= most:
         return Config(max(16, most // wide), wide, 1)
-    # In pieces; a program for each processor to aim for, 132 on an H200.
+    # In pieces, with about one program per SM (132 on an H200).
     return Config(max(16, min(64, triton.next_power_of_2(rows * n // programs(132, q)))), 64, 3)

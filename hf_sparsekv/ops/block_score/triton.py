@@ -71,7 +71,7 @@ def block_score_kernel(
         if METADATA == "min_max":
             b_one = tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
             b_two = tl.minimum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        # What is not live may hold anything, NaN included, and is not read.
+        # Blocks that are not live may hold anything, NaN included, and are not read.
         m_box = m_live[:, None] & (o_k < DK)[None, :]
         b_first = tl.load(p_box + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
         if METADATA != "mean":
@@ -125,7 +125,7 @@ def block_score(
     fill=True,
     config=None,
 ):
-    """As ``reference.block_score``; ``config`` replaces the one for these shapes."""
+    """As ``reference.block_score``; ``config`` replaces the default for these shapes."""
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], block_table.shape[1]
     if out is None:

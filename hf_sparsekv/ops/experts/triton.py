@@ -1,4 +1,4 @@
-"""The chosen experts of a mixture: the kernels. All that counts is to read the weights once, at the memory's speed."""
+"""The routed experts of a mixture of experts: the kernels. Their time is that of reading the weights once."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def partial_sums(
 ):
     """Rows of weights times inputs, ``AHEAD * BD`` of ``d`` from ``d_0`` on: float32 ``[A, B, BD / PART]``.
 
-    All weights are on their way before the first product: what comes between, the wait for the inputs or a barrier,
-    keeps the compiler from putting off loads to save registers.
+    All loads of weights are in flight before the first product. The wait for the inputs, or a barrier, in between keeps
+    the compiler from delaying loads to save registers.
     """
     ahead = ()
     for step in tl.static_range(AHEAD):
@@ -154,12 +154,12 @@ def experts_down_kernel(
     BD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``BN`` outputs of one token: the weighted sum over its experts, whose rows are all asked for at once."""
+    """``BN`` outputs of one token: the weighted sum over its experts, whose rows are all loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, triton.next_power_of_2(K))  # [k]
     m_k = o_k < K
-    # What chose the experts has ended: the kernel before this one waited for it, then let this one come. So weights are
-    # asked for while that is running. Read from the L2 cache: a processor's own may hold older numbers until it waits.
+    # The router has ended: the preceding kernel waited for it before it released this one. Weights are therefore
+    # loaded while that kernel runs. Read from L2: an SM's L1 may hold older values until it waits.
     expert = tl.load(row_ptr(index, token, o_k), mask=m_k, other=0, cache_modifier=".cg").to(tl.int64)
     factor = tl.load(row_ptr(share, token, o_k), mask=m_k, other=0.0, cache_modifier=".cg").to(tl.float32)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -175,7 +175,7 @@ def experts_down_kernel(
 
 
 def _fixed(tile: Tile, n: int, d: int, k: int, experts: int) -> dict:
-    """What is known when a kernel is compiled for ``n`` outputs of ``d`` inputs, a program's of so many ``experts``."""
+    """Compile-time constants of a kernel for ``n`` outputs of ``d`` inputs, with ``experts`` experts per program."""
     held = triton.next_power_of_2(experts)
     bd = min(32 * PART.value * tile.warps, max(PART.value, triton.next_power_of_2(d)))
     steps = triton.cdiv(d, bd)

@@ -1,8 +1,8 @@
-"""Tokens whose estimated attention mass covers a share of the whole: the kernels.
+"""Adaptive top-p selection of tokens by their estimated attention mass: the kernels.
 
-A row's scores are cut into chunks, a program each. Shares need the sum over all of a row, and the place of a token in
-the result the counts of all of them, so there are three launches: sums, bins, and the tokens that are taken. A token is
-one byte from the second on, and 255 counts a chunk say where to stop: nothing is sorted.
+A row's scores are cut into chunks, one program each. A token's share needs the sum over the whole row, and its position
+in the result needs the counts of all chunks. There are therefore three launches: sums, bins, and the ids. From the
+second launch on a token is one byte, and 255 counts per chunk determine the cut, so nothing is sorted.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from ..topk_select.keys import readable
 from . import reference
 from .reference import LENGTHS, TOTALS, Selection
 
-CHUNKS, WARPS = (512, 4096), 8  # scores of a program, least and most; its warps
-PROGRAMS = 512  # of a launch on an H200, while chunks of CHUNKS allow it: some four for each processor
+CHUNKS, WARPS = (512, 4096), 8  # least and most scores of a program; its warps
+PROGRAMS = 512  # per launch on an H200, some four per SM, as far as CHUNKS allow
 NEAR = 64  # recent tokens at once
 HEADS_AT_ONCE = 16  # query heads of a program over the recent tokens
 SLAB = 64  # channels at once there
-FEW, MOST = 32, 256  # chunks of a row whose sums are read at once: two kinds alone, as each is a kernel of its own
+FEW, MOST = 32, 256  # chunks of a row whose sums are read at once; only two variants, as each is compiled separately
 
 STEPS, NONE, BINS = tl.constexpr(reference.STEPS), tl.constexpr(reference.NONE), tl.constexpr(reference.BINS)
 MASS_ONE, FIRST, LONGEST = tl.constexpr(reference.MASS_ONE), tl.constexpr(len(TOTALS)), tl.constexpr(LENGTHS - 1)
 LARGEST = tl.constexpr(reference.LARGEST)
 LOG2E = tl.constexpr(reference.LOG2E)
-ALL = tl.constexpr(256)  # bins, with that of what cannot be selected
+ALL = tl.constexpr(256)  # bins, including that of unselectable tokens
 
 
 class Sums(NamedTuple):
-    """float32, contiguous, logarithms to base 2: masses of a head in each chunk ``[rows * G, chunks]``, of its near
-    tokens ``[rows * G]``, and the mean of what keys hold over what labels say ``[rows * G]``.
+    """Base-2 logarithms of masses, contiguous float32, for each query head.
+
+    ``chunk`` has the mass of each chunk ``[rows * G, chunks]``, ``near`` that of the recent tokens ``[rows * G]``,
+    ``mean`` the mean ratio of true to label mass ``[rows * G]``.
     """
 
     chunk: Any
@@ -87,7 +89,7 @@ def _near(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Mass of the recent tokens, and the mean of what their keys hold over what labels say, of ``BH`` query heads."""
+    """Mass of the recent tokens, and the mean ratio of their true to their label mass, for ``BH`` query heads."""
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_h, o_n, o_r = i_first + tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, padded(R))
     m_h, m_r = (o_h < GROUP)[:, None], o_r < R
@@ -121,7 +123,7 @@ def _near(
         b_new = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_held = b_new + tl.log2(tl.exp2(b_held - b_new) + tl.exp2(b_sink - b_new))
     o_out = i_row * GROUP + o_h
-    # What is no number is nothing, or no correction: the others still count.
+    # NaN counts as no mass, or as no correction, so that the other heads are not affected.
     tl.store(sums.near + o_out, tl.where(tl.abs(b_held) < float("inf"), b_held, float("-inf")), mask=o_h < GROUP)
     tl.store(sums.mean + o_out, tl.where(tl.abs(b_mean) < float("inf"), b_mean, 0.0), mask=o_h < GROUP)
 
@@ -201,7 +203,7 @@ def mass_select_sum_kernel(
 
 @triton.jit
 def _whole(sums, i_head, mine, chunks, BC: tl.constexpr):
-    """Mean of what keys hold over what labels say, and mass of all tokens, of one query head of ``mine`` chunks."""
+    """Mean ratio of true to label mass, and mass of all tokens, for one query head of ``mine`` chunks."""
     most, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     for i in range(0, mine, BC):
         o_c = i + tl.arange(0, BC)

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows whose weights are kept in 4 or 8 bits."""
+"""A linear layer for a few rows with weights of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
-    """Whether a kernel takes ``x [..., in]`` and ``weight``: 1 to ``MAX_ROWS`` rows, in float32 one; on this GPU.
+    """Whether a kernel for ``x [..., in]`` and ``weight`` runs on this GPU: 1 to ``MAX_ROWS`` rows, in float32 one.
 
-    More than one row, and codes of a codebook, are what :mod:`.lookup` serves. One row of 8 bits is Triton's, 8-bit
-    floats from compute capability 8.9 on; scales of blocks of inputs must be of a multiple of ``LEAST`` there.
-    Elsewhere than on a GPU no kernel runs, and only rows and blocks are asked about.
+    :mod:`.lookup` serves several rows, and codes of a codebook. Triton serves one row of 8 bits, and 8-bit floats from
+    compute capability 8.9 on. Its scales must be of whole rows, or of blocks of a multiple of ``LEAST`` inputs. On a
+    CPU no kernel runs, and only rows and blocks are checked.
     """
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not 0 < rows <= MAX_ROWS or x.dtype not in _DTYPES or (rows > 1 and x.dtype == torch.float32):
@@ -40,7 +40,7 @@ def serves(x: Tensor, weight: QuantisedWeight, *_, **__) -> bool:
 
 @cache
 def has_fp8(device: int) -> bool:
-    """Whether Triton converts 8-bit floats on a CUDA device; -1, a CPU: its interpreter does."""
+    """Whether Triton converts 8-bit floats on a CUDA device. -1 is a CPU, where its interpreter does."""
     return device < 0 or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
 
 

@@ -1,11 +1,10 @@
-// A linear layer of 1 to 16 rows whose weights are bytes that a table tells numbers of, on tensor cores (Ampere and
-// later): two 4-bit indices of a codebook each, or numbers of 8 bits (KIND).
+// A linear layer for 1 to 16 rows on tensor cores (Ampere and later). Weights are bytes, converted by a lookup table:
+// two 4-bit indices of a codebook each, or numbers of 8 bits (KIND).
 //
-// Two numbers of 16 bits are one register of a product's left side. A byte of two neighbours of a row is looked up as a
-// whole, in a table of 256 pairs in shared memory, of which each bank has its own copy; bytes that are a number each are
-// looked up by themselves, and two put together. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs
-// may come in any order that is the same on both sides: a thread takes bytes that lie side by side, from memory to the
-// registers in which they wait.
+// Two numbers of 16 bits are one register of a product's left side. A byte with two neighbours of a row is looked up as
+// a whole, in a table of 256 pairs in shared memory with one copy per bank. Bytes of one number each are looked up
+// separately, and two are combined. Weights are the 16 rows of a product, rows of x its 8 columns. Inputs may come in
+// any order that is the same on both sides, so a thread loads adjacent bytes straight into the registers that use them.
 //
 // Scales belong to 64 inputs of a row, or more, and no product may have inputs of two scales. Where x has few rows, its
 // columns are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other
@@ -87,7 +86,7 @@ __device__ __forceinline__ float number_of(int byte) {
     return byte & 128 ? -number : number;
 }
 
-// Where the table's memory has sum `i`, behind `whole` times 32 others: between its lines, of which the table takes half.
+// Position of sum `i` in the table's memory, after `whole` times 32 others: in the half between the table's lines.
 __device__ __forceinline__ u32 place(u32 whole, u32 i) {
     return 64 * whole + i / 32 * 64 + 32 + i % 32;
 }
@@ -103,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     const float number = KIND == CODEBOOK ? load_constant(codebook + lane % 16) : 0;
 
-    // What is behind the last row or input is read elsewhere, and not stored or multiplied by a scale of 0.
+    // Reads past the last row or input go elsewhere; their results are not stored, or are multiplied by a scale of 0.
     const auto ask = [&](Piece& piece, int group, int unit) {
         const int its = unit * SCALES + quad % SCALES;
         const bool is_one = its < scales_there;

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows whose weights are bytes to be looked up, in CUDA C++: ``lookup.cu`` says how."""
+"""A linear layer for a few rows whose weights are bytes for a lookup table, in CUDA C++; ``lookup.cu`` explains it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from .. import _cuda, _device
 from .reference import FP8, MAX_ROWS, QuantisedWeight
 
-AMPERE = 8  # compute capability from which on there are the products and copies that the kernel needs
-SCALE = 64  # inputs: of fewer, none of a product's inputs would have one scale
-LONGEST = 31  # log2 of inputs that share a scale, where all of a row do
+AMPERE = 8  # least compute capability with the products and copies that the kernel needs
+SCALE = 64  # least inputs per scale: with fewer, one product would span several scales
+LONGEST = 31  # log2 of the inputs per scale if a whole row shares one
 SHARED = 256 * 64 * 4  # bytes: 256 entries for each of 32 banks, and as much between them for sums
 CODEBOOK, INT8, E4M3 = range(3)  # what a byte is
 NAME = "lookup_linear_kernel"
 
 
 class Form(NamedTuple):
-    """How the kernel is cut.
+    """Launch parameters of the kernel.
 
     Args:
-        warps: of a block, which share the inputs: at most, and as few as need no more turns than these.
-        tiles: of 16 rows of the weight, that a block has at once.
-        split: scales side by side in a product's columns, 1, 2 or 4 (see lookup.cu): of 8, 4 or 2 rows of x.
-        parts: loads of a row, one after the other, that a thread has on their way at once.
-        ahead: how many times as much is on its way.
-        resident: blocks for which the compiler leaves registers on a processor.
+        warps: most warps of a block, which share the inputs; fewer are used if they need no more turns.
+        tiles: tiles of 16 rows of the weight that a block has at once.
+        split: scales side by side in a product's columns, 1, 2 or 4 (see lookup.cu), for 8, 4 or 2 rows of x.
+        parts: consecutive loads of a row that a thread has in flight at once.
+        ahead: multiple of that which is prefetched.
+        resident: thread blocks per SM for which the compiler leaves registers.
     """
 
     warps: int
@@ -39,11 +39,10 @@ class Form(NamedTuple):
     resident: int = 2
 
 
-# By the most rows of x; of 4 bits and of 8. With 128 registers a thread, 512 threads of a processor have 32 to 64 KB on
-# their way. Shared memory is the table's 64 KB, in which the sums have room, below the 99 KB of compute 8.6, 8.9 and
-# 12.0. 4 bits were measured on an H200 with an 8B model's layers (`operator --sweep
-# quantised_linear`): one row 53 us for all seven, 8 rows 63; more warps, tiles or loads ahead, and clusters, take up to
-# half more.
+# By the most rows of x, for 4 and for 8 bits. With 128 registers a thread, 512 threads of an SM have 32 to 64 KB in
+# flight. The table takes 64 KB of shared memory, with room for the sums, below the 99 KB of compute 8.6, 8.9 and 12.0.
+# 4 bits were measured on an H200 with an 8B model's layers (`operator --sweep quantised_linear`): all seven take 53 us
+# with one row, 63 us with 8 rows. More warps, tiles or prefetched loads, and clusters, take up to half more.
 FORMS_4_BITS = {
     4: Form(8, 1, 2, 2, 2),
     8: Form(16, 2, 1, 2, 1, resident=1),
@@ -56,7 +55,7 @@ FORMS_8_BITS = {
 
 
 def serves(x: Tensor, weight: QuantisedWeight) -> bool:
-    """Whether the kernel takes ``weight`` and ``x [..., in]``, if that is :func:`aligned`."""
+    """Whether the kernel supports ``weight`` and ``x [..., in]``, once ``x`` is :func:`aligned`."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     rows = x.numel() // x.shape[-1] if x.numel() else 0
@@ -66,7 +65,7 @@ def serves(x: Tensor, weight: QuantisedWeight) -> bool:
 
 
 def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor, config: Form | None = None) -> bool:
-    """``x @ W.T + bias`` to ``out``, where these tensors and this GPU allow it: whether it has been done.
+    """Write ``x @ W.T + bias`` to ``out`` if these tensors and this GPU allow it; returns whether it has.
 
     Args:
         x: ``[rows, in]``, bfloat16 or float16.
@@ -120,7 +119,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _scales_of(weight: QuantisedWeight) -> tuple[int, int] | None:
-    """log2 of the rows and of the inputs that share a scale; ``None`` for what the kernel has no way to read."""
+    """log2 of the rows and of the inputs that share a scale; ``None`` if the kernel cannot read the scales."""
     inputs = weight.in_features
     if inputs % SCALE or not inputs:
         return None
@@ -133,7 +132,7 @@ def _scales_of(weight: QuantisedWeight) -> tuple[int, int] | None:
 
 
 def _kind(weight: QuantisedWeight) -> int:
-    """What a byte is: see lookup.cu."""
+    """Kind of the bytes: see lookup.cu."""
     if weight.codebook is not None:
         return CODEBOOK
     return E4M3 if weight.codes.dtype == FP8 else INT8
@@ -150,7 +149,7 @@ def _is_laid_out(weight: QuantisedWeight) -> bool:
 
 
 def _loads_16_bytes(t: Tensor) -> bool:
-    """Whether each row lies in one piece, at a multiple of 16 bytes."""
+    """Whether each row is contiguous and begins at a multiple of 16 bytes."""
     return t.stride(1) == 1 and t.data_ptr() % 16 == 0 and (t.shape[0] == 1 or t.stride(0) * t.element_size() % 16 == 0)
 
 
@@ -160,7 +159,7 @@ def _device_serves(device: int) -> bool:
 
 
 def form_of(rows: int, outputs: int, kind: int, gpu: _device.Gpu) -> Form:
-    """For so many rows of x and of the weight."""
+    """Launch parameters for these numbers of rows of x and of the weight."""
     forms = FORMS_4_BITS if kind == CODEBOOK else FORMS_8_BITS
     form = next(form for most, form in forms.items() if rows <= most)
     # Rather more blocks than fewer instructions for each byte, where half of the places would be empty.

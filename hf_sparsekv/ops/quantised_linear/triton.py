@@ -1,8 +1,7 @@
 """A linear layer of one row of inputs and weights in 8 bits. (4 bits, and more than one row: :mod:`.lookup`.)
 
-As in :mod:`.small_linear`, all that counts is to read the weights at the memory's speed. A weight is a byte, so twice
-as much has to be computed in the time that its bytes take. Scales stay out of the loop where one is of whole rows: they
-multiply the sums.
+As in :mod:`.small_linear`, the aim is to read the weights at the memory's bandwidth. A weight is one byte, so there is
+twice as much computation per byte as with 16 bits. Scales of whole rows stay out of the loop and multiply the sums.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ FOLD = tl.constexpr(16)  # weights that a thread loads at once: 16 bytes
 def as_float(b_w):
     """Codes as float32, exactly.
 
-    Integers: four bytes at once become the low bits of 2 ** 23 and more, from which a difference makes what they are.
-    A conversion has a quarter of the rate of either.
+    Integers: four bytes at once become the low bits of floats from 2 ** 23 on, and a subtraction gives their values.
+    A conversion instruction has a quarter of the rate of either.
     """
     if COMPILED and b_w.dtype == tl.int8:
         return tl.inline_asm_elementwise(
@@ -72,8 +71,8 @@ def one_step(
 ):
     """Products of the weights ``[BN, BK]`` from input ``k_0`` on, neighbours summed: ``[BN, BK / FOLD]``, float32.
 
-    What a thread has loaded at once it sums at once: as many sums as products would take the registers that hold
-    weights on their way. It reads ``FOLD`` inputs, which are twice as wide, in two halves, and scales the sum.
+    A thread sums the products of one load at once. One sum per product would take the registers of weights in flight.
+    It reads ``FOLD`` inputs, which are twice as wide, in two halves, and scales the sum.
     """
     o_fold = tl.arange(0, BK // FOLD)
     o_x = k_0 + o_fold[:, None] * FOLD + tl.arange(0, FOLD // 2)[None, :]  # [BK / FOLD, FOLD / 2]
@@ -121,7 +120,7 @@ def quantised_one_row_kernel(
     o_k = tl.arange(0, BK)
     p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
     p_scale = scales.ptr + o_n // block_rows * scales.row
-    # The first weights are on their way before the kernel that makes the input has ended.
+    # The first weights are in flight before the kernel that computes the input has ended.
     if EVEN:
         b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
     else:
@@ -143,15 +142,15 @@ def quantised_one_row_kernel(
 
 
 def tile(inputs: int) -> Tile:
-    """For one row of so many."""
+    """The tile for one row of ``inputs`` inputs."""
     return ONE_ROW_LONG if inputs >= LONG else ONE_ROW if inputs >= SHORT else ONE_ROW_SHORT
 
 
 def quantised_linear(x, weight, bias=None, config=None):
     """As ``reference.quantised_linear``. Float32 only for a single row: tensor cores would round it.
 
-    More than one row, and codes that Triton does not know, by :func:`.lookup.multiply`, or where that does not serve by
-    the reference. ``config``, a :class:`Tile`, replaces the one for these shapes.
+    Several rows, and codes that Triton does not support, go to :func:`.lookup.multiply`, or to the reference if that
+    does not support them. ``config``, a :class:`Tile`, replaces the default for these shapes.
     """
     codes, scales, codebook = check(weight)
     n, k = weight.out_features, weight.in_features

@@ -103,7 +103,7 @@ def query_predict_kernel(
         else:
             b_use = tl.sum(tl.where((o_w == n - 1)[None, :], b_weights, 0.0), axis=1)  # [BW]
         b_use = tl.where(solvable, b_use, tl.where(o_w == 0, 1.0, 0.0))
-        m_w = (o_w < count) & (b_use != 0.0)  # what has no weight may be infinite
+        m_w = (o_w < count) & (b_use != 0.0)  # queries of weight 0 may be infinite
         for i in tl.static_range(0, D, BD):
             m_d = i + o_d < D
             b_q = tl.load(p_shifted + i, mask=m_w[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [BW, BD]

@@ -1,6 +1,6 @@
 """Find the device pages of chosen blocks, and assign pages to those without one: the kernels.
 
-Many programs look up the blocks, one then hands out pages: it lists what is missing, and finds the oldest pages of a
+Many programs look up the blocks. One then assigns pages: it lists the missing blocks, and finds the oldest pages of a
 window with a histogram of their ages. All results are those of the sequential definition: what is atomic commutes.
 """
 
@@ -66,9 +66,9 @@ def residency_look_kernel(
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places as they are: page or host; stamps what is found. With ``SHARED`` the first of equal blocks claims it.
+    """Current page ids (page or host); stamps the pages found. With ``SHARED`` the first of equal blocks claims it.
 
-    A claim lies in the page table: ``position - n - 1``, so that the least is the first and none is -1.
+    A claim is an entry of the page table, ``position - n - 1``, so that the smallest is the first and none is -1.
     """
     begin(PDL)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -97,7 +97,7 @@ def residency_look_kernel(
 def _list_missing(
     p_page_ids, p_table, p_copies, n, end, k, HEADS: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr
 ):
-    """Write page table entry and position of what is missing, once each, in order; how many there are."""
+    """Write page table entry and position of each missing block, once each, in order; returns their number."""
     missing = end * 0  # a tensor, entries or not
     for i in range(0, end, BN):
         o_n = i + tl.arange(0, BN)
@@ -115,9 +115,9 @@ def _list_missing(
 
 @triton.jit
 def _oldest(b_age, share):
-    """Which ``share`` entries are the oldest, the first among equals; age 0 is never taken.
+    """Choose the ``share`` oldest entries, the first among equals; age 0 is never taken.
 
-    Returns a mask, and for the entries in it their number, from 0 on.
+    Returns a mask, and the index of each entry in it, from 0 on.
     """
     o_age = tl.arange(0, AGES)
     b_count = tl.where(o_age == 0, 0, tl.histogram(b_age, AGES))  # [AGES]
@@ -150,7 +150,7 @@ def residency_page_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Give pages to what is missing."""
+    """Assign pages to the missing blocks."""
     begin(PDL)
     now, hand = tl.load(state.now), tl.load(state.hand)
     end = tl.where(tl.load(state.enabled) != 0, n, 0)
@@ -173,7 +173,7 @@ def residency_page_kernel(
         share = tl.where(i < planned, tl.cdiv(left, tl.maximum(planned - i, 1)), left)
         m_take, b_nth = _oldest(b_age, share)
 
-        # What lay in these pages leaves its layer's page table.
+        # The evicted blocks lose their entries in their layers' page tables.
         p_own = state.owner + 2 * b_page.to(tl.int64)
         b_layer = tl.load(p_own, mask=m_take, other=-1)  # [WINDOW]
         b_old = tl.load(p_own + 1, mask=m_take, other=0)  # [WINDOW]
@@ -197,7 +197,7 @@ def residency_page_kernel(
     tl.store(state.hand, (hand + tl.minimum(i * WINDOW, pages)) % pages)
     unserved = missing - taken
     if SHARED:
-        # Claims without a page are withdrawn; those who had not the first claim find the page in the page table.
+        # Claims that got no page are withdrawn. Later claimants of the same block find the page in the page table.
         for j in range(taken, missing, BN):
             o_n = j + tl.arange(0, BN)
             b_at = tl.load(p_copies + 2 * o_n, mask=o_n < missing, other=0)  # [BN]

@@ -1,4 +1,4 @@
-"""Move full blocks into the block pool, the oldest of the ring or those of a prompt: the kernels."""
+"""Move full blocks into the block pool, from the ring of recent tokens or from a prompt: the kernels."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class New(NamedTuple):
 
 @triton.jit
 def _most(a, b):
-    """The larger one, or NaN: a maximum would leave it out."""
+    """The larger value; NaN if one is NaN, which a plain maximum would drop."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -296,7 +296,7 @@ def seal_kernel(
     )  # fmt: skip
     if means is not None:
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
-        before = tl.maximum(sealed - start, 0)  # tokens that the mean before is of
+        before = tl.maximum(sealed - start, 0)  # tokens in the preceding mean
         b_before_k, b_before_v = _sums_before(means, p_table, i_head, before, DK, DV)
         count = tl.maximum(sealed + BLOCK_SIZE - start, 1).to(tl.float32)
         _store_mean(means, physical_id, i_head, b_before_k + b_k, b_before_v + b_v, count, DK, DV)

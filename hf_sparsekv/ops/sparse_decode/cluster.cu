@@ -1,10 +1,10 @@
 // Attention of one query over chosen tokens by clusters of thread blocks (Hopper and later).
 //
-// A cluster has one row and KV head. What is attended is one list: stored tokens, the recent buffer and the means, of
-// which each warp takes every so many 16. Until it has taken its last it needs nothing of other warps: its lanes
-// look up where tokens are, keys and values go from memory to the registers in which tensor cores take them, and the
-// softmax is its own. Then a block adds up its warps, and each block of the cluster adds up a part of all results,
-// which the others have sent to its shared memory. So one launch does what a split and a merge do.
+// A cluster has one row and KV head. Stored tokens, the recent buffer and the means form one list, and its warps take
+// tiles of 16 entries in turn. Until its last tile a warp needs no other warp. Its lanes look up addresses of tokens,
+// keys and values go from memory straight to the registers of the tensor cores, and each warp has a separate softmax.
+// Then a block adds up its warps, and each block of the cluster adds up a part of all results, which the other blocks
+// have sent to its shared memory. One launch thus does the work of a split and a merge.
 //
 // Channels are in another order in these products, the same on both sides, so that each load takes 16 bytes.
 //
@@ -162,8 +162,8 @@ __device__ __forceinline__ void weigh(Softmax& its, float (&weight)[N][4]) {
 __device__ __forceinline__ void take(Softmax& its, const uint4 (&query)[STEPS][32], const Entries& entries, int first,
                                      float factor, u32 zero) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    // Keys of tokens row and row + 8; values of 2 quad, the next one, and of those 8 behind them. What is not attended
-    // may hold anything, and is not read.
+    // Keys of tokens row and row + 8; values of tokens 2 quad, 2 quad + 1, and the two that are 8 further on. Tokens
+    // that are not attended may hold anything, and are not read.
     uint4 key[2][STEPS], value[4][HALVES];
     float bias[2];
 #pragma unroll
@@ -231,8 +231,8 @@ __device__ __forceinline__ u32 widen(u32 codes) {
 __device__ __forceinline__ void take_codes(Softmax& its, const uint4 (&query)[2 * WIDE][32], const Entries& entries,
                                            u32 there, u32 scales, float factor, u32 zero) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    // As in take(): keys of tokens row + 8 t, 16 channels in 16 bytes; values of 2 quad, the next one, and of those 8,
-    // 16 and 24 behind them, 8 channels in 8 bytes, as a sum has the channels of take().
+    // As in take(): keys of tokens row + 8 t, 16 channels in 16 bytes; values of tokens 2 quad, 2 quad + 1, and those 8,
+    // 16 and 24 further on, 8 channels in 8 bytes, as a sum has the channels of take().
     uint4 key[4][WIDE];
     uint2 value[8][HALVES];
 #pragma unroll
@@ -373,8 +373,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int given = (int)n, apart = CLUSTER * WARPS;
     const int* listed = ids + i_batch * ids_batch + i_head * ids_head;
     const int* tokens_of = columns ? columns + i_batch * columns_batch + i_head * columns_head : listed;
-    // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, the next two meanwhile, and read the ids
-    // of those behind them.
+    // A warp's tiles: `tile`, `tile + apart` .. Its lanes look up two at once, meanwhile the next two, and read the ids
+    // of the two after these.
     int tile = rank * WARPS + warp;
     const auto entry_of = [&](int tile) { return 16 * (tile + apart * (lane / 16)) + lane % 16; };
     const auto id_of = [&](int e) { return e < given ? listed[e] : -1; };
@@ -468,7 +468,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int d = 4; d < 32; d *= 2) mine.total[c] += __shfl_xor_sync(~0u, mine.total[c], d);
         if (row == 0) most[warp][2 * quad + c] = mine.most[c], total[warp][2 * quad + c] = mine.total[c];
     }
-    __syncthreads();  // and nobody asks how many tokens are chosen any more
+    __syncthreads();  // from here on the number of chosen tokens is not read any more
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         const int head = 2 * quad + c;

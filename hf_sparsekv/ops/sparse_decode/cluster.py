@@ -1,4 +1,4 @@
-"""Attention over chosen tokens in CUDA C++: ``cluster.cu`` says how."""
+"""Attention over chosen tokens in CUDA C++; ``cluster.cu`` explains the kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .. import _cuda, _device
 
-# Of a block: 1 x 32k, 8 blocks a list, 7.3 us (512: 8.1, 256: 8.4), 8 x 32k, 2 blocks, 15.9 (16.9, 17.7), H200,
+# Threads of a block: 1 x 32k, 8 blocks a list, 7.3 us (512: 8.1, 256: 8.4), 8 x 32k, 2 blocks, 15.9 (16.9, 17.7), H200,
 # `operator --sweep sparse_decode`. A thread then has up to 170 registers; 16 loads of 16 bytes take 64 of them.
 THREADS = 384
 WIDTHS, MOST_HEADS = (64, 128), 8  # channels of keys and of values; query heads of a KV head
 MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs
-BLOCKS = 132  # in all, to aim for on an H200: one for each processor
-MOST_LISTS = 65535  # that a grid has room for
+BLOCKS = 132  # blocks per launch to aim for on an H200: one per SM
+MOST_LISTS = 65535  # the grid's limit
 MOST_TOKENS = 4096  # chosen ones of a list; 1,024 were measured. 32k in one row take 52 us for Triton's 45
 
 
@@ -41,11 +41,11 @@ def attend_clusters(
     out: Tensor,
     clusters: int | None,
 ) -> bool:
-    """Attend, as ``reference.sparse_decode`` does to tokens ``ids``, where these tensors and this GPU allow it: whether
-    it has.
+    """Attend to tokens ``ids`` as ``reference.sparse_decode`` does, if these tensors and this GPU allow it.
 
-    Keys and values only (no latents), of 16 bits, in ``kv`` also codes of 8, lists of at most ``MOST_TOKENS``, and no
-    soft cap. Codes are multiplied as they are and products by their scales, so no entry is rounded to 16 bits.
+    Returns whether it has. Supports keys and values of 16 bits (no latents), 8-bit codes in ``kv``, lists of at most
+    ``MOST_TOKENS``, and no softcap. Codes are multiplied as integers and products by their scales, so no entry is
+    rounded to 16 bits.
 
     Args:
         clusters: blocks that share a row and KV head, a power of two up to 8; None for as many as fill the GPU once.
@@ -98,7 +98,7 @@ def attend_clusters(
 
 
 def _loads(t: Tensor, size: int) -> bool:
-    """Whether each row of the last dimension lies in one piece, at a multiple of ``size`` bytes."""
+    """Whether each row of the last dimension is contiguous and begins at a multiple of ``size`` bytes."""
     places = (t.data_ptr(), *(stride * t.element_size() for stride in t.stride()[:-1]))
     return t.stride(-1) == 1 and all(place % size == 0 for place in places)
 
@@ -118,6 +118,6 @@ def _kernel(
 
 
 def _blocks(lists: int, where: Tensor) -> int:
-    """That share a list: a power of two."""
+    """Number of blocks that share a list: a power of two."""
     each = max(1, _device.programs(BLOCKS, where) // lists)
     return min(MOST, 1 << each.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""How a call's work is cut: by shapes, dtypes and the device alone, so that a captured step stays as it is."""
+"""Launch parameters of a call, from shapes, dtypes and the device alone, so that a captured step stays valid."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Config:
 
 
 # For latents one program fills an SM, and an H200 has 132 SMs. Measured on an H100 with
-# GLM-4.7-Flash's 20 heads and DeepSeek-V3's 128. The next tile is on its way while one is computed; loading it to
+# GLM-4.7-Flash's 20 heads and DeepSeek-V3's 128. The next tile is in flight while one is computed. Loading it to
 # registers instead took 31-86 % longer in every shape, and tiles with tokens first did not fit three stages.
 ALL = Config(tile=64, heads=32, programs=132, warps=8, stages=3)
 MANY_HEADS = Config(tile=32, heads=64, programs=132, warps=8, stages=3)  # more than 32
 # Chosen tokens: 14.1 us where FEW_ALONE takes 19.1 (GLM-4.7-Flash, 6 x 96k), 60.3 against 79.5 (128 heads, 8 x 32k).
 FEW = Config(tile=64, heads=32, programs=132, warps=8, stages=1)
-# Where one tile holds all heads of the only row both take 10.8 us, but a step with FEW, which wants 135 KB of shared
-# memory instead of 90, takes 5.80 ms instead of 5.60 (1 x 128k on an H200; 6 x 96k 11.42 instead of 11.66).
+# Where one tile holds all heads of a single row, both take 10.8 us. A step with FEW, which needs 135 KB of shared
+# memory instead of 90, takes 5.80 ms instead of 5.60 (1 x 128k on an H200; with 6 x 96k 11.42 instead of 11.66).
 FEW_ALONE = Config(tile=32, heads=32, programs=132, warps=8, stages=2)
 EXACT = Config(tile=16, heads=16, programs=132, warps=8, stages=1)  # float32, without tensor cores
 WIDEST = 576  # entries of a row that these tiles are made for: wider ones get smaller tiles
@@ -57,9 +57,9 @@ def is_native(*tensors: Tensor) -> bool:
 def shared_bytes(c: Config, width: int, value_dim: int, item: int, means: bool = False) -> int:
     """Shared memory of a program over latents of ``width`` entries of ``item`` bytes, the first ``value_dim`` values.
 
-    Found by compiling for sm_89, exact there: beside the queries either the tiles on their way and the products, or, of
-    tiles that are loaded to registers, their values twice, to change their layout. ``means``, which stand for what is
-    not chosen, are loaded so in any case.
+    Found by compiling for sm_89, exact there: besides the queries either the tiles in flight and the products, or, of
+    tiles that are loaded to registers, their values twice, to change their layout. ``means`` of unselected tokens are
+    always loaded to registers.
     """
     loaded = 2 * c.tile * triton.next_power_of_2(value_dim) * item if c.stages == 1 or means else 0
     on_their_way = (c.stages - 1) * c.tile * width * item + c.heads * c.tile * item if c.stages > 1 else 0
@@ -67,7 +67,7 @@ def shared_bytes(c: Config, width: int, value_dim: int, item: int, means: bool =
 
 
 def fitting(c: Config, width: int, value_dim: int, item: int, limit: int, means: bool = False) -> Config:
-    """``c``, cut down until a program fits ``limit`` bytes: tiles on their way first, then their size, then heads."""
+    """``c``, reduced until a program fits ``limit`` bytes: first tiles in flight, then their size, then heads."""
     while shared_bytes(c, width, value_dim, item, means) > limit:
         if c.stages != 2:  # one needs more than two, see above
             c = replace(c, stages=2 if c.stages == 1 else c.stages - 1)
@@ -83,7 +83,7 @@ def fitting(c: Config, width: int, value_dim: int, item: int, limit: int, means:
 
 
 def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity: str, means: bool = False) -> Config:
-    """Of :func:`.sparse_decode` of these tensors."""
+    """Launch parameters of :func:`.sparse_decode` for these tensors."""
     lists, group, width = q.shape[0] * kv.shape[1], q.shape[1] // kv.shape[1], q.shape[2]
     if not has_latents(kv, q):
         # Measured on an H200 (132 processors), bf16, 128 dimensions, with `operator --sweep sparse_decode
@@ -95,7 +95,7 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         tile = max(16, min(128, 16384 // (wide * item)))
         aim = programs(528 if dense else 1056, q)
         # Clusters: in a step, with means, a layer's attention to 1,024 tokens takes 7.3 us for 12.7 (1 x 32k) and 20.9
-        # for 27.4 (8 x 32k). Of all tokens they lost: 52 us for 45 (1 x 32k), 185 for 142 (1 x 128k).
+        # for 27.4 (8 x 32k). With all tokens they are slower: 52 us for 45 (1 x 32k), 185 for 142 (1 x 128k).
         clusters = None if granularity == "token" else False
         return Config(tile, group, aim, warps=4 if dense else 2, stages=2, clusters=clusters)
     if not is_native(q, kv, recent_kv):

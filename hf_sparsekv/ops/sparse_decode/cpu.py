@@ -1,7 +1,7 @@
 """Attention of one query per row over cached tokens on a CPU: few torch operations, each over all heads at once.
 
 Chosen tokens, the recent ones and the means are gathered into one buffer, which one fused attention reads. Whole blocks
-are not copied: each is attended where it lies, and the parts are merged by their denominators.
+are not copied: each is attended in place, and the parts are merged by their denominators.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sparse_decode(
 ) -> Tensor:
     """See :func:`.reference.sparse_decode`; for one row, chosen tokens (as many as the ids) or all, without pages.
 
-    What else is asked, the reference answers.
+    Other calls go to the reference.
     """
     length, sealed = rows.tolist()[0] if rows.shape[0] == 1 else (0, 0)
     (_, heads, size, width), dk = kv.shape, q.shape[2]
@@ -119,7 +119,7 @@ def weigh(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 
 def attend(asked: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Fused attention of ``asked [H, G, D]`` over each of ``kv [n, H, tokens, 2 D]`` by itself.
+    """Fused attention of ``asked [H, G, D]`` over each of ``kv [n, H, tokens, 2 D]`` separately.
 
     Returns:
         ``[n, H, G, D]``, and the logarithm of the denominators ``[n, H, G]``.
@@ -130,7 +130,7 @@ def attend(asked: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """One result ``[H, G, D]`` of parts as :func:`attend` gives them."""
+    """One result ``[H, G, D]`` from parts of :func:`attend`."""
     results, denominators = (torch.cat(of) for of in zip(*parts))
     return (results * denominators.softmax(0)[..., None]).sum(0)
 
@@ -138,9 +138,9 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 @lru_cache(maxsize=8)
 @no_inference_mode
 def recent_tokens(length: int, sealed: int, first: int, sinks: int, ring: int, heads: int) -> Tensor:
-    """Where the tokens of a row are in the recent buffer ``[H, sinks + ring]``: for each token all heads, ``[n * H]``.
+    """Indices of a row's tokens in the recent buffer ``[H, sinks + ring]``: for each token all heads, ``[n * H]``.
 
-    The ``first`` ones that are sealed, and those that are not. Layers of a step ask for the same.
+    Includes the ``first`` sealed tokens and the unsealed ones. Cached, because all layers of a step need the same.
     """
     at = sinks + torch.arange(sealed, min(length, sealed + ring)) % ring
     at = torch.cat((torch.arange(min(first, sealed)), at))
@@ -149,9 +149,9 @@ def recent_tokens(length: int, sealed: int, first: int, sinks: int, ring: int, h
 
 @lru_cache(maxsize=8)
 def places(blocks: tuple[int, ...], heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of what is stored as ``[blocks, H, block_size]``: what a token's number becomes an index by, adding it.
+    """Index offsets of tokens and heads in a tensor ``[blocks, H, block_size]``; their sum is the index.
 
-    int64, ``[sealed]`` of each token, and ``[H]`` of each head.
+    int64, ``[sealed]`` for each token, and ``[H]`` for each head.
     """
     at = np.array(blocks)[:, None] * (heads * size) + np.arange(size)
     return at.ravel(), np.arange(heads) * size
@@ -162,9 +162,9 @@ def places(blocks: tuple[int, ...], heads: int, size: int) -> tuple[np.ndarray, 
 def spans(
     sealed: int, block_size: int, tokens: int, sinks: int, blocks: tuple[int, ...], heads: int
 ) -> tuple[Tensor, np.ndarray]:
-    """Where the mean of each span of ``tokens`` tokens is in ``[blocks, H]``: for each span all heads, ``[spans * H]``.
+    """Indices of the means of spans of ``tokens`` tokens in ``[blocks, H]``: for each span all heads, ``[spans * H]``.
 
-    And how many tokens of each can be selected, ``[spans]``.
+    Also returns the number of selectable tokens of each span, ``[spans]``.
     """
     first = np.arange(0, sealed, tokens)
     end = np.minimum(first + tokens, sealed)
@@ -216,6 +216,6 @@ def gather(
 
 
 def in_a_row(kv: Tensor, blocks: tuple[int, ...]) -> Tensor:
-    """``kv[blocks]``: without a copy where they lie one after the other, as those of a prompt do."""
+    """``kv[blocks]``: a view if the blocks are consecutive, as those of a prompt are."""
     first, n = blocks[0], len(blocks)
     return kv[first : first + n] if blocks == tuple(range(first, first + n)) else kv[list(blocks)]

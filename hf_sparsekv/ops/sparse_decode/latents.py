@@ -38,7 +38,7 @@ def load_queries(
 def load_rows(p_row, m_n, DK: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
     """Latents ``[BN, BC]`` and rotary parts ``[BN, BR]`` of the rows at ``p_row [BN]`` that ``m_n [BN]`` marks."""
     o_c, o_r = tl.arange(0, BC), tl.arange(0, BR)
-    # What is not attended may hold anything, NaN included, and is not read.
+    # Tokens that are not attended may hold anything, NaN included, and are not read.
     b_c = tl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None] & (o_c < DV)[None, :], other=0.0)  # [BN, BC]
     b_r = tl.load(p_row[:, None] + DV + o_r[None, :], mask=m_n[:, None] & (o_r < DK - DV)[None, :], other=0.0)
     return b_c, b_r
@@ -65,7 +65,7 @@ def take_rows(b_qc, b_qr, b_max, b_sum, b_acc, b_c, b_r, m_n, b_unread, scale, s
 def my_heads(GROUP: tl.constexpr, BH: tl.constexpr):
     """Part, KV head and first query head of this program.
 
-    Programs that read the same rows are neighbours: the second one finds them in the L2 cache.
+    Programs that read the same rows are neighbours, so that the second one finds them in L2.
     """
     TILES: tl.constexpr = (GROUP + BH - 1) // BH
     return tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(0) % TILES * BH
@@ -227,10 +227,10 @@ def sparse_decode_latent_blocks_kernel(
 ):
     """Attend to one of ``n_parts`` parts of the ``n`` stored tokens and the recent buffer of one row and KV head.
 
-    Of ``BH`` query heads. A tile is within a block. Where it begins is found while those before it are computed: the
-    physical block two tiles ahead, which tokens to attend one; with three ``STAGES`` Triton's pipeline also loads it to
-    shared memory two tiles ahead. ``STEP`` is the distance of two rows where it is the same everywhere, or 0: what is
-    known here takes no registers.
+    A program has ``BH`` query heads. A tile is within a block. Its address is computed while earlier tiles are: the
+    physical block two tiles ahead, the mask of its tokens one tile ahead. With three ``STAGES`` Triton's pipeline also
+    loads it to shared memory two tiles ahead. ``STEP`` is the distance of two rows if it is the same everywhere, else
+    0. As a constant it takes no registers.
     """
     wait(PDL)
     BC: tl.constexpr = padded(DV)

@@ -15,10 +15,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def tile(value_dim: int, each: int) -> tuple[int, int, int]:
     """Parts at a time, channels and warps of a program, where a row and KV head have some ``each`` parts.
 
-    Few lists have many parts each (66 of the only row of 8 KV heads): 32 programs that take 16 parts at a time wait for
-    memory five times one after the other, 7.5 us for the 2.6 that 8 rows of 8 parts take (H200). So there are more
-    programs then, of fewer channels, and each reads all parts at once: by eight warps, since of the eight loads a
-    thread that four need the compiler waits for the first ones before it asks for the others.
+    Few lists have many parts each (66 for one row of 8 KV heads). There 32 programs that take 16 parts at a time would
+    wait for memory five times in sequence: 7.5 us, against 2.6 for 8 rows of 8 parts (H200). Such lists get more
+    programs of fewer channels, and each reads all parts at once. They have eight warps: with four, a thread has eight
+    loads, and the compiler waits for the first ones before it issues the others.
     """
     channels = max(16, triton.next_power_of_2(value_dim))
     if channels > 256:

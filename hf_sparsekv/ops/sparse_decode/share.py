@@ -53,17 +53,17 @@ def count_means(means, sealed, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def count_recent(length, sealed, recent):
-    """Entries of the recent buffer that a row walks over: none if it is empty."""
+    """Entries of the recent buffer that a row reads: none if it is empty."""
     n = tl.minimum(recent.sinks + length - sealed, recent.end) - recent.first
     return tl.where(length > 0, tl.maximum(n, 0), 0)
 
 
 @triton.jit
 def count_tiles(length, sealed, n, recent, means, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """:class:`Kinds` of a row, or of several.
+    """Tiles of a row, or of several rows, as :class:`Kinds`.
 
-    ``BOUNDED``: of the ``n`` stored tokens of a list no more are there than the row has; otherwise the list is walked
-    over to its end.
+    ``BOUNDED``: a list has at most as many of its ``n`` tokens as the row has sealed ones; otherwise the list is read
+    to its end.
     """
     if BOUNDED:
         stored = tl.minimum(n, sealed)
@@ -99,10 +99,10 @@ def find_part(
     BN: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """Whether there is a part ``i``; its row and number among the row's parts; :class:`Kinds` of these, and how
-    many they are.
+    """Find part ``i``: whether it exists, its row, its number in the row, and the row's parts.
 
-    ``BATCH``: a power of two, at least the number of rows.
+    The row's parts are returned as :class:`Kinds` and as their number. ``BATCH`` is a power of two, at least the number
+    of rows.
     """
     o_b = tl.arange(0, BATCH)
     m_b = o_b < share.batch
@@ -127,5 +127,5 @@ def find_part(
 
 
 def batch_constant(batch: int) -> int:
-    """``BATCH`` of :func:`find_part`: few different ones, as each is a kernel of its own."""
+    """``BATCH`` of :func:`find_part`: few different values, because each one compiles a separate kernel."""
     return 1 if batch == 1 else padded(batch, 32)

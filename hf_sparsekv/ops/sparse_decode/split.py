@@ -76,7 +76,7 @@ class Parts(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """How products become logits: two floats, or one and None."""
+    """Scale and softcap that turn products into logits: two floats, or one and None."""
 
     scale: Any
     softcap: Any
@@ -84,7 +84,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def base_2(b_s, scale, softcap):
-    """Logits to base 2 of the products ``b_s``."""
+    """Base-2 logits of the products ``b_s``."""
     if softcap is not None:
         b_s = b_s * (scale / softcap)
         b_s = softcap * (2.0 * tl.sigmoid(2.0 * b_s) - 1.0)  # tanh
@@ -96,7 +96,7 @@ def base_2(b_s, scale, softcap):
 
 @triton.jit
 def weigh(b_s, b_max):
-    """Weights of the logits ``b_s [heads, tokens]``, the maxima with them, and what earlier sums are multiplied by."""
+    """Weights of the logits ``b_s [heads, tokens]``, the updated maxima, and the factor for earlier sums."""
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # nothing attended yet: -inf - -inf is no number
     return tl.exp2(b_s - b_base[:, None]), b_new, tl.exp2(b_max - b_base)
@@ -116,8 +116,9 @@ def open_means(
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Of the spans ``i .. i + BN - 1`` of ``spans``: where their means are ``[BN]``, and how many of their
-    selectable tokens are not among the ``n`` chosen ones ``[BN]``.
+    """Pointers to the means of spans ``i .. i + BN - 1``, and how many tokens each mean represents, ``[BN]`` each.
+
+    A mean represents the selectable tokens of its span that are not among the ``n`` chosen ones.
     """
     tokens = means.span * BLOCK_SIZE
     o_s = i + tl.arange(0, BN)
@@ -139,7 +140,7 @@ def open_means(
 
 @triton.jit
 def times(b_s, b_unread):
-    """Logits to base 2 ``b_s [heads, spans]`` of means that stand for ``b_unread [spans]`` tokens each."""
+    """Base-2 logits ``b_s [heads, spans]`` of means that represent ``b_unread [spans]`` tokens each, so weighted."""
     return b_s + tl.log2(tl.maximum(b_unread, 1).to(tl.float32))[None, :]
 
 
@@ -164,7 +165,7 @@ def take_tile(
     ``b_unread [BN]``: of how many tokens each is the mean, or None.
     """
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    # What is not attended may hold anything, NaN included, and is not read.
+    # Tokens that are not attended may hold anything, NaN included, and are not read.
     b_k = tl.load(p_k[:, None] + o_k[None, :], mask=m_n[:, None] & (o_k < DK)[None, :], other=0.0)  # [BN, BK]
     b_v = tl.load(p_k[:, None] + DK + o_v[None, :], mask=m_n[:, None] & (o_v < DV)[None, :], other=0.0)  # [BN, BV]
     return take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_n, b_unread, scale, softcap)

@@ -1,4 +1,4 @@
-"""Which kernel scores tokens, and how much of them a program takes."""
+"""Choice of the kernel that scores tokens, and its launch parameters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 from .._device import programs
 from .._group import MANY
 
-# Of the queries that a program of the matrix kernel holds; or few heads with twice the channels.
+# Limits for the queries in a program of the tensor-core kernel; up to FEW heads may have twice the channels.
 MOST_HEADS, MOST_CHANNELS, FEW = 16, 64, 4
-PROGRAMS = 4096  # of the matrix kernel to aim for on an H200, measured with 64 rows of 512 blocks
+PROGRAMS = 4096  # of the tensor-core kernel to aim for on an H200, measured with 64 rows of 512 blocks
 
 
 @dataclass(frozen=True)
 class Config:
-    """
+    """Launch parameters of a score.
+
     Args:
-        tensor_cores: by integer products of tensor cores, a block at a time.
-        columns: of a tile: query heads of the matrix kernel, otherwise entries of a token's codes at once.
-        warps: of a program.
-        blocks: of a program of the matrix kernel.
-        tokens: of a program of the other one.
+        tensor_cores: use the tensor-core kernel: integer products, a block at a time.
+        columns: columns of a tile: query heads in the tensor-core kernel, else entries of a token's codes.
+        warps: warps of a program.
+        blocks: blocks of a program of the tensor-core kernel.
+        tokens: tokens of a program of the other kernel.
     """
 
     tensor_cores: bool
@@ -35,7 +36,7 @@ class Config:
 
 
 def has_whole_words(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
-    """Whether the queries are of 16 bits, and a block's codes lie together, in whole words."""
+    """Whether the queries have 16 bits, and a block's codes are contiguous, in whole words."""
     width = codes.shape[-1]
     # A scale and a zero point are read as one int32.
     pairs = (qparams.data_ptr(), *(2 * stride for stride in qparams.stride()[:-1]))
@@ -45,7 +46,7 @@ def has_whole_words(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
 
 
 def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
-    """Whether Triton's kernel of tensor cores serves these: :func:`has_whole_words`, and few enough queries."""
+    """Whether Triton's tensor-core kernel supports these: :func:`has_whole_words`, and few enough queries."""
     vectors = 1 if mean else q.shape[1] // codes.shape[1]
     fits = vectors <= MOST_HEADS and 2 * codes.shape[-1] <= MOST_CHANNELS * (1 + (vectors <= FEW))
     return fits and has_whole_words(q, codes, qparams)
@@ -54,7 +55,7 @@ def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) 
 def config(
     q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, tensor_cores: bool | None = None
 ) -> Config:
-    """For ``blocks`` blocks of each row and KV head; ``tensor_cores`` False excludes the tensor-core kernel."""
+    """Launch parameters for ``blocks`` blocks per row and KV head; ``tensor_cores=False`` excludes that kernel."""
     heads, block_size, width = codes.shape[1:]
     group, rows = q.shape[1] // heads, q.shape[0] * heads
     if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):

@@ -29,7 +29,7 @@ def token_score(
 ) -> Tensor:
     """See :func:`.reference.token_score`; for one row, whose sealed blocks all have an id, and all of them.
 
-    What else is asked, the reference answers.
+    Other calls go to the reference.
     """
 
     def by_definition() -> Tensor:

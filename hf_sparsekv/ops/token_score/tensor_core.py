@@ -121,8 +121,8 @@ def token_score_tensor_core_kernel(
     p_ids = None
     if ids is not None:
         p_ids = row_ptr(ids, i_batch, i_head)
-    # The compiler keeps the next blocks' physical blocks and codes on their way, in shared memory: in registers,
-    # carried over to the next turn of the loop, bytes would be taken apart.
+    # The compiler prefetches the next blocks' physical ids and codes to shared memory. If registers carried them to the
+    # next iteration, packed bytes would be unpacked.
     for i in tl.range(first, end, num_stages=STAGES):
         block, physical_id = find_sealed(i, i < end, p_table, p_ids, sealed)
         physical_id = physical_id.to(tl.int64)

@@ -65,7 +65,7 @@ __device__ __forceinline__ int bin_of(const Pass& pass, float s) {
 // What some scores have in common.
 struct alignas(16) Sample {
     float sum, square, high;
-    u32 counts;  // of which some can be chosen; all of them in the upper half
+    u32 counts;  // lower half: scores that can be chosen; upper half: all scores
 
     __device__ __forceinline__ void add(float s) {
         counts += 1 << 16;
@@ -154,7 +154,7 @@ __device__ __forceinline__ Pass guess(Shared& at, const float4& four, int place,
     return pass;
 }
 
-// A warp's stretch of a row, of which it keeps some.
+// A warp's stretch of a row. The warp keeps some of its scores.
 struct Stretch {
     const float* from;            // a lane's first four entries
     int length;                   // of the warp's
@@ -184,8 +184,8 @@ struct Stretch {
         for (int a = 0; a < AHEAD; a++) read(ahead[a], a * TILE);
     }
 
-    // Scores from `low` on, a finite number, and their places, of which the stretch has the first: how many there are.
-    // What is no number does not reach it. The first tiles have been read.
+    // Keep the scores from `low` (finite) on and their positions; returns how many. `first` is the stretch's position
+    // in the row. NaN is not kept. The first tiles have been read already.
     __device__ __forceinline__ int keep(float low, float* held, u16* where, int first) {
         const int place = first + 4 * (threadIdx.x % 32);
         int kept = 0;
@@ -221,8 +221,8 @@ struct Stretch {
     }
 };
 
-// Leave in `at` which bin holds the entry of rank k, `over` of which lie above all bins; -1 if it lies below them, as do
-// none of those that are counted. `sent`: blocks' counts are here.
+// Store in `at` the bin that holds the entry of rank k, where `over` entries are above all bins. -1 if that entry is
+// below all bins; no counted entry is. `sent`: the counts of the other blocks have arrived.
 __device__ __forceinline__ void find_bin(Shared& at, const Exchange& exchange, u32 k, u32 over, bool sent) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     // Entries from the last bin down to this thread's: of the row in the upper half, of this block in the lower.

@@ -1,4 +1,4 @@
-"""Selection from long rows by clusters of thread blocks: ``cluster.cu`` says how.
+"""Selection from long rows by clusters of thread blocks; ``cluster.cu`` explains the kernel.
 
 Its blocks and threads were measured on an H200 with 8 to 256 lists (rows times KV heads) of 2k to 256k entries.
 """
@@ -13,11 +13,11 @@ from .config import Config
 
 THREADS = 512
 MOST, LEAST = 8, 2  # blocks that share a list; eight are the most that every GPU with clusters runs
-BLOCKS = 132  # in all, to aim for on an H200: one for each processor
-MOST_LISTS = 65535  # that a grid has room for
-SHORTEST, SHORT = 4096, 64  # it pays for more entries than these, and than so many for each list
+BLOCKS = 132  # blocks per launch to aim for on an H200: one per SM
+MOST_LISTS = 65535  # the grid's limit
+SHORTEST, SHORT = 4096, 64  # faster only above SHORTEST entries, and from SHORT * lists entries on
 LOG_BINS, LIST = 8, 128  # bins of a pass, and scores of a bin that a block hands out
-MARGIN = 1.0  # deviations by which the first guess of a threshold lies below the score that it is of
+MARGIN = 1.0  # standard deviations by which the first guess of a threshold is below the estimated score
 
 
 def serves(scores: Tensor, config: Config) -> bool:
@@ -26,7 +26,7 @@ def serves(scores: Tensor, config: Config) -> bool:
 
 
 def select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config) -> bool:
-    """Select as ``triton.block_select`` and ``token_select`` do, where that serves: whether it has."""
+    """Select as ``triton.block_select`` and ``token_select`` do, if this kernel can; returns whether it has."""
     kernel, blocks = _kernel(scores, config)
     if kernel is None or any(t is not None and t.dtype != torch.int32 for t in (block_ids, out)):
         return False
@@ -38,12 +38,12 @@ def select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config)
 
 
 def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
-    """The kernel, and how many blocks share a list; ``None`` where it cannot run, or does not pay."""
+    """The kernel, and how many blocks share a list; ``None`` where it cannot run, or is not faster."""
     batch, heads, n = scores.shape
     blocks = _blocks(batch * heads, n, scores, config) if scores.is_cuda and scores.dtype == torch.float32 else 0
     if not blocks:
         return None, 0
-    # Many lists want two blocks on a processor, which halves their registers; long ones have room for one.
+    # With many lists two blocks share an SM, which halves their registers; long lists have room for one only.
     two = blocks == LEAST and 2 * _held(n, blocks) <= _device.shared_memory(scores)
     defined = {"THREADS": THREADS, "CLUSTER": blocks, "RESIDENT": 1 + two}
     defined |= {"LOG_BINS": LOG_BINS, "LIST": LIST, "MARGIN": MARGIN}
@@ -52,7 +52,7 @@ def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
 
 
 def _blocks(lists: int, n: int, where: Tensor, config: Config) -> int:
-    """A power of two; 0 where clusters do not pay, or there are no lists, or too many."""
+    """Blocks per list, a power of two; 0 where clusters are not faster, or there are no lists, or too many."""
     if not 0 < lists <= MOST_LISTS:
         return 0
     if config.clusters is not None:
@@ -64,5 +64,5 @@ def _blocks(lists: int, n: int, where: Tensor, config: Config) -> int:
 
 
 def _held(n: int, blocks: int) -> int:
-    """Bytes of a block's part of ``n`` entries, as many times 32 for each warp: a score in 4, where it was in 2."""
+    """Bytes of a block's part of ``n`` entries, padded to 32 per warp: a score takes 4, its position 2."""
     return 6 * THREADS * -(-n // (blocks * THREADS))

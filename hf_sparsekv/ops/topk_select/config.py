@@ -1,4 +1,4 @@
-"""How a selection is cut: by the length of its rows and the number of ids."""
+"""Launch parameters of a selection, from the length of its rows and the number of ids."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ERRORS = 4.5  # standard errors by which a sample may err before the whole row i
 def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int] | None:
     """Entries of a sample and entries that the last step has room for; ``None`` if a sample does not serve.
 
-    Of the ``k`` best of ``n`` about ``k sample / n`` are in the sample, give or take the root of that. So the roots of
-    this number and of that for the room must lie far enough apart for a rank between them.
+    About ``k sample / n`` of the ``k`` best of ``n`` entries are in the sample, with a standard error of its square
+    root. The roots of this number, and of the same number for the room, must be far enough apart for a rank in between.
     """
     room, found = max(fewest, 2 * triton.next_power_of_2(k)), []
     while room <= MOST:
@@ -29,15 +29,16 @@ def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tu
 
 @dataclass(frozen=True)
 class Config:
-    """
+    """Launch parameters of a selection. All but ``clusters`` are for rows that no cluster takes.
+
     Args:
-        clusters: blocks of a cluster that share a row, 2, 4 or 8, on a GPU that has clusters; ``None``: as many as
-            measured best, where that pays; ``False``: none. What follows is for rows that no cluster takes.
+        clusters: blocks of a cluster that share a row, 2, 4 or 8, on a GPU with clusters. ``None``: the number that
+            measured best, where clusters are faster. ``False``: no clusters.
         row: longest row that one program holds, at most 32,768.
-        split: longer rows go by a sample of them, where one serves, and not digit by digit.
+        split: select from longer rows by a sample, where one works, and not digit by digit.
         chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
-        sample, fewest: entries of a sample, and that its last step has room for at least.
-        last_warps: of that step's programs.
+        sample, fewest: entries of a sample, and least number of entries that its last step has room for.
+        last_warps: warps of that step's programs.
     """
 
     clusters: int | None = None
@@ -50,5 +51,5 @@ class Config:
     last_warps: int | None = None
 
     def tiles(self, n: int, k: int) -> tuple[int, int] | None:
-        """Of a selection of ``k`` from a long row that goes by a sample of it; see :func:`tiles`."""
+        """:func:`tiles` for a selection of ``k`` from a long row; None if it does not use a sample."""
         return tiles(n, k, self.sample, self.fewest) if self.split else None

@@ -1,4 +1,4 @@
-"""The k best tokens of each row on a CPU: the k-th best score by selection, and who reaches it, without sorting."""
+"""The k best tokens of each row on a CPU: the k-th best score by selection, and the entries that reach it, unsorted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def token_select(
 ) -> Tensor:
     """See :func:`.reference.token_select`.
 
-    The reference answers where exactly ``k`` entries of a row do not reach its ``k``-th best score: with equal scores
+    The reference runs if the number of entries that reach the ``k``-th best score is not exactly ``k``: equal scores
     at the border, fewer than ``k`` to choose from, or NaN.
     """
     reference.require_all_blocks(rows, block_ids, scores.shape[0])

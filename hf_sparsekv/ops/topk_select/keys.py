@@ -12,7 +12,7 @@ MINUS_INF = tl.constexpr(-2139095041)  # the ordered integer of -inf
 
 @triton.jit
 def ordered(b_s):
-    """int32 keys that compare as the float32 scores do; NaN, whose bits lie beyond both infinities, is ``-inf``."""
+    """int32 keys that compare as the float32 scores do; NaN, whose bits are beyond both infinities, is ``-inf``."""
     b_bits = tl.where(b_s == b_s, b_s, float("-inf")).to(tl.int32, bitcast=True)
     b_bits = tl.where((b_bits & 0x7FFFFFFF) == 0, 0, b_bits)  # -0.0 ties with 0.0
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
@@ -22,7 +22,7 @@ def ordered(b_s):
 def readable(n, WHOLE: tl.constexpr):
     """Entries of a row of ``n`` that can be read: with ``WHOLE`` up to the next multiple of 16.
 
-    Of a row that may end anywhere the compiler would read entries one by one.
+    The compiler would read a row that may end anywhere one entry at a time.
     """
     if WHOLE:
         n = tl.cdiv(n, 16) * 16
@@ -69,7 +69,7 @@ def pad(p_out, total, k, TAIL: tl.constexpr):
 
 @triton.jit
 def take(b_key, threshold, above, ties, need):
-    """Which entries belong to the selection and where they go.
+    """Mask of the entries that belong to the selection, and their positions in it.
 
     ``above`` entries over the threshold and ``ties`` equal to it lie before these; ``need`` ties are taken
     in all.

@@ -137,7 +137,7 @@ def topk_select_compact_kernel(
     p_last = p_counts + ((lists + i_row).to(tl.int64) * chunks) * BINS
     digit, threshold, need, total = _refine(p_state + i_row * 4 * STATE, p_last, mine, k, 4, BC)
 
-    # What the chunks before this one contribute.
+    # The number of ids from the chunks before this one.
     o_bin = tl.arange(0, BINS)
     b_above, b_ties = tl.zeros([BC], tl.int32), tl.zeros([BC], tl.int32)
     for i in range(0, i_chunk, BC):

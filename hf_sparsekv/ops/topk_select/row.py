@@ -1,10 +1,10 @@
 """Selection from a row that one program holds in registers.
 
-The threshold is searched among the ordered integers: a pass counts the entries over four values that lie where the
-distribution so far says that the threshold is. The first four come from the mean and the deviation of the scores, the
-next from a line through the counts; every fourth pass cuts the range into equal parts instead, so that no distribution
-takes long. The search ends as soon as exactly ``k`` entries lie over a value, which without equal scores around rank
-``k`` is long before the range is down to one number. How it gets there never shows in the result.
+The threshold is searched among the ordered integers. A pass counts the entries above four values near the estimated
+threshold. The first four come from the mean and the deviation of the scores, the next from a line through the counts.
+Every fourth pass cuts the range into equal parts instead, which bounds the number of passes for any distribution. The
+search ends as soon as exactly ``k`` entries are above a value. Without equal scores around rank ``k`` that is long
+before the range is a single number. The path of the search never affects the result.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def select_keys(p_out, b_key, b_id, k, TAIL: tl.constexpr, PDL: tl.constexpr):
     """Write the ids of the ``k`` best of the entries ``b_key``, whose ids are ``b_id``."""
     lo, count, over, usable = threshold(b_key, k)
     m_take = b_key >= lo
-    if count > k:  # the first of those that equal it
+    if count > k:  # take the first entries that equal the threshold
         b_tie = tl.cumsum((b_key == lo).to(tl.int32), 0)
         m_take = m_take & ((b_key > lo) | (b_tie <= k - over))
-    # Not before: what comes next would settle on the processors that these few programs leave, and only there.
+    # Not earlier: the next kernel would run only on the SMs that these few programs leave free.
     release(PDL)
     b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
     tl.store(p_out + b_at, b_id, mask=m_take)

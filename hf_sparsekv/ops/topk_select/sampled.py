@@ -42,10 +42,10 @@ def topk_select_sample_kernel(
 ):
     """The score of rank ``wanted / n`` in a sample of each row of ``n``, as a key.
 
-    The least of all where there are fewer, or where the last step holds all of the row.
+    The smallest key if there are fewer entries, or if the last step holds the whole row.
     """
     wait(PDL)
-    # After the wait, not before: the next kernel reads scores at once, which are there as soon as it is.
+    # After the wait, not before: the next kernel reads the scores at once, without waiting for them.
     release(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
@@ -86,9 +86,9 @@ def topk_select_collect_kernel(
     chunks = tl.num_programs(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
     o_n = i_chunk * N + tl.arange(0, N)
-    # Before the wait: the kernel before this one lets it come only once the scores are there, and writes none.
+    # Before the wait: the preceding kernel releases this one only after the scores are written, and writes none itself.
     live = entries(rows, i_batch, n, TOKENS)
-    if rows is not None and i_chunk * N >= live:  # the next step does not look there
+    if rows is not None and i_chunk * N >= live:  # the next step does not read it
         wait(PDL)
         return
     b_key = load_keys(row_ptr(scores, i_batch, i_head), o_n, live, n, rows, WHOLE)  # [N]
@@ -97,7 +97,7 @@ def topk_select_collect_kernel(
     m_take = b_key >= tl.load(p_from + i_row)
     b_at = tl.cumsum(m_take.to(tl.int32), 0) - 1
     i_part = (i_row * chunks + i_chunk).to(tl.int64)
-    # More than there is room for are counted, which is all that the next step then looks at.
+    # Entries beyond the room are only counted; the next step then reads nothing but the count.
     m_take = m_take & (b_at < ROOM)
     tl.store(p_keys + i_part * ROOM + b_at, b_key, mask=m_take)
     p_blocks = None
@@ -205,7 +205,7 @@ def topk_select_choose_kernel(
         for i in tl.static_range(1, log2(BC) + 1):
             b_before = tl.gather(b_end, b_chunk + (BC >> i) - 1, 0)  # [HELD]
             b_chunk += tl.where(b_before <= o_h, BC >> i, 0)
-        b_from = o_c * ROOM - b_end + b_count  # what turns a place among all into one of the chunks' places
+        b_from = o_c * ROOM - b_end + b_count  # offset from a position among all to a position in the chunks' buffers
         o_at = i_part * ROOM + tl.gather(b_from, b_chunk, 0) + o_h
         m_h = o_h < total
         b_key = tl.load(p_keys + o_at, mask=m_h, other=MINUS_INF)  # [HELD]
