@@ -1,16 +1,16 @@
-"""``fuse(model)``: the small layers of a model as a few kernels, its parallel projections as one product each.
+"""``fuse(model)``: replace the small layers of a model by a few kernels, and join its parallel projections.
 
-A captured decode step of an 8B model spends as long on norms, rotary embedding, activations and sums as a good part of
-its matrix products take. Here they become four kernels a layer, of few rows three, and with ``linears`` seven matrix
-products become four:
+In a captured decode step of an 8B model, norms, rotary embedding, activations and sums take as long as a good part of
+its matrix products. Fused, they are four kernels a layer, with few rows three. With ``linears``, seven matrix products
+become four:
 
     fusion = fuse(model)
     ...
     fusion.undo()
 
-Only this model changes: each of its modules gets a class of its own, a subclass of the one it had, and ``undo`` gives
-that back. No function, class or module of transformers is touched. The fused code runs on CUDA without gradients and
-rounds where transformers rounds; anywhere else the original runs.
+Only this model changes: the class of each fused module becomes a subclass of its original one, which ``undo`` restores.
+No function, class or module of transformers is modified. The fused code runs on CUDA without gradients and rounds where
+transformers rounds. In all other cases the original runs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _names(arch: Arch) -> dict[str, set[str]]:
 
 
 def _changed(arch: Arch, module: str) -> str | None:
-    """The first function of a modeling file that is not the one that the fused code stands for."""
+    """The first function of a modeling file that differs from the one that the fused code replaces."""
     file = sys.modules[module]
     for kind, names in _names(arch).items():
         if kind.islower():
@@ -147,7 +147,7 @@ def _changed(arch: Arch, module: str) -> str | None:
 
 
 def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
-    """Modules of known classes, their kinds and architectures; of a model with several parts only the known ones."""
+    """Modules of supported classes, with kind and architecture; in a model of several parts only the supported ones."""
     for module in model.modules():
         kind = type(module)
         arch = _BY_MODULE.get(kind.__module__)
@@ -186,7 +186,7 @@ def why_not(model: nn.Module) -> str | None:
 
 @cache
 def _fused_class(original: type, kind: type) -> type:
-    """``original`` with the forward pass of ``kind``. Its name stays: transformers goes by names in places."""
+    """``original`` with the forward pass of ``kind``. The name is kept, because transformers tests names in places."""
     body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (kind, original), body)
 
@@ -198,8 +198,8 @@ class Fusion:
     Args:
         counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
             that ``small_batch`` has changed, and ``quantised`` those of 4 or 8 bits.
-        skipped: what was left as it was, and why.
-        quantised: linear layers whose weights are in a form of their own, which are left alone, by its name.
+        skipped: unchanged layers, and the reasons.
+        quantised: number of linear layers in an unsupported quantised format, which are unchanged, by its name.
     """
 
     counts: dict[str, int]
@@ -208,7 +208,7 @@ class Fusion:
     _modules: list[nn.Module] = field(repr=False, default_factory=list)
 
     def undo(self) -> None:
-        """Give every module its class and its weights their own memory back. May be called again."""
+        """Restore every module's class, and separate memory for its weights. May be called again."""
         for module in reversed(self._modules):
             state: State | None = module.__dict__.get("_fused")
             if state is None:

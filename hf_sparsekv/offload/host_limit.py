@@ -97,12 +97,12 @@ _budgets: weakref.WeakSet[HostBudget] = weakref.WeakSet()  # of this process
 class HostBudget:
     """Host bytes that the layers of one cache may take together.
 
-    ``max_host_bytes`` is a limit of this cache. The default is one of the process: what its other caches hold counts,
-    too, because each alone would promise the same memory. Other processes are not known.
+    ``max_host_bytes`` is a limit of this cache. The default limit is for the process: memory of its other caches counts
+    too, because otherwise each cache would promise the same memory. Other processes are not considered.
 
     Attributes:
-        used: bytes committed by its pools, returned when their memory is.
-        pinning_failed: a pool of this cache could not be pinned, and a warning has said so.
+        used: bytes committed by its pools; reduced when their memory is released.
+        pinning_failed: a pool of this cache could not be pinned, and a warning was issued.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -114,9 +114,9 @@ class HostBudget:
 
     @property
     def limit(self) -> int:
-        """Looked up when memory grows, for a container's limit may be raised; but once for all layers.
+        """The limit in bytes. It is looked up again when memory grows, since a container's limit may be raised.
 
-        That takes a millisecond or more, and each layer of a prompt asks several times.
+        A lookup takes a millisecond or more and is needed several times per layer of a prompt, so it is cached briefly.
         """
         if self.config.max_host_bytes:
             return self.config.max_host_bytes

@@ -71,7 +71,7 @@ class _Cuda:
 
     @staticmethod
     def _forget_error(device: torch.device) -> None:
-        """CUDA keeps the error for the next kernel launch to report: launch one without waiting for it."""
+        """Clear CUDA's error, which the next kernel launch would report: launch one without waiting for it."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device).add_(1)
 
@@ -91,9 +91,9 @@ class _Held:
     pid: int = field(default_factory=os.getpid)
 
     def unregister(self) -> None:
-        """Nothing on the device may use the memory any more, so wait for it first."""
+        """Unregister the memory, after waiting for the device, which may still use it."""
         if self.registered and self.pid == os.getpid():  # a forked child has no CUDA context
-            with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is not ours to report
+            with contextlib.suppress(RuntimeError):  # an earlier error of the device, which is reported elsewhere
                 cuda.synchronize(self.device)
             while self.registered:
                 address, size = self.registered.pop()
@@ -109,9 +109,9 @@ def _release(held: _Held) -> None:
     """Release everything. Runs when the last tensor over an arena is deleted, possibly in a garbage collection."""
     if held.pid != os.getpid() and held.registered:
         held.budget.give(held.committed)
-        return  # a forked child may have other memory there: pinned ranges are not inherited
+        return  # a forked child may have other memory at these addresses: pinned ranges are not inherited
     if held.registered and cuda.capturing():
-        _waiting.append(held)  # waiting for the device would spoil the capture
+        _waiting.append(held)  # waiting for the device would invalidate the capture
         return
     held.unregister()
     unmap(*held.mapped)
@@ -126,20 +126,20 @@ def _release_waiting() -> None:
 class HostArena:
     """Host memory for one pool. Its first ``committed`` bytes can be used; more can be committed, in place.
 
-    Tensors over it keep it alive. It is unregistered and unmapped when the arena and the last of them are gone, after
-    waiting for the device. At the end of the process nothing is done: the system releases both, and a ``generate()`` in
-    a daemon thread may still be reading.
+    Tensors over it keep it alive. It is unregistered and unmapped when the arena and the last such tensor are deleted,
+    after waiting for the device. At the end of the process nothing is released explicitly: the system does that, and a
+    ``generate()`` in a daemon thread may still be reading.
 
     Args:
         size: bytes to commit at once.
         budget: counts the committed bytes.
-        device: whose kernels will read the memory.
-        pin: page-lock it. If that fails, all of it goes on pageable and one warning per cache says so; with
-            ``OffloadConfig(pin_memory=True)`` it is an error.
+        device: device whose kernels read the memory.
+        pin: page-lock the memory. If that fails, all of it is pageable, with one warning per cache. With
+            ``OffloadConfig(pin_memory=True)`` a failure is an error.
 
     Raises:
         MemoryError: the budget or the system has no room.
-        RuntimeError: pinning failed and was demanded.
+        RuntimeError: pinning failed and was required.
     """
 
     def __init__(self, size: int, budget: HostBudget, device: torch.device, pin: bool) -> None:

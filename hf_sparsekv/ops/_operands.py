@@ -90,7 +90,7 @@ def operand(kind: type[Operand], t: Tensor | None) -> Operand | None:
 def in_each_row(t: Tensor | None) -> tuple[Tensor | None, int]:
     """Numbers of each row, ``t [rows, ...]``, and the entries between two rows': plain arguments, not an operand.
 
-    For ``do_not_specialize``, which knows no members: a column of a mask lies anywhere and is as wide as the mask.
+    ``do_not_specialize`` does not work for members. A column of a mask has any alignment, and the mask's stride.
     """
     if t is None:
         return None, 0

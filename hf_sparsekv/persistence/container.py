@@ -114,7 +114,7 @@ class Layer:
         return found | {name: (_NAMES[kind], tuple(shape)) for name, (kind, shape) in self.state.items()}
 
 
-# ---------------------------------------------------------------------- what a header may say
+# ---------------------------------------------------------------------- valid headers
 
 
 class Kind(NamedTuple):
@@ -271,11 +271,11 @@ def all_tensors(layers: list[Layer], block_size: int, rows: dict) -> Shapes:
 
 
 def write(path: Path, state: dict, shapes: Shapes, pieces: Mapping[str, Pieces]) -> None:
-    """Write the file beside its place and move it there when it is whole.
+    """Write a temporary file in the same directory and rename it when it is complete.
 
     Raises:
-        OSError: its place cannot be written to.
-        RuntimeError: the cache changed meanwhile.
+        OSError: the path cannot be written to.
+        RuntimeError: the cache changed during the call.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {path.parent}: make it, or save elsewhere than at {path}")
@@ -315,8 +315,8 @@ class Reader:
     """An open file.
 
     Attributes:
-        state: what the header says, see :func:`write`.
-        layers: its layers.
+        state: content of the header, see :func:`write`.
+        layers: the layers in the header.
 
     Raises:
         FileNotFoundError: there is no such file.

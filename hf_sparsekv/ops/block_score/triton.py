@@ -56,7 +56,7 @@ def block_score_kernel(
     m_live = b_physical_id >= 0
 
     o_g = tl.arange(0, BG)
-    o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query lie as far apart as the prompt is long
+    o_far = o_g.to(tl.int64)[:, None]  # heads of a prompt's last query are as far apart as the prompt is long
     p_row = q.ptr + i_batch * q.batch + i_head * GROUP * q.head + o_far * q.head
     p_box = bounds.ptr + b_physical_id[:, None] * bounds.block + i_head * bounds.head
     if REDUCE == "mean":

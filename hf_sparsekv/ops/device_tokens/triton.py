@@ -25,7 +25,7 @@ from .reference import WINDOW, require_one_row
 CLASSES, SLACK = tl.constexpr(_CLASSES), tl.constexpr(_SLACK)
 TILE = 256  # tokens that a program locates. Not tuned yet.
 COUNTED = 1024  # stamps that a program of a count reads at once. Not tuned yet.
-COPYING = 128  # programs that copy, to aim for: reads over the link in flight, not processors, are what counts
+COPYING = 128  # copying programs to aim for: reads in flight over the link matter, not SMs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _class(b_age):
 
 @triton.jit
 def _lane(p_lanes, i_batch, BLOCK_SIZE: tl.constexpr):
-    """Where a row's slots begin, in 64 bits, and how many there are."""
+    """First slot of a row, in 64 bits, and its number of slots."""
     first = tl.multiple_of(tl.load(p_lanes + 2 * i_batch), BLOCK_SIZE)
     return first.to(tl.int64), tl.multiple_of(tl.load(p_lanes + 2 * i_batch + 1), BLOCK_SIZE)
 
@@ -69,7 +69,7 @@ def bring_tokens_once_kernel(
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy ``BN`` ids of one query and KV head, those that an earlier query has as -1."""
+    """Copy ``BN`` ids of one query and KV head; ids that an earlier query has become -1."""
     begin(PDL)
     i_query, i_head = batch_and_head(tl.program_id(0), HEADS)
     n = k
@@ -116,7 +116,7 @@ def bring_tokens_assign_kernel(
     BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the tokens of one row and KV head that are to be copied, at most ``listed``, and the slots that they get."""
+    """List the tokens of one row and KV head to copy, at most ``listed``, and their new slots."""
     begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = batch_and_head(i_row, HEADS)
@@ -131,7 +131,7 @@ def bring_tokens_assign_kernel(
     now = tl.load(p_now + i_row) + 1
 
     missing, chosen = now * 0, now * 0
-    for i_query in range(queries):  # of one query the compiler makes no loop, of others one kernel
+    for i_query in range(queries):  # one query compiles without a loop, all other numbers to one kernel
         i_ids = i_batch + i_query
         p_ids, n = row_ptr(ids, i_ids, i_head), k
         if used is not None:
@@ -148,9 +148,9 @@ def bring_tokens_assign_kernel(
             tl.store(p_missing + b_at, b_id, mask=m_missing)
             missing += tl.sum(m_missing.to(tl.int32), 0)
             chosen += tl.sum(m_id.to(tl.int32), 0)
-    tl.debug_barrier()  # the stamps and the list are there for all threads
+    tl.debug_barrier()  # makes the stamps and the list visible to all threads
 
-    # Which slots are looked at, and how many there are of each class of age and above. Often nothing is missing.
+    # The slots to examine, and the number in each age class and above. Often no token is missing.
     windows = tl.maximum(1, (room + BR - 1) // BR)
     free = BR * tl.maximum(1, room - (chosen - missing)).to(tl.int64)
     wanted = tl.minimum(windows, ((missing.to(tl.int64) * SLACK * room + free - 1) // free)).to(tl.int32)
@@ -165,7 +165,7 @@ def bring_tokens_assign_kernel(
             b_reach += tl.where(o_class == c, tl.sum((b_age >= c).to(tl.int32), 0), 0)
     m_class = (o_class > 0) & (o_class <= CLASSES)
     moved = tl.minimum(missing, tl.max(b_reach, 0))
-    # The youngest class that gives way, and how many of it: those above it all do.
+    # The youngest class to evict from, and how many slots of it; all slots of older classes are evicted.
     last = tl.max(tl.where(m_class & (b_reach >= moved), o_class, 0), 0)
     need = moved - tl.sum(tl.where(o_class == last + 1, b_reach, 0), 0)
     above, ties = now * 0, now * 0
@@ -254,7 +254,7 @@ def locate_tokens_kernel(
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Places of ``BN`` tokens of one row and KV head."""
+    """Addresses of ``BN`` tokens of one row and KV head."""
     begin(PDL)
     i_row = tl.program_id(0)
     i_batch, i_head = batch_and_head(i_row, HEADS)
@@ -305,7 +305,7 @@ def bring_tokens(
     split=0,
     config=None,
 ):
-    """As ``reference.bring_tokens``; ``window`` is a power of two, ``config`` replaces the usual one."""
+    """As ``reference.bring_tokens``; ``window`` is a power of two, ``config`` replaces the default."""
     require_dense_rows(ids=ids, kv=kv, block_table=block_table, slots=held.slots, used=used, scales=scales)
     _require_whole(kv=held.kv, columns=held.columns, stamps=held.stamps, now=held.now, lanes=held.lanes)
     if not ids.numel():
@@ -326,14 +326,14 @@ def bring_tokens(
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
     stored = operand(PagedKV, kv), operand(PagedKV, scales), operand(Table, block_table)
     args = *stored, held.kv, held.lanes, missing, to, count, listed, total
-    tile = config.tile * (held.kv.itemsize // kv.itemsize)  # of codes more, so that as many bytes are on their way
+    tile = config.tile * (held.kv.itemsize // kv.itemsize)  # more for codes, so that as many bytes are in flight
     each = max(1, min(config.copying // rows, triton.cdiv(listed, tile)))
     shape |= {"WIDTH": kv.shape[3], "SPLIT": split, "BN": tile}
     launch(bring_tokens_copy_kernel, (rows, each), ids, *args, **shape)
 
 
 def _once(ids, used):
-    """``ids [n, H, K]`` of several queries, with -1 in the place of those that an earlier one has; see ``used``."""
+    """``ids [n, H, K]`` of several queries, with -1 for ids that an earlier query has; see ``used``."""
     queries, heads, k = ids.shape
     out = empty_rows(ids.shape, torch.int32, ids.device)
     grid = queries * heads, triton.cdiv(k, TILE)

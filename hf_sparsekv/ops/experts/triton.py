@@ -25,9 +25,9 @@ class Weights(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Outputs a program; inputs of each that it asks for at once, in down projections of all experts; warps.
+    """Outputs per program, inputs of each that it loads at once (in down projections those of all experts), warps.
 
-    ``registers`` of a thread at most; None: as many as the compiler likes.
+    ``registers`` is a limit per thread; None for the compiler's choice.
     """
 
     rows: int
@@ -36,10 +36,10 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us; bytes over 3.08 TB/s 24.6 / 126
-# / 253 (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs a down projection's program
-# 29.2 / 164 / 344. By registers a processor holds five programs of 16 KB of up, eight of down. Below 55 registers up
-# would spill where tokens are wider.
+# A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us. Its bytes at 3.08 TB/s take 24.6
+# / 126 / 253 us (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs per program of the
+# down projection it takes 29.2 / 164 / 344 us. Registers allow an SM five programs of the up projection, of 16 KB each,
+# and eight of the down projection. Below 55 registers the up projection would spill with wider tokens.
 UP = Tile(2, 2048, 8, 64)
 DOWN = Tile(2, 4096, 2)
 PART = tl.constexpr(8)  # inputs that a thread loads at once: 16 bytes of 2 each
@@ -74,7 +74,7 @@ def partial_sums(
         else:
             b_x = tl.load(p_x + o_d, mask=m_x & (o_d < d), other=0.0)
         b_product = ahead[step].to(tl.float32) * b_x.to(tl.float32)
-        # A thread's own: what it keeps is one number a row, not PART.
+        # Sums within a thread, which then keeps one number a row instead of PART.
         b_sum += tl.sum(tl.reshape(b_product, [b_w.shape[0], b_w.shape[1], BD // PART, PART]), 3)
     return b_sum
 

@@ -8,13 +8,13 @@
 //
 // Scales belong to 64 inputs of a row, or more, and no product may have inputs of two scales. Where x has few rows, its
 // columns are there SPLIT times: a column has the inputs of one scale, and zeros for those of the others, which other
-// threads of a quad hold. So of 4 bits a thread takes 16 or 32 bytes that lie side by side, not 8, and a quad 64 or 128.
+// threads of a quad hold. With 4 bits a thread therefore takes 16 or 32 adjacent bytes, not 8, and a quad 64 or 128.
 //
 // Where each warp has inputs of one unit, it holds them (HOLD).
 //
 // The warps of a block share the inputs, the blocks the rows of the weight; a block's warps add up at the end of its
 // rows. (Each block reads all of x then, as much as the weights with many rows; clusters that share it took longer.)
-// Weights depend on no kernel: the first are asked for before those that came before have ended.
+// Weights depend on no kernel: the first are loaded before the preceding kernels have ended.
 
 #define CODEBOOK 0
 #define INT8 1

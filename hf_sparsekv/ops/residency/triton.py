@@ -229,7 +229,7 @@ def residency(
 ):
     """As ``reference.residency``; results are contiguous, ``window`` is a power of two, at most 16,384.
 
-    ``config`` replaces the usual one.
+    ``config`` replaces the default.
     """
     batch, heads, k = block_ids.shape
     n, pages, config = block_ids.numel(), len(state.stamp), config or Config()

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows: the kernels. All that counts is to read the weights at the memory's speed.
+"""A linear layer for a few rows: the kernels. The aim is to read the weights at the memory's bandwidth.
 
 Tiles measured on an H200, bf16, projections of an 8B model (benchmarks/NOTES.md, "Linear layers of a few rows").
 """
@@ -21,9 +21,9 @@ from .reference import MAX_ROWS, check
 
 
 class Tile(NamedTuple):
-    """Rows of the weight a program, inputs a step of its loop, steps in flight, warps.
+    """Rows of the weight per program, inputs per step of its loop, steps in flight, warps.
 
-    ``registers`` of a thread at most; None: as many as the compiler likes.
+    ``registers`` is a limit per thread; None for the compiler's choice.
     """
 
     rows: int
@@ -37,11 +37,11 @@ ONE_ROW = Tile(4, 2048, 1, 8)
 ONE_ROW_SHORT = Tile(4, 1024, 1, 4)
 SHORT = 2048  # inputs; the short tiles below
 ROWS = Tile(32, 256, 6, 4)
-# More in flight where programs are fewer than processors; less where they follow one another.
+# More in flight where there are fewer programs than SMs; less where an SM runs several in sequence.
 ROWS_WIDE, WIDE = Tile(64, 128, 6, 4), 6144  # rows of the weight; this tile from here on
 ROWS_WIDEST, WIDEST = Tile(64, 128, 4, 4), 12288
-# Gate and up projection, half of a program's rows each. The compiler would take 66 registers for one row, with which a
-# processor holds three programs instead of four; with 64 nothing spills on any architecture.
+# Gate and up projection, half of a program's rows each. The compiler would take 66 registers for one row, with which an
+# SM holds three programs instead of four. With 64 nothing spills on any architecture.
 GATED_ONE_ROW = ONE_ROW._replace(registers=64)
 GATED_ONE_ROW_SHORT = ONE_ROW_SHORT._replace(registers=64)
 GATED_ROWS = ROWS
@@ -50,9 +50,9 @@ GATED_ROWS_WIDE = ROWS_WIDEST
 
 @triton.jit
 def find_rows(n, GATED: tl.constexpr, BN: tl.constexpr):
-    """This program's rows of the weight and which of them there are, ``[BN]``; likewise its outputs, of ``n`` in all.
+    """This program's rows of the weight and the mask of those that exist, ``[BN]``; then its outputs, of ``n`` in all.
 
-    Gated, output ``i`` is of the rows ``i`` and ``n + i``, which lie side by side in the tile.
+    If gated, output ``i`` needs rows ``i`` and ``n + i``, which are adjacent in the tile.
     """
     o_row = tl.program_id(0) * BN + tl.arange(0, BN)
     if GATED:
@@ -85,7 +85,7 @@ def small_linear_one_row_kernel(
     o_k = tl.arange(0, BK)
     m_k = o_k < k
     p_row = weight.ptr + o_n.to(tl.int64)[:, None] * weight.row
-    # The first weights are on their way before the kernel that makes the input has ended.
+    # The first weights are in flight before the kernel that computes the input has ended.
     if EVEN:
         b_w = tl.load(p_row + o_k[None, :], eviction_policy="evict_first")  # [BN, BK]
     else:
@@ -157,7 +157,7 @@ def small_linear_rows_kernel(
 
 
 def tile(rows: int, n: int, k: int, is_gated: bool) -> Tile:
-    """For ``rows`` of ``k`` inputs and ``n`` rows of the weight."""
+    """The tile for ``rows`` rows of ``k`` inputs and ``n`` rows of the weight."""
     if rows == 1:
         usual, short = (GATED_ONE_ROW, GATED_ONE_ROW_SHORT) if is_gated else (ONE_ROW, ONE_ROW_SHORT)
         return usual if k >= SHORT else short
@@ -167,7 +167,7 @@ def tile(rows: int, n: int, k: int, is_gated: bool) -> Tile:
 
 
 def _fitting(config: Tile, x: Tensor) -> Tile:
-    """With fewer steps in flight where they would not fit."""
+    """``config`` with as many steps in flight as fit shared memory."""
     held = (config.rows + MAX_ROWS) * config.inputs * x.element_size()
     return config._replace(stages=max(1, min(config.stages, _device.shared_memory(x) // held)))
 
@@ -175,7 +175,7 @@ def _fitting(config: Tile, x: Tensor) -> Tile:
 def small_linear(x, weight, bias=None, activation=None, config=None):
     """As ``reference.small_linear``. Float32 only for a single row: tensor cores would round it.
 
-    ``config``, a :class:`Tile`, replaces the one for these shapes.
+    ``config``, a :class:`Tile`, replaces the default for these shapes.
     """
     n, k = weight.shape
     x_rows = x.reshape(-1, k)

@@ -53,7 +53,7 @@ struct Place {
     int page, in;
 };
 
-// Of entry `e`, and of a chosen token what `ids` says of it, which has been read before: so nothing waits here.
+// Look up entry `e`. For a chosen token `id` is its entry of `ids`, read beforehand so that nothing waits here.
 __device__ __forceinline__ Place look_up(const Lists& its, int e, int id) {
     if (e < its.n) {
         const int in = id & ((1 << LOG_BLOCK) - 1);

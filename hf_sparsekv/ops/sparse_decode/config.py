@@ -15,16 +15,17 @@ from .reference import has_latents
 
 @dataclass(frozen=True)
 class Config:
-    """
+    """Launch parameters of an attention.
+
     Args:
         tile: tokens at once.
         heads: query heads at once.
-        programs: that share the tokens of all rows and KV heads; about as many (see :mod:`.share`). The constants
-            below have an H200's.
-        warps, stages: of a program.
-        clusters: blocks of a cluster that share a row and KV head, of chosen tokens (``cluster.cu``, CUDA C++): a power
-            of two, or ``None`` for as many as fill the GPU once. ``False``, and what that kernel does not serve: what
-            is above, by Triton.
+        programs: approximate number of programs for the tokens of all rows and KV heads (see :mod:`.share`). The
+            constants below have an H200's.
+        warps, stages: warps and stages of a program.
+        clusters: blocks of a cluster that share a row and KV head of chosen tokens (``cluster.cu``, CUDA C++): a power
+            of two, or ``None`` for as many as fill the GPU once. With ``False``, and for calls that this kernel does
+            not support, Triton runs with the parameters above.
     """
 
     tile: int

@@ -187,11 +187,11 @@ def gather(
     """The chosen tokens ``listed [H, n]``, then the recent ones, then the means: float32 ``[H, tokens, D]``.
 
     Args:
-        recent: as :func:`recent_tokens` gives it.
+        recent: from :func:`recent_tokens`.
 
     Returns:
-        Them, and what is added to their logits for as many tokens as a mean stands for, ``[H, 1, 1, tokens]``; None
-        without means.
+        The tokens, and a bias of their logits, ``[H, 1, 1, tokens]``, that weights each mean by the tokens it
+        represents; None without means.
     """
     heads, size, width = kv.shape[1:]
     token, head = places(blocks, heads, size)
@@ -209,7 +209,7 @@ def gather(
     of = listed // mean_tokens + np.arange(heads)[:, None] * len(held)
     unread = np.maximum(held - np.bincount(of.ravel(), minlength=heads * len(held)).reshape(heads, -1), 0)
     bias = torch.zeros(heads, 1, 1, taken.shape[1])
-    bias[:, 0, 0, -len(held) :] = torch.from_numpy(unread).float().log_()  # -inf: it stands for none
+    bias[:, 0, 0, -len(held) :] = torch.from_numpy(unread).float().log_()  # -inf: it represents none
     if not unread.all():
         taken[:, -len(held) :].masked_fill_(torch.from_numpy(unread == 0)[..., None], 0.0)
     return taken, bias

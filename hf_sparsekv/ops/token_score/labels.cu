@@ -7,8 +7,8 @@
 // A row of a product has the codes of TOGETHER tokens side by side, and its columns are the queries of each of them,
 // zero where the others are: twice the products, but a thread has half of a token's codes in one load, and fewer
 // threads read a scale and take the largest of the queries. Codes of 64 bytes (latents) are a token's alone: a quarter
-// of them is a load of 16 bytes, and many queries in half of the registers. A warp has one tile of 64 tokens on its way,
-// in registers, beside the one that it scores.
+// of them is a load of 16 bytes, and many queries in half of the registers. A warp has one tile of 64 tokens in flight,
+// in registers, while it scores another.
 
 #define WARPS (THREADS / 32)
 #define TOGETHER (WIDTH > 32 ? 1 : 2)
@@ -19,7 +19,7 @@
 #define CHANNELS (2 * WIDTH)
 #define EACH (CHANNELS / 32)  // channels of a lane, while queries are made
 #define LARGEST (127 * 128.0f)
-#define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that lie in one block
+#define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that are in one block
 #define SPANS (64 / SPAN)
 #define ROWS (8 * TOGETHER)  // tokens that a warp loads at once
 #define TOKENS (2 * LANES)   // of a tile, that a thread has a part of: ROWS apart
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         labels.load(tiles[which], from, next, physical);
         next += SPANS;
     };
-    // The first labels are on their way while queries are made.
+    // The first labels are in flight while queries are computed.
     load(0, token);
     make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel);
     __syncthreads();

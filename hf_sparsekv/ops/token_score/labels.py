@@ -1,4 +1,4 @@
-"""Scores of all tokens from packed labels in CUDA C++: ``labels.cu`` says how."""
+"""Scores of all tokens from packed labels in CUDA C++; ``labels.cu`` explains the kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 
 
 def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out, fill) -> bool:
-    """Score, as ``triton.token_score`` does, where these labels and this GPU allow it: whether it has."""
+    """Score as ``triton.token_score`` does, if these labels and this GPU allow it; returns whether it has."""
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
     if reduce == "none" or qparams is None or not has_whole_words(q, codes, qparams):
         return False

@@ -1,25 +1,25 @@
 // Selection from long rows by clusters of thread blocks (Hopper and later).
 //
 // Each of CLUSTER blocks has a part of one row, and each warp a stretch of that.
-// 1. Every block reads the same sample of the whole row: mean and deviation of it give a number that more than k scores
-//    reach, but not many more. As all guess alike, none waits for another. Of its stretch a warp keeps in shared memory
-//    what reaches that number.
-// 2. Together the blocks count these by bins, up to the largest score. The bin that holds the score of rank k has few.
-// 3. Every block is handed these few, and finds the threshold among them by itself. As it then knows how many entries
-//    each block takes, it writes its ids to their place, ascending.
+// 1. Every block reads the same sample of the whole row. Its mean and deviation give a guess that slightly more than k
+//    scores reach. All blocks compute the same guess, so none waits for another. A warp keeps the scores of its stretch
+//    that reach the guess, in shared memory.
+// 2. Together the blocks count these by bins, up to the largest score. The bin with the score of rank k has few.
+// 3. Every block receives these few, and finds the threshold among them independently. It then knows how many entries
+//    each block takes, and writes its ids to their positions, ascending.
 //
-// The guess never shows in the result: where too few reach it, or too many are in the bin, the row is read again, and
-// its scores are counted by their bits, LOG_BINS a pass.
+// The guess never affects the result. If too few scores reach it, or too many are in the bin, the row is read again,
+// and its scores are counted by their bits, LOG_BINS a pass.
 //
-// Blocks hand over what they know by writing to one another's shared memory ("Distributed Shared Memory", CUDA C++
-// Programming Guide), asynchronously (st.async). Only further passes, which hardly a row needs, meet at barriers of
-// the cluster: these fence all of the GPU's memory.
+// Blocks exchange results by asynchronous writes (st.async) to each other's shared memory ("Distributed Shared Memory",
+// CUDA C++ Programming Guide). Only further passes, which few rows need, use barriers of the cluster, because these
+// fence all of the GPU's memory.
 
 #define BINS (1 << LOG_BINS)
 #define WARPS (THREADS / 32)
 #define PIECES 2              // of four entries, that a lane reads at once
 #define TILE (128 * PIECES)   // entries of a warp
-#define AHEAD (3 - RESIDENT)  // tiles that are on their way: where two blocks share the registers, each has one
+#define AHEAD (3 - RESIDENT)  // tiles in flight; one if two blocks share the registers
 #define LOWEST __uint_as_float(0xff7fffffu)  // finite number
 
 static_assert(BINS <= THREADS, "a thread has a bin");
@@ -258,8 +258,8 @@ __device__ __forceinline__ void find_bin(Shared& at, const Exchange& exchange, u
     __syncthreads();
 }
 
-// What each block has in the threshold's bin and above it, from the counts that all have sent; so it is known how many
-// scores are still on their way.
+// Each block's entries in the threshold's bin and above it, from the counts that all blocks have sent. They determine
+// how many scores are still to arrive.
 __device__ __forceinline__ void read_counts(Shared& at, Exchange& exchange, int bin, bool equal) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {

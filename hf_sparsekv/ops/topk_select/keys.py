@@ -71,8 +71,8 @@ def pad(p_out, total, k, TAIL: tl.constexpr):
 def take(b_key, threshold, above, ties, need):
     """Mask of the entries that belong to the selection, and their positions in it.
 
-    ``above`` entries over the threshold and ``ties`` equal to it lie before these; ``need`` ties are taken
-    in all.
+    Before these entries come ``above`` entries over the threshold and ``ties`` equal to it; ``need`` ties are taken in
+    all.
     """
     m_tie = (b_key == threshold) & (b_key > MINUS_INF)
     m_above = (b_key > threshold) & (b_key > MINUS_INF)

@@ -1,8 +1,8 @@
 """Selection from rows too long for one program.
 
-Several programs a row find the threshold digit by digit from histograms (four digits of 256 bins, the most
-significant first), then each writes the ids that its chunk contributes. Partial histograms lie in scratch
-memory, so nothing is atomic and the result does not depend on the order of the programs.
+Several programs a row find the threshold digit by digit from histograms: four digits of 256 bins, the most significant
+first. Then each program writes the ids of its chunk. Partial histograms are in scratch memory, so there are no atomics
+and the result does not depend on the order of the programs.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def row_warps(width: int) -> int:
 
 
 def scratch_size(scores, k, config=None):
-    """int32 entries that a selection of ``k`` from ``scores`` needs beside its result: none for short rows."""
+    """int32 entries of scratch memory that a selection of ``k`` from ``scores`` needs: none for short rows."""
     batch, heads, n = scores.shape
     config = config or Config()
     if n <= config.row or cluster.serves(scores, config):
@@ -105,7 +105,7 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
     if cluster.select_clusters(scores, block_ids, k, block_size, rows, tokens, out, config):
         return out
     if n > config.row:
-        # None was asked for where clusters serve such scores, but not these ids.
+        # No scratch memory was requested if clusters support such scores but not these ids.
         size = scratch_size(scores, k, replace(config, clusters=False))
         if scratch is None or scratch.numel() < size:
             scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
