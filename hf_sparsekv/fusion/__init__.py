@@ -1,1 +1,1 @@
-"""Small layers as few kernels."""
+"""Fusion of a model's small layers into few kernels."""

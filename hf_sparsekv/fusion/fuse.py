@@ -79,7 +79,7 @@ _SINGLE = {
     "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
     "MLP": ("down_proj", "gate_up_proj"),
 }
-_APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # of latent attention where they are not joined
+_APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # projections of latent attention that are not joined
 # Of attention and MLPs: all that a step multiplies with. (MLA's expand_kv is no layer of a step.)
 _QUANTISED = tuple(dict.fromkeys(sum((*_PARALLEL.values(), *_SINGLE.values()), _APART)))
 _LATENT = (

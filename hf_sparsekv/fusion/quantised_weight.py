@@ -1,4 +1,4 @@
-"""Where libraries of quantised weights keep codes and scales, as :class:`.ops.quantised_linear.QuantisedWeight`.
+"""Read the codes and scales of quantisation libraries as :class:`.ops.quantised_linear.QuantisedWeight`.
 
 Supported are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, torchao's ``Int8Tensor`` and ``Float8Tensor`` in
 torch's own layer, and transformers' ``FP8Linear`` and ``CompressedTensorsFP8Linear``. They are recognised by names of
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..ops.quantised_linear import QuantisedWeight
 from ..ops.quantised_linear.reference import CODES, FP8, check
 
-_LEVELS = 127  # of int8 in bitsandbytes, whose scales are the largest numbers of each row
+_LEVELS = 127  # largest int8 code in bitsandbytes, whose scales are the largest numbers of each row
 
 
 @dataclass

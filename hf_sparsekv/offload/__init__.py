@@ -1,1 +1,1 @@
-"""Where cached tokens live."""
+"""Memory for cached tokens: host memory, device pages, and the copies between them."""

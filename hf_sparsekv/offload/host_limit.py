@@ -1,4 +1,4 @@
-"""How much host memory a cache may take."""
+"""The limit of host memory that a cache may take."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from .host_pages import (
     unmap,
 )
 
-_MIN_RESERVE = 4 << 30  # bytes of free address space: a million tokens of one layer with 8 heads of 128 in bf16
+_MIN_RESERVE = 4 << 30  # bytes of addresses, which are free: a million tokens of a layer with 8 heads of 128 in bf16
 _RESERVE_AHEAD = 8  # multiple of the needed size; bounded, because all layers together must leave addresses to CUDA
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: pinned for every context, and readable by kernels
 

@@ -1,4 +1,4 @@
-"""Which blocks of an offloaded cache have a copy on the device: the pools of a cache, and one layer's part in them."""
+"""Device copies of an offloaded cache's blocks: the device pools of a cache, and the page table of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places in ascending lists."""
+"""Binary search in ascending lists."""
 
 from __future__ import annotations
 

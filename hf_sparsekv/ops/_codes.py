@@ -14,7 +14,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small floa
 
 @triton.jit
 def _most(a, b):
-    """The larger one, or NaN: a maximum would leave it out."""
+    """The larger value; NaN if one is NaN, which a plain maximum would drop."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

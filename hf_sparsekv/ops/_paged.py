@@ -42,7 +42,7 @@ def load_row(rows, i_batch):
 
 @triton.jit
 def is_held(o_n, sinks, ring, length, sealed):
-    """Which entries ``o_n`` of a recent buffer hold a token of a row: see :func:`._recent.recent_valid`."""
+    """Mask of the entries ``o_n`` of a recent buffer that hold a token of a row: see :func:`._recent.recent_valid`."""
     b_ahead = o_n - sinks - sealed % tl.maximum(ring, 1)
     b_ahead = tl.where(b_ahead < 0, b_ahead + ring, b_ahead)
     return tl.where(o_n < sinks, o_n < sealed, b_ahead < length - sealed)

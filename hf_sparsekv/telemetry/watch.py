@@ -1,4 +1,4 @@
-"""Which blocks the last decode step attended to, over all layers of a cache."""
+"""The blocks that the last decode step attended to, over all layers of a cache."""
 
 from __future__ import annotations
 

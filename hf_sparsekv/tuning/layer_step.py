@@ -50,7 +50,7 @@ class Shape:
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     config: TokenConfig = field(default_factory=lambda: BLOCKS)
-    value_dim: int | None = None  # of latents: the first so many numbers of a key are its value
+    value_dim: int | None = None  # latents only: the first `value_dim` numbers of a key are its value
 
     @property
     def case(self) -> str:
@@ -145,7 +145,7 @@ class Layer:
 
         self.sinks, ring = config.sinks, ring_tokens(config)
         self.recent_kv = randn(s.batch, s.heads, self.sinks + ring, s.width)
-        self.newest = self.sinks + (s.length - 1) % ring  # where the step puts its token
+        self.newest = self.sinks + (s.length - 1) % ring  # ring position of the step's token
         counts = torch.tensor([s.length, s.full_blocks * size], dtype=torch.int32, device=device)
         self.rows = counts.repeat(s.batch, 1)
         self.past = self.rows[:, 0] - 1

@@ -17,7 +17,7 @@ from ..policies.token_config import TokenConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 PRESETS = ("accurate", None, "fast")  # the largest budget first; None: the defaults
-MORE = 0.05  # share of what a step reads by which a larger budget may exceed the smallest
+MORE = 0.05  # share by which a step of a larger budget may read more than one of the smallest
 # Offloaded, 3 % of the chosen tokens cross the link (docs/speed.md), at some 50 GB/s where an H200 reads 4.5 TB/s.
 OFFLOADED = 1 + 0.03 * 4.5e12 / 50e9
 PIECE = 4096  # tokens of a prompt at once, where it does not fit as a whole

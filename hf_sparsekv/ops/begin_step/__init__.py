@@ -1,4 +1,4 @@
-"""Take the rows of a captured step further."""
+"""Advance the lengths of all rows at the start of a captured step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy listed blocks into device pages (SparseServe's FlashH2D), or all blocks of a table."""
+"""Copy listed blocks into device pages (SparseServe's FlashH2D), or all blocks of a block table into a buffer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Config:
 
 
 def config(q: Tensor, rows: int, n: int, group: int, dk: int) -> Config:
-    """For ``n`` blocks of each of ``rows`` rows and KV heads. Not tuned yet."""
+    """Launch parameters for ``n`` blocks of each of ``rows`` rows and KV heads. Not tuned yet."""
     most = 8192  # entries of metadata, or of the queries, in registers at once
     wide, tall = (max(16, triton.next_power_of_2(side)) for side in (dk, group))
     if max(16, tall) * wide <= most:

@@ -1,4 +1,4 @@
-"""Copies of chosen tokens on the device: where they are, and which give way to newly chosen ones."""
+"""Copies of chosen tokens on the device: their addresses, and the eviction of old ones for newly chosen ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Copies of chosen tokens on the device: the kernels.
 
-One program a row and KV head finds what is there and gives slots to what is not; then many programs copy. Before both,
-of several queries of one row, many programs leave out what an earlier one has chosen as well.
+One program a row and KV head finds the tokens that have slots and assigns slots to the others. Then many programs copy.
+With several queries of one row, many programs first remove the tokens that an earlier query has chosen as well.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ COPYING = 128  # copying programs to aim for: reads in flight over the link matt
 
 @dataclass(frozen=True)
 class Config:
-    """
+    """Launch parameters of the kernels.
+
     Args:
-        listed: ids that a program looks at at once.
+        listed: ids that a program reads at once.
         tile: tokens that a program copies at once.
-        copying: programs that copy, to aim for.
+        copying: number of copying programs to aim for.
     """
 
     listed: int = 1024

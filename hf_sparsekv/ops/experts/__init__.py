@@ -1,4 +1,4 @@
-"""The chosen experts of a mixture, for the few tokens of a decode step."""
+"""The routed experts of a mixture of experts, for the few tokens of a decode step."""
 
 from __future__ import annotations
 

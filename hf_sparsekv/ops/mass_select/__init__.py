@@ -1,4 +1,4 @@
-"""Tokens whose estimated attention mass covers a share of the whole (top-p), from the scores of their labels."""
+"""Adaptive top-p selection of tokens by their estimated attention mass, from the scores of their labels."""
 
 from __future__ import annotations
 

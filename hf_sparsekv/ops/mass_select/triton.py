@@ -318,7 +318,7 @@ def mass_select_take_kernel(
         b_earlier += tl.sum(tl.where((o_c < i_chunk)[:, None], b_some, 0), 0)
     b_all = tl.where(o_bin < BINS, b_all, 0)
     b_each = tl.exp2((o_bin + 0.5) / -STEPS)
-    b_left = tl.cumsum(b_all * b_each, 0, reverse=True)  # what is held from each bin on
+    b_left = tl.cumsum(b_all * b_each, 0, reverse=True)  # mass from each bin on
     enough = tl.sum(tl.where(b_left > left, b_all, 0), 0)
     live = tl.sum(b_all, 0)
     taken = tl.minimum(tl.minimum(tl.maximum(enough, least), most), live)

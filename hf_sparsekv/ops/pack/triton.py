@@ -1,7 +1,7 @@
-"""Keep the chosen tokens of each KV head together: the kernels.
+"""Keep the chosen tokens of each KV head in one buffer: the kernels.
 
 Both lists are ascending, so a binary search finds the tokens that stay. One program a row and KV head searches and
-lists the positions that become free; then many programs copy what is missing and rewrite the lists.
+lists the positions that become free. Then many programs copy the missing tokens and rewrite the lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._operands import PagedKV, Rows, Table, operand, padded, row_ptr
 from .._overlap import begin, launch
 
 TILE = 32  # tokens that a program copies at once. Not tuned yet.
-END = tl.constexpr(0x7FFFFFFF)  # what -1 at the end of an ascending list is taken for
+END = tl.constexpr(0x7FFFFFFF)  # replaces -1 at the end of an ascending list
 
 
 @triton.jit(do_not_specialize=["p_free"])
@@ -34,7 +34,7 @@ def pack_match_kernel(
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where the entries of one row and KV head go: a position, or ``-(i + 1)`` for the ``i``-th that becomes free."""
+    """New positions of the entries of one row and KV head; ``-(i + 1)`` is the ``i``-th position that becomes free."""
     begin(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     i_batch, i_head = i_row // HEADS, i_row % HEADS
@@ -47,7 +47,7 @@ def pack_match_kernel(
     b_where = find(p_old, tl.where(b_new < 0, END, b_new), room, STEPS)
     m_new = m_n & (b_new >= 0)
     m_known = m_new & (tl.load(p_old + b_where, mask=m_new & (b_where < room), other=-1) == b_new)
-    b_nth = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # of those that are not there; from 1
+    b_nth = tl.cumsum((m_n & (m_known == 0)).to(tl.int32), 0)  # number among the missing entries, from 1
     b_there = tl.load(p_at + b_where, mask=m_known, other=0)
     tl.store(p_position + i_row * room + o_n, tl.where(m_known, b_there, -b_nth), mask=m_n)
 

@@ -1,4 +1,4 @@
-"""Columns of chosen tokens, and where they are."""
+"""Columns of chosen tokens, and their addresses in device pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalise queries and keys and turn them to their positions."""
+"""RMS norm and rotary embedding of queries and keys."""
 
 from __future__ import annotations
 

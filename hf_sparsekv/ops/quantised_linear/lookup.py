@@ -15,7 +15,7 @@ AMPERE = 8  # least compute capability with the products and copies that the ker
 SCALE = 64  # least inputs per scale: with fewer, one product would span several scales
 LONGEST = 31  # log2 of the inputs per scale if a whole row shares one
 SHARED = 256 * 64 * 4  # bytes: 256 entries for each of 32 banks, and as much between them for sums
-CODEBOOK, INT8, E4M3 = range(3)  # what a byte is
+CODEBOOK, INT8, E4M3 = range(3)  # kinds of bytes
 NAME = "lookup_linear_kernel"
 
 
@@ -173,13 +173,13 @@ def _columns(rows: int) -> int:
 
 
 def _warps(units: int, most: int) -> int:
-    """That share so many units: as few as need no more turns than ``most``."""
+    """Warps that share ``units`` units: the fewest that need no more turns than ``most``."""
     turns = -(-units // most)
     return -(-units // turns)
 
 
 def macros(dtype: torch.dtype, rows: int, kind: int, form: Form, hold: bool) -> dict[str, int]:
-    """Of the kernel for so many rows of x. ``hold``: each warp has inputs of one unit, and holds them."""
+    """Macros of the kernel for ``rows`` rows of x. ``hold``: each warp has inputs of one unit, and holds them."""
     defined = {"THREADS": 32 * form.warps, "TILES": form.tiles, "PARTS": form.parts, "AHEAD": form.ahead}
     defined |= {"SPLIT": form.split, "COLUMNS": _columns(rows), "RESIDENT": form.resident}
     return defined | {"KIND": kind, "HOLD": int(hold), "BFLOAT16": int(dtype == torch.bfloat16)}

@@ -19,7 +19,7 @@ CHUNK = {2: 128, 4: 32}
 def _sweep(b_a, b_b, W: tl.constexpr, BW: tl.constexpr):
     """Solve the leading ``k`` equations of ``a x = b`` for each ``k = 1 .. W``; column ``k - 1`` of the result.
 
-    Gauss-Jordan without pivoting, which a positive definite matrix does not need: after ``k`` eliminations above and
+    Gauss-Jordan without pivoting, which a positive definite matrix does not need. After ``k`` eliminations above and
     below, the first ``k`` entries of the right-hand side are the solution of the leading ``k`` equations. (The sweep
     operator of stepwise regression: Goodnight, The American Statistician 33, 1979.)
     """

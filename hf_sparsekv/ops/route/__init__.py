@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights."""
+"""Route tokens to experts: the experts of each token, and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the kernels."""
+"""Route tokens to experts: the kernels."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def route_choose_kernel(
     m_e = o_e < E
     b_score = tl.sigmoid(tl.load(p_logits + token * E + o_e, mask=m_e, other=0.0))  # [BE]
     b_choice = b_score + tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
-    b_choice = tl.where(m_e, tl.maximum(b_choice, LOWEST), float("-inf"))  # (of NaN and a number: the number)
+    b_choice = tl.where(m_e, tl.maximum(b_choice, LOWEST), float("-inf"))  # (NaN becomes LOWEST)
     if TOP_GROUPS < GROUPS:
         o_g = o_e // (E // GROUPS)  # the group of each expert
-        b_best = tl.full([BE], float("-inf"), tl.float32)  # what its group is worth
+        b_best = tl.full([BE], float("-inf"), tl.float32)  # rank value of its group
         for g in tl.static_range(GROUPS):
             b_mine = tl.where(m_e & (o_g == g), b_choice, float("-inf"))
             first = tl.max(b_mine, 0)

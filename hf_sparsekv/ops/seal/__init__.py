@@ -1,4 +1,4 @@
-"""Move full blocks into the block pool, and index them for selection: the oldest of the ring, or those of a prompt."""
+"""Move full blocks from the ring of recent tokens, or from a prompt, into the block pool; index them for selection."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .reference import MOST_HALF as _MOST_HALF
 from .reference import check, check_range
 
 TILE = 16  # tokens at once
-STEP_TILE = 64  # in a step, where few blocks are due: 10.07 for 10.30 ms (32 rows of 4k, an H100, benchmarks/NOTES.md)
+STEP_TILE = 64  # in a step, with few blocks due: 10.07 ms, not 10.30 (32 rows of 4k, an H100, benchmarks/NOTES.md)
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
 MOST_HALF = tl.constexpr(_MOST_HALF)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows; of a gated MLP with the product of its halves."""
+"""A linear layer for a few rows; in a gated MLP with the product of its halves."""
 
 from __future__ import annotations
 

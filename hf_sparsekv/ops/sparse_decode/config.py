@@ -91,7 +91,7 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         # dense_decode`. 16 KB of K at once; twice that spills registers in float32.
         dense = granularity == "all"
         wide = triton.next_power_of_2(max(width, value_dim, 16))
-        kind = recent_kv.dtype if kv.dtype == torch.int8 else kv.dtype  # what codes are made of
+        kind = recent_kv.dtype if kv.dtype == torch.int8 else kv.dtype  # the dtype that codes are dequantised to
         item = q.element_size() if q.dtype == kind else 4  # mixed: float32 inside
         tile = max(16, min(128, 16384 // (wide * item)))
         aim = programs(528 if dense else 1056, q)
@@ -112,6 +112,6 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
     item = q.element_size() if is_native(q, kv, recent_kv) else 4
     chosen = replace(chosen, tile=tile, heads=at_once, programs=programs(chosen.programs, q))
     limit = shared_memory(q)
-    if limit >= SHARED[90]:  # what is measured there fits
+    if limit >= SHARED[90]:  # the measured parameters fit
         return chosen
     return fitting(chosen, width, value_dim, item, limit, means)

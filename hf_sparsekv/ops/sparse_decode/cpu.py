@@ -102,7 +102,7 @@ def all_given(listed: np.ndarray | None, granularity: str, sealed: int) -> bool:
     """Whether everything is attended, or each of the tokens ``listed [H, n]`` is one that is sealed."""
     if listed is None:
         return granularity == "all"
-    return listed.size > 0 and listed.view(np.uint32).max() < sealed  # what is negative is large there
+    return listed.size > 0 and listed.view(np.uint32).max() < sealed  # negative ids are large as unsigned numbers
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:

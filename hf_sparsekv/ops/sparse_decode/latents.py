@@ -175,7 +175,7 @@ def open_tile(
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Where the rows of the tile at ``i`` begin, what is between them, which to attend, which are in ``kv``."""
+    """Pointer to the tile at ``i``, distance of its rows, mask of rows to attend, and whether it is in ``kv``."""
     o_n = tl.arange(0, BN)
     is_recent, i_recent = i >= n, i - n + recent.first
     o_in = i % BLOCK_SIZE  # of the tile in its block

@@ -250,8 +250,9 @@ def find_stored(
     GRANULARITY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Of the chosen tokens ``o_n [BN]`` that ``m_n`` marks: pages and places in them (:func:`.._paged.locate`), which
-    are attended, and which of these ``kv`` holds.
+    """Pages of the chosen tokens ``o_n [BN]`` in ``m_n``, positions in them (:func:`.._paged.locate`), and two masks.
+
+    The first mask has the tokens to attend, the second those of them that are in ``kv``.
     """
     if GRANULARITY == "token":
         b_id = tl.load(p_ids + o_n, mask=m_n, other=-1)  # [BN]

@@ -15,7 +15,7 @@ from .._overlap import release, wait
 from .._paged import load_row
 
 STAGES = tl.constexpr(3)
-LARGEST = tl.constexpr(127 * 128.0)  # of the numbers that stand for queries
+LARGEST = tl.constexpr(127 * 128.0)  # largest fixed-point number of a query
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter cannot run inline assembly
 
 

@@ -138,7 +138,7 @@ def token_score_kernel(
         p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + o_t[:, None]
         tl.store(p_to, b_all, mask=m_t[:, None] & (o_g < GROUP)[None, :])
     else:
-        if not MEAN:  # of NaN and numbers the largest is a number
+        if not MEAN:  # the maximum of NaN and numbers is a number
             b_s = tl.max(tl.where((o_g < GROUP)[None, :], b_all, float("-inf")), 1)  # [BT]
         b_s = tl.where(m_live & (b_s == b_s), b_s, float("-inf"))
         tl.store(row_ptr(out, i_batch, i_head) + o_t, b_s, mask=m_t)

@@ -31,7 +31,7 @@ def readable(n, WHOLE: tl.constexpr):
 
 @triton.jit
 def entries(rows, i_batch, n, TOKENS: tl.constexpr):
-    """How many of a row's ``n`` entries, of ``TOKENS`` tokens each, can be chosen: with ``rows``, the sealed ones."""
+    """Number of a row's ``n`` entries, of ``TOKENS`` tokens each, that can be chosen: with ``rows`` the sealed ones."""
     if rows is not None:
         n = tl.minimum(n, tl.cdiv(load_row(rows, i_batch)[1], TOKENS))
     return n

@@ -36,7 +36,7 @@ def _add(a, b, a_2, b_2):
 
 @triton.jit
 def _deviate(p):
-    """Where the upper ``p`` of a normal distribution begin, roughly: Tukey's lambda with 0.14."""
+    """Approximate upper quantile ``p`` of a normal distribution: Tukey's lambda with 0.14."""
     return 4.91 * (tl.exp2(0.14 * tl.log2(1.0 - p)) - tl.exp2(0.14 * tl.log2(p)))
 
 
@@ -76,7 +76,7 @@ def narrow(lo, count, hi, over, v_1, v_2, v_3, v_4, n_1, n_2, n_3, n_4, k):
 
 @triton.jit
 def threshold(b_key, k):
-    """Where the ``k`` best entries begin; at most 65,535 entries.
+    """The threshold of the ``k`` best entries; at most 65,535 entries.
 
     Returns ``lo``, ``count``, ``over`` and ``usable``: ``count`` entries are ``lo`` or more, and if these are more than
     ``k``, then all but ``over < k`` of them equal ``lo``. ``usable`` entries are not ``-inf``; ``lo`` never is.
