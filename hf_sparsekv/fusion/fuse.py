@@ -50,7 +50,7 @@ from .quantised_weight import Kept, found
 
 __all__ = ["Fusion", "fuse", "why_not"]
 
-# model_type -> how its layers look
+# model_type -> structure of its layers
 ARCHS = {
     "llama": Arch("Llama"),
     "mistral": Arch("Mistral", sliding="config"),
@@ -80,7 +80,7 @@ _SINGLE = {
     "MLP": ("down_proj", "gate_up_proj"),
 }
 _APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # projections of latent attention that are not joined
-# Of attention and MLPs: all that a step multiplies with. (MLA's expand_kv is no layer of a step.)
+# All projections of attention and MLPs that a step multiplies with. (MLA's expand_kv is not used in a step.)
 _QUANTISED = tuple(dict.fromkeys(sum((*_PARALLEL.values(), *_SINGLE.values()), _APART)))
 _LATENT = (
     "shape qk_head_dim q_lora_rank q_proj q_b_proj q_a_layernorm q_a_proj view transpose torch split qk_nope_head_dim "
@@ -101,7 +101,7 @@ _ROUTER = (
 
 
 def _names(arch: Arch) -> dict[str, set[str]]:
-    """The names that each original function uses. A version of transformers that uses others does something else."""
+    """The names that each original function uses. If a transformers version uses other names, its code has changed."""
     joined, gemma = arch.joined, arch.unit_offset
     attention = (
         "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config contiguous "
@@ -158,7 +158,7 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why ``fuse`` would leave ``model`` alone, in words; ``None`` if it would not."""
+    """The reason why ``fuse`` would not change ``model``; ``None`` if it would."""
     found = list(_found(model))
     if not any(kind == "DecoderLayer" for _, kind, _ in found):
         return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
@@ -212,7 +212,7 @@ class Fusion:
         for module in reversed(self._modules):
             state: State | None = module.__dict__.get("_fused")
             if state is None:
-                continue  # noted twice, or stopped before it was changed
+                continue  # recorded twice, or interrupted before it was changed
             module.__class__ = state.original
             if state.joined is not None:
                 state.joined.part(module)
@@ -225,7 +225,7 @@ def _activation(mlp: nn.Module) -> str | None:
 
 
 def _computed_in(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's norms, and so of what its layers are given."""
+    """The dtype of a model's norms, and therefore of its layers' inputs."""
     return next((module.weight.dtype for module, kind, _ in _found(model) if kind == "RMSNorm"), torch.float32)
 
 
@@ -244,7 +244,7 @@ def _multiplies(layer: nn.Module, kept: Kept, dtype: torch.dtype) -> bool:
 
 
 def _cannot_join(joined: JoinedLinear, owner: nn.Module, uses: Counter) -> str | None:
-    """Why these projections stay apart; ``uses`` counts the places of each parameter in the model."""
+    """The reason why these projections are not joined; ``uses`` counts the uses of each parameter in the model."""
     reason = joined.why_not(owner)
     if reason is None and any(uses[id(p)] > 1 for p in joined.parameters(owner)):
         reason = "a projection's weight is shared"
@@ -345,7 +345,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
 
 
 def _chain(model: nn.Module) -> None:
-    """Tell each layer which norm comes after it: the next layer's, or the final one."""
+    """Set the norm that follows each layer: the next layer's, or the final one."""
     for stack in model.modules():
         layers, last = getattr(stack, "layers", None), getattr(stack, "norm", None)
         if isinstance(layers, nn.ModuleList) and all(isinstance(layer, FusedLayer) for layer in layers):

@@ -32,7 +32,7 @@ MODELS = {
     "deepseek-v3": {"q_heads": 128, "heads": 1, "dim": 576, "value_dim": 512},
 }
 ROUND_BYTES = 1 << 27  # a round of inputs reads at least this much if it can, and twice the L2 cache
-MEMORY = 0.45  # of the device, for the sets of inputs
+MEMORY = 0.45  # share of the device's memory for the sets of inputs
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Numbers that are stored of a token and KV head."""
+        """Numbers stored per token and KV head."""
         return self.dim if self.value_dim else 2 * self.dim
 
     @property
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def recent(self) -> int:
-        """Tokens in the ring once the step has appended its own: as many as there can be."""
+        """Tokens in the ring after the step has appended its token: the most there can be."""
         return self.config.window + self.config.max_draft + self.config.block_size - 1
 
     @property
@@ -89,7 +89,7 @@ class Shape:
         return self.full_blocks * self.config.block_size + self.recent
 
     def bytes_read(self, variant: str) -> int:
-        """Bytes that a step must read at least; ``variant``: ``two_level`` or ``dense``."""
+        """Fewest bytes that a step must read; ``variant``: ``two_level`` or ``dense``."""
         item = self.dtype.itemsize
         token = self.width * item
         stored = self.full_blocks * self.config.block_size
@@ -124,16 +124,16 @@ class Layer:
             return torch.empty(sizes, dtype=dtype, device=device)
 
         self.q = randn(s.batch, s.q_heads, s.dim)
-        # As update() gets them: of latents the latent and its rotary part.
+        # In the form that update() gets: for latents, the latent and its rotary part.
         self.k, self.v = randn(s.batch, s.heads, 1, s.width).split((s.values, s.width - s.values), dim=-1)
 
-        # Physical blocks in the order in which a prompt takes them: all rows' first blocks, then the second ones.
+        # Physical blocks in the order in which a prompt allocates them: all rows' first blocks, then the second ones.
         count = s.full_blocks * s.batch
         self.block_table = torch.full((s.batch, bucket(s.full_blocks)), -1, dtype=torch.int32, device=device)
         order = torch.arange(count, dtype=torch.int32, device=device)
         self.block_table[:, : s.full_blocks] = order.view(s.full_blocks, s.batch).T
         self.kv = empty(count, s.heads, size, s.width, dtype=s.dtype)
-        self.scales: Tensor | None = None  # of codes
+        self.scales: Tensor | None = None  # scales of codes
         every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
         self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
@@ -163,7 +163,7 @@ class Layer:
         self.out = empty(s.batch, s.q_heads, s.values, dtype=s.dtype)
 
     def _index(self, at: slice, generator: torch.Generator) -> None:
-        """Fill physical blocks ``at``: keys and values, and what the selection keeps of them."""
+        """Fill physical blocks ``at``: keys and values, and their index."""
         s, kv = self.shape, self.kv[at]
         kv.normal_(generator=generator)
         keys = kv[..., : s.dim]
@@ -173,11 +173,11 @@ class Layer:
         self.codes[at], self.qparams[at] = quantise_labels(keys.gather(-1, channel))
 
     def encode(self) -> None:
-        """From now on stored keys and values are codes of 8 bits, as ``OffloadConfig.kv_dtype`` has them."""
+        """Convert stored keys and values to 8-bit codes, as with ``OffloadConfig.kv_dtype``."""
         self.kv, self.scales = quantise(self.kv, self.shape.dim)
 
     def poison(self) -> None:
-        """Fill every output with what no operator writes."""
+        """Fill every output with values that no operator writes."""
         for t in (self.block_scores, self.token_scores, self.out, self.recent_kv[:, :, self.newest]):
             t.fill_(float("nan"))
         for t in (self.blocks, self.tokens, self.few_blocks):

@@ -14,7 +14,7 @@ HEADS = 4  # query heads a program. Not measured yet.
 
 @triton.jit
 def _turned(p_x, o_r, m_x, b_cos, b_sin, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The rotary part at ``p_x`` (a column, or a scalar pointer), turned; rounded as the reference."""
+    """The rotary part at ``p_x`` (a column, or a scalar pointer), rotated; rounded as the reference."""
     o_i = tl.where(o_r < R // 2, o_r, o_r - R // 2)
     second = (o_r >= R // 2).to(tl.int32)
     if INTERLEAVED:
@@ -71,7 +71,7 @@ def latent_rope_kernel(
         m_x = m_h & m_r[None, :]
         b_x = _turned(p_from + NOPE, o_r[None, :], m_x, b_cos[None, :], b_sin[None, :], R, INTERLEAVED)
         tl.store(p_to + NOPE + o_r[None, :], b_x, mask=m_x)
-    else:  # (names of its own: a branch may not give a name another type)
+    else:  # (separate names: a branch may not change the type of a name)
         o_k = tl.arange(0, BK)
         m_k = o_k < RANK
         p_row = row_ptr(compressed, i_batch, i_q)

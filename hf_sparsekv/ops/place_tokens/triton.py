@@ -1,4 +1,4 @@
-"""Columns of chosen tokens, and where they are: the kernel."""
+"""Columns of chosen tokens, and their addresses in device pages: the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalise queries and keys and turn them to their positions: the kernel."""
+"""RMS norm and rotary embedding of queries and keys: the kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def qk_rope_kernel(
     q_tiles: tl.constexpr = (Q_HEADS + BH - 1) // BH
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    # Where the other half of each rotated dimension lies; the rest is its own partner, times a sine of 0.
+    # Index of each rotated dimension's partner; the other dimensions are paired with themselves, times a sine of 0.
     o_pair = tl.where(o_d < R // 2, o_d + R // 2, tl.where(o_d < R, o_d - R // 2, o_d))
     m_r = o_d < R
     b_cos = tl.load(row_ptr(cos, i_batch, i_q) + o_d, mask=m_r, other=1.0).to(tl.float32)  # [BD]

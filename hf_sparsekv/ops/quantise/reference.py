@@ -13,8 +13,9 @@ def quantise(kv: Tensor, split: int) -> tuple[Tensor, Tensor]:
     """Symmetric 8-bit codes of each token's entries, with one scale for each of its two parts.
 
     A scale is the part's largest magnitude divided by 127, rounded to float16. The error of an entry is at most half a
-    scale, 1/254 of that magnitude (plus float16's rounding). Scales beyond the range of float16 are clamped, and scales
-    below it become 0, so their entries become zeros. A part with NaN has a NaN scale, and all its entries become NaN.
+    scale, 1/254 of that magnitude (plus float16's rounding). Scales beyond the range of float16 (as with infinite
+    entries) are clamped, and so are their entries. Scales below that range become 0, and their entries zeros. A part
+    with NaN has a NaN scale, and all its entries become NaN.
 
     Scales are per token and head, as KIVI (arXiv 2402.02750) has for values. With 8 bits, keys need no scales per
     channel.

@@ -35,7 +35,7 @@ def query_ring_push_kernel(
     BD: tl.constexpr = padded(DIM)
     i_batch = tl.program_id(0).to(tl.int64)
     o_h, o_d = tl.program_id(1) * BH + tl.arange(0, BH), tl.arange(0, BD)
-    o_far = o_h.to(tl.int64)  # heads of a prompt's queries lie far apart: 16 of a million tokens exceed 32 bits
+    o_far = o_h.to(tl.int64)  # heads of a prompt's queries are far apart: 16 of a million tokens exceed 32 bits
     m_hd = (o_h < Q_HEADS)[:, None] & (o_d < DIM)[None, :]
     end = tl.load(p_past + i_batch * past_row)
     at = end % size

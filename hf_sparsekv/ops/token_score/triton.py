@@ -83,7 +83,7 @@ def token_score_kernel(
             b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
             b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-            # What is not live may hold anything, NaN included, and is not read.
+            # Tokens that are not live may hold anything, NaN included, and are not read.
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
             b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
             if MEAN:
@@ -159,7 +159,7 @@ def token_score(
     fill=True,
     config=None,
 ):
-    """As ``reference.token_score``; ``config`` replaces the one for these shapes."""
+    """As ``reference.token_score``; ``config`` replaces the default for these shapes."""
     require_filled(fill, block_ids)
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
