@@ -1,4 +1,4 @@
-"""Rows that come and go: one batch that decodes, prompts beside it that join when they are read.
+"""Continuous batching: rows join the decoding batch after their prefill, and leave it when they end.
 
     rows = cache.rows(max_rows=8, max_length=131072)
     first = rows.prefill(model, ids)  # [1, n]; other rows may decode meanwhile
@@ -6,8 +6,9 @@
     logits = rows.step(model, tokens)  # tokens [max_rows]: of each row its next one
     rows.leave(row)
 
-A row has its own length, position and blocks; rows that are held or empty get no token. All share the block pools, and
-a step is one captured graph, whatever the rows hold (:func:`..optimize`): of the first rows, as many as it takes.
+Each row has its own length, position and blocks. Rows that are held or empty get no token. All rows share the block
+pools. A step replays one captured graph, whatever the rows hold (:func:`..optimize`). It runs the first rows of the
+batch, up to the last active one.
 """
 
 from .batch import RowBatch

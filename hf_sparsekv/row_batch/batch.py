@@ -26,21 +26,21 @@ from .slots import Slots, WorkingSets
 
 
 class RowBatch:
-    """The rows of a cache, made by :meth:`..SparseCache.rows`.
+    """Continuous batching over one cache, made by :meth:`..SparseCache.rows`.
 
     Attributes:
-        cache: what decodes them. Give it to the model as ``past_key_values`` only through :meth:`step`.
-        max_rows: rows that there is room for.
-        max_length: tokens of a row that there is room for.
-        width: rows that a step runs: the first ones, enough for the last active one (:func:`.width`).
-        widths: all that it can be.
-        calibration_tokens: tokens that a row's label channels are to be calibrated on. 0: rows have none, or those of a
-            file, or no row has so many tokens.
-        alike_tokens: rows may share full blocks if their first so many tokens are the same: label channels are of
-            these. 0: channels depend on no tokens, or are never asked for. None: on a row's whole prompt, because none
-            is as long as ``calibration_tokens``; rows must not share blocks then.
-        whole_tokens: a row of no more tokens attends to all of them, so that its label channels do not matter yet. 0
-            over 8-bit codes: labels that are made anew are those of rounded keys, so :meth:`calibrate` is best called
+        cache: the cache that decodes the rows. Give it to the model as ``past_key_values`` only through :meth:`step`.
+        max_rows: most rows at a time.
+        max_length: most tokens of a row.
+        width: rows that a step runs: the first ones, up to the last active one, rounded up (:func:`.width`).
+        widths: all values that ``width`` can have.
+        calibration_tokens: tokens that a row's label channels should be calibrated on. 0: rows have no channels, take
+            them from a file, or never have so many tokens.
+        alike_tokens: rows may share full blocks if their first ``alike_tokens`` tokens are the same, because these
+            determine the label channels. 0: channels depend on no tokens, or are never used. None: channels depend on
+            the whole prompt, because no row is as long as ``calibration_tokens``; rows must not share blocks then.
+        whole_tokens: a row of at most so many tokens attends to all of them, so its label channels do not matter yet.
+            0 for 8-bit KV: labels that are recomputed come from rounded keys, so it is best to call :meth:`calibrate`
             as early as ``generate()`` calibrates.
     """
 
@@ -76,7 +76,7 @@ class RowBatch:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Of these, rows that are not held: those that a step decodes."""
+        """Rows that a step decodes: those in :attr:`rows` that are not held."""
         return self._places.actives
 
     @property
@@ -99,18 +99,18 @@ class RowBatch:
     def prefill(self, model: nn.Module, input_ids: Tensor, chunk: int | None = None) -> Prefilled:
         """Read a prompt, ``input_ids [1, n]``, into a cache of its own over the same pools.
 
-        Rows that are there may decode between two prefills, and between a prefill and its :meth:`join`.
+        Other rows may decode between two prefills, and between a prefill and its :meth:`join`.
 
-        Not every model can share a batch: :func:`..check_rows` tries it on made-up input, once, beforehand.
+        Not every model supports continuous batching: :func:`..check_rows` tries it once, on made-up input.
 
         Args:
-            chunk: read so many tokens a forward pass, in the last perhaps one more, as one alone is a decode step.
-                None: all at once.
+            chunk: tokens that a forward pass reads. The last pass may read one more, because a single token would be a
+                decode step. None: all in one pass.
 
         Raises:
-            ValueError: it is no single row, or longer than :attr:`max_length`; or rows of this model would change each
-                other's positions.
-            MemoryError: host memory does not hold it.
+            ValueError: the input is not a single row, or is longer than :attr:`max_length`; or rows of this model would
+                change each other's positions.
+            MemoryError: host memory cannot hold the prompt.
         """
         self._check()
         self._prompts.check(model, input_ids)
@@ -126,7 +126,7 @@ class RowBatch:
 
     @torch.no_grad()
     def adopt(self, cache: Batch) -> None:
-        """A cache that :meth:`..SparseCache.beside` gave was filled with one row, by whatever means: it may join."""
+        """Let a cache from :meth:`..SparseCache.beside` join, after it was filled with one row in any way."""
         for layer in cache.sparse_layers:
             end_calibration(layer.store, layer.policy)
         new = open_layers(self.cache, cache, self.max_rows)
@@ -140,40 +140,42 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def begin(self, ids: np.ndarray, channels: Sequence[Tensor | None]) -> Batch:
-        """A cache of one row beside this batch that begins with full blocks of other rows, which it shares.
+        """Create a cache of one row whose prefix is full blocks of other rows, which it shares.
 
-        Fill it with what follows, :meth:`adopt` and :meth:`join` it. Some row must have joined before.
+        Prefill the rest of the prompt into it, then :meth:`adopt` and :meth:`join` it. At least one row must have
+        joined before.
 
         Args:
-            ids: int32 ``[n]``, of blocks 0 .. n - 1. They must have a reference: of the table of a row that is there,
-                or one that was taken.
-            channels: what :meth:`channels` gave for the row that they were made with. They are those that the new
-                row has alone if both begin with the same :attr:`alike_tokens` tokens.
+            ids: ids of blocks 0 .. n - 1, int32 ``[n]``. Each needs a reference: from the block table of a row in the
+                batch, or one that the caller took.
+            channels: the result of :meth:`channels` for the row that wrote the blocks. The new row would get the same
+                channels alone if both begin with the same :attr:`alike_tokens` tokens.
         """
         self._check()
         return begin_with(self.cache, ids, channels, self.drop)
 
     def channels(self, row: int) -> tuple[Tensor | None, ...]:
-        """Label channels of a row in each layer, int32 ``[H, r]``; None where there are no labels. Copies."""
+        """Copies of a row's label channels in each layer, int32 ``[H, r]``; None where there are no labels."""
         return tuple(None if one is None else one.clone() for one in channels_of(self.cache, self._row(row)))
 
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
     def calibrate(self, row: int, prefilled: Prefilled | Batch) -> None:
-        """A row gets the label channels of a prompt that has been read, and new labels of its full blocks.
+        """Give a row the label channels of a prefilled prompt, and recompute the labels of its full blocks.
 
-        Prompts shorter than :attr:`calibration_tokens` say little of what a long answer needs: read as many tokens of
-        prompt and answer with :meth:`prefill`, as ``generate()`` goes on calibrating with the answer. Blocks that the
-        row shares it has for itself behind this.
+        Channels of a prompt shorter than :attr:`calibration_tokens` suit a long answer badly. ``generate()`` goes on
+        calibrating with the answer. To do the same, :meth:`prefill` as many tokens of prompt and answer. Afterwards the
+        row shares no blocks.
 
         Args:
-            prefilled: as :meth:`join` takes it. It stays as it is: :meth:`drop` it.
+            prefilled: a prefilled prompt, as for :meth:`join`. It does not change: :meth:`drop` it afterwards.
 
         Raises:
-            ValueError: the row is not there, or ``prefilled`` is of other rows, or over. Nothing has changed.
-            MemoryError: of the device or the host. Labels and channels may be of different tokens then: the row has
-                to :meth:`leave`.
+            ValueError: there is no such row, or ``prefilled`` belongs to another batch or has ended. Nothing has
+                changed.
+            MemoryError: of the device or the host. Labels and channels may belong to different tokens then: the row
+                has to :meth:`leave`.
         """
         self._row(row)
         cache = self._prompts.read(prefilled, "calibrate")
@@ -194,7 +196,7 @@ class RowBatch:
         return table.blocks.host[self._row(row), : self.cache.joined_rows().sealed[row]].copy()
 
     def drop(self, prefilled: Prefilled | Batch) -> None:
-        """A prompt, read or half read, is not wanted: its blocks are free, its cache is over."""
+        """Drop a prompt, read or partly read: free its blocks and end its cache."""
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         self._prompts.end(cache, "its prompt was dropped")
 
@@ -202,17 +204,18 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def join(self, prefilled: Prefilled | Batch, room: int | None = None) -> int:
-        """A prompt that has been read takes a row, which decodes from the next step on; its own cache is over.
+        """Move a prefilled prompt into a free row, which decodes from the next step on. Its own cache ends.
 
         Args:
-            room: as :meth:`give`; None: an even share of the slots, or what is left of them.
+            room: tokens of room for copies, as in :meth:`give`. None: an even share of the slots, or all that are
+                free if these are fewer.
 
         Returns:
             The row.
 
         Raises:
-            ValueError: all rows are taken, or it was not prefilled for this batch, or has joined already, or there is
-                not so much room. Nothing has changed.
+            ValueError: all rows are taken, the prompt was not prefilled for this batch, it has joined already, or there
+                is not so much room. Nothing has changed.
         """
         self._check()
         cache = self._prompts.read(prefilled, "join")
@@ -235,10 +238,10 @@ class RowBatch:
         return row
 
     def leave(self, row: int) -> None:
-        """A row is over: its blocks are free, and its slots.
+        """End a row: free its blocks and its slots.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: there is no such row.
         """
         self._row(row)
         self.cache.joined_rows()
@@ -252,15 +255,15 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def fork(self, row: int) -> int:
-        """Another row begins as a copy of this one, for a second answer or a beam: full blocks are shared.
+        """Start a new row as a copy of this one, for a second answer or a beam. They share full blocks.
 
-        It has as many slots of its own as :meth:`join` gives, and holds what this row does, as far as that fits.
+        The new row has as many slots as :meth:`join` would give, with the same copies as this row as far as they fit.
 
         Returns:
-            The new row, active.
+            The new row, which is active.
 
         Raises:
-            ValueError: the row is not there, or all are taken.
+            ValueError: there is no such row, or all rows are taken.
         """
         self._row(row)
         new = self._places.free()
@@ -277,15 +280,15 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def move(self, row: int, to: int | None = None) -> int:
-        """A row takes place ``to``, or the first one that is free before it: blocks, held or not and all.
+        """Move a row with all its state to place ``to``, or to the first free place before it.
 
-        Rows that have left leave holes, and a step runs all rows up to the last active one: see :attr:`width`.
+        Rows that leave make gaps, and a step runs all rows up to the last active one: see :attr:`width`.
 
         Returns:
-            Its number from here on.
+            The row's new number.
 
         Raises:
-            ValueError: the row is not there, or ``to`` is taken or no place, or none before the row is free.
+            ValueError: there is no such row, ``to`` is taken or out of range, or no place before the row is free.
         """
         self._check()
         new = self._places.target(row, to)
@@ -299,7 +302,7 @@ class RowBatch:
         return new
 
     def _copy_row(self, row: int, source: int) -> None:
-        """What layers keep of row ``source`` beside its blocks, row ``row`` has, too."""
+        """Copy to row ``row`` what layers keep of row ``source`` besides its blocks."""
         found: list[tuple[Tensor, Tensor, int]] = []
         for layer in self.cache.sparse_layers:
             layer.store.wait_for_copies()
@@ -311,7 +314,7 @@ class RowBatch:
         """Keep the first ``length`` tokens of a row.
 
         Raises:
-            ValueError: the row is not there, or holds fewer tokens, or would hold none: :meth:`leave` then.
+            ValueError: there is no such row, it holds fewer tokens, or it would hold none (:meth:`leave` then).
         """
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
@@ -321,19 +324,19 @@ class RowBatch:
         before = self.cache.joined_rows()
         rows = self.cache.row_table.cropped_row(row, length)
         if self._slots.tokens is not None and rows.sealed != before.sealed:
-            self._slots.tokens.forget(row)  # these may become other tokens
-        self._changed()  # first: if it stops half-way, layers are found to hold different tokens
+            self._slots.tokens.forget(row)  # their blocks may be overwritten with other tokens
+        self._changed()  # first: after an error half-way, the check of the layers' lengths fails
         for layer in self.cache.sparse_layers:
             crop_row(layer, row, rows)
         self.cache.row_table.trim([rows])
 
     def hold(self, row: int) -> None:
-        """A row waits: it keeps its blocks and is not decoded. Raises ValueError if it is not there, or held."""
+        """Pause a row: it keeps its blocks and is not decoded. Raises ValueError if it does not exist or is held."""
         self._places.hold(self._row(row), True)
         self._changed()
 
     def resume(self, row: int) -> None:
-        """A held row goes on. Raises ValueError if it is not there, or not held."""
+        """Continue a held row. Raises ValueError if it does not exist or is not held."""
         self._places.hold(self._row(row), False)
         self._changed()
 
@@ -346,35 +349,35 @@ class RowBatch:
 
     @property
     def slots(self) -> int:
-        """Slots for copies of chosen tokens, of each layer and KV head, all rows together.
+        """Slots for copies of selected tokens in each layer and KV head, of all rows together.
 
-        Known when the first prompt has been read. 0 where nothing is offloaded, or blocks are chosen, not tokens.
+        Known after the first prefill. 0 where nothing is offloaded, or the method selects blocks instead of tokens.
         """
         return self._slots.total
 
     @property
     def free_slots(self) -> int:
-        """Of :attr:`slots`, those that no row has."""
+        """Slots that belong to no row."""
         return self._slots.free
 
     def room(self, row: int) -> int:
-        """Slots that a row has. Raises ValueError if it is not there."""
+        """Slots of a row. Raises ValueError if there is no such row."""
         return self._slots.of(self._row(row))
 
     @no_autocast
     @no_inference_mode
     def give(self, row: int, tokens: int) -> None:
-        """A row has room for copies of ``tokens`` tokens from the next step on, in each layer and KV head.
+        """Give a row room for copies of ``tokens`` tokens, in each layer and KV head, from the next step on.
 
-        In whole blocks, so it may be up to ``block_size - 1`` more. Room decides how much of what a row chooses is read
-        over the link, never what it chooses. What the row holds stays; where not all of it fits any more, what was
-        chosen last. Nothing is captured anew and nothing waits for the device.
+        The room is rounded up to whole blocks. It decides how much of the row's selection is read over the link, never
+        what is selected. Copies stay on the device; if not all fit any more, the most recently selected stay. No graph
+        is captured again, and the call does not wait for the device.
 
         Args:
-            tokens: 0: the row has none, and reads what it chooses in host memory.
+            tokens: tokens of room. 0: the row keeps no copies and reads its selection from host memory.
 
         Raises:
-            ValueError: the row is not there, ``tokens`` is negative, or not so many slots are free. Nothing has
+            ValueError: there is no such row, ``tokens`` is negative, or not so many slots are free. Nothing has
                 changed.
         """
         self._slots.give(self._row(row), tokens)
@@ -383,12 +386,12 @@ class RowBatch:
     @no_inference_mode
     @torch.no_grad()
     def working_sets(self, steps: int = STEPS) -> WorkingSets:
-        """Begin to count what each row needs room for; launches a few kernels, and waits for nothing.
+        """Start counting the working set of each row. It launches a few kernels and does not wait for them.
 
-        Of the tokens that a row's last ``steps`` steps have chosen nearly all (31 of 32) fit so much room, the same in
-        every layer and KV head. Those that it still holds are counted; where a layer's head holds as many as it has
-        room for, it has chosen more, and :meth:`expected_working_set` stands for them. In a row's first steps, and the
-        first ones with more room, the result still grows.
+        A working set is the room, equal in all layers and KV heads, that holds nearly all (31 of 32) tokens which the
+        row's last ``steps`` steps selected. Only tokens with a copy on the device are counted. A head whose room is
+        full has selected more tokens, so :meth:`expected_working_set` replaces its count if it is larger. The result
+        still grows in a row's first steps, and in the first steps with more room.
 
         Raises:
             ValueError: ``steps`` is not positive.
@@ -402,9 +405,9 @@ class RowBatch:
         return WorkingSets(copies.working_sets(steps, expected))
 
     def expected_working_set(self, length: int) -> int:
-        """What a row of ``length`` tokens is likely to need room for, before a step of it is known.
+        """Estimate the working set of a row of ``length`` tokens before its first step.
 
-        As many selections as 12 steps were measured to amount to (3.2), and no more than the row has tokens.
+        It is 3.2 selections, as measured over 12 steps, and at most the row's tokens.
         """
         return expected_working_set(self._policy, length)
 
@@ -412,7 +415,7 @@ class RowBatch:
 
     @no_inference_mode
     def valid(self, device: torch.device) -> Tensor | None:
-        """Which rows get a token, bool ``[max_rows, 1]``; None: all. The same tensor until that changes."""
+        """Mask of the rows that get a token, bool ``[max_rows, 1]``; None: all. The same tensor until it changes."""
         if self._valid is None or self._valid[1] != device:
             made = None
             if not all(active := self._places.active):
@@ -426,12 +429,12 @@ class RowBatch:
         """Decode one token of each active row.
 
         Args:
-            model: what the prompts were read with.
-            tokens: ``[max_rows]``, each row's token; what stands for rows that are not active does not matter.
+            model: the model that read the prompts.
+            tokens: each row's token, ``[max_rows]``. Values for inactive rows are ignored.
 
         Returns:
-            Logits ``[width, vocabulary]`` of the first rows (:attr:`width`), valid until the next step. Those of rows
-            not active mean nothing.
+            Logits ``[width, vocabulary]`` of the first rows (:attr:`width`), valid until the next step. Logits of
+            inactive rows are meaningless.
 
         Raises:
             ValueError: no row is active, one has reached :attr:`max_length`, or there are not as many tokens as rows.

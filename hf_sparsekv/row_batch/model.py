@@ -1,6 +1,6 @@
-"""What rows that come and go need of a model: positions of their own, and layers that are all ours.
+"""Requirements of continuous batching on a model: positions per row, and sparse layers only.
 
-Apart from the rows because it is asked of a model before there are any.
+Apart from the rows because the model is checked before there are any.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .protocol import Batch
 
 
 def check_kinds(cache: Batch) -> None:
-    """All layers that the cache knows of are ours."""
+    """Raise ValueError unless all layers of the cache are sparse ones."""
     if len(cache.sparse_layers) < len(cache.layers):
         raise ValueError(
             "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
@@ -25,7 +25,7 @@ def check_kinds(cache: Batch) -> None:
 
 
 def check_layers(cache: Batch) -> None:
-    """A prompt has come to all layers, and all are ours."""
+    """Raise ValueError unless all layers are sparse ones and hold the prompt."""
     check_kinds(cache)
     if cache.model_config is None:
         raise ValueError(
@@ -42,7 +42,7 @@ def check_layers(cache: Batch) -> None:
 
 
 def open_layers(cache: Batch, like: Batch, rows: int) -> bool:
-    """Make the stores of the cache's layers for so many rows, as those of ``like``; False: all were there."""
+    """Create missing stores of the cache's layers for so many rows, like those of ``like``. False: none was missing."""
     if not cache.layers:
         cache.bind(like.model_config)
     new = [(layer, other) for layer, other in zip(cache.sparse_layers, like.sparse_layers) if layer.store is None]
@@ -54,7 +54,7 @@ def open_layers(cache: Batch, like: Batch, rows: int) -> bool:
 def positions(start: int, end: int, device: torch.device) -> Tensor:
     """Positions of a row's tokens ``start`` to ``end - 1``, int64 ``[1, n]``.
 
-    Given with every pass: what a model counts without them may begin elsewhere (RoBERTa behind its padding's index).
+    Every pass gets them, because a model's own positions may begin elsewhere (RoBERTa's after its padding index).
     """
     return torch.arange(start, end, device=device)[None]
 

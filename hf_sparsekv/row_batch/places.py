@@ -1,6 +1,6 @@
-"""Which rows are there, which of them decode, and how many a step runs.
+"""The rows of a batch: which exist, which decode, and how many a step runs.
 
-Apart from the rows' tokens because no place depends on them.
+Apart from the rows' tokens because it does not depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Places:
 
     @property
     def width(self) -> int:
-        """Rows that a step runs: the first ones, enough for the last active one."""
+        """Rows that a step runs: the first ones, up to the last active one, rounded up."""
         return width(max(self.actives, default=0) + 1, self.most)
 
     @property
@@ -74,7 +74,7 @@ class Places:
 
 
 def width(rows: int, most: int) -> int:
-    """How many rows a step runs that is to serve the first ``rows`` of ``most``: 1, 2, 4, 8, 16, 24, 32, ...
+    """Rows that a step runs to serve the first ``rows`` of ``most``: 1, 2, 4, 8, 16, 24, 32, ...
 
     Each is a captured graph of its own, over the same memory.
     """

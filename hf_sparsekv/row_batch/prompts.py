@@ -24,7 +24,7 @@ class Prompts:
         self._model: weakref.ref[nn.Module] | None = None  # the one that was looked at
 
     def check(self, model: nn.Module, input_ids: Tensor) -> None:
-        """Raise ValueError if rows of the model cannot come and go, or the prompt is no row of these."""
+        """Raise ValueError if the model does not support continuous batching, or the prompt does not fit a row."""
         if self._model is None or self._model() is not model:
             if (why := no_positions(model) or unfixed(model, self.max_length)) is not None:
                 raise ValueError(f"rows of {type(model).__name__} cannot come and go: {why}")

@@ -1,6 +1,6 @@
 """Full blocks that rows share, and the label channels that they are indexed by.
 
-Apart from joining because it is about whose tokens the channels are of, which decides what may be shared.
+Apart from joining because the tokens that determined the channels decide which blocks may be shared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def channels_of(cache: Batch, row: int) -> Channels:
 
 
 def give_channels(batch: Batch, row: int, channels: Channels) -> None:
-    """A row has these from here on; the labels of its full blocks are still those of the old ones."""
+    """Set a row's label channels. The labels of its full blocks still belong to the old channels."""
     for layer, one in zip(batch.sparse_layers, channels):
         if one is not None:
             layer.policy.labels.channels[row].copy_(one)

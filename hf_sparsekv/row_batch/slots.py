@@ -1,6 +1,6 @@
-"""Room on the device for copies of chosen tokens, and how it is shared out to the rows.
+"""Room on the device for copies of selected tokens, and how it is divided among the rows.
 
-Apart from the rows because only offloaded ones whose tokens are chosen keep any copies.
+Apart from the rows because only offloaded caches that select tokens keep copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..policies.row_tokens import RowTokens, expected_working_set
 
 
 class WorkingSets:
-    """What :meth:`RowBatch.working_sets` finds: the device is still counting, perhaps."""
+    """Result of :meth:`RowBatch.working_sets`, which the device may still be counting."""
 
     def __init__(self, sizes: Tensor) -> None:
         self._sizes, self._counted = sizes, None
@@ -27,7 +27,7 @@ class WorkingSets:
 
     @property
     def ready(self) -> bool:
-        """:meth:`read` does not wait."""
+        """Whether :meth:`read` returns without waiting."""
         return self._counted is None or self._counted.query()
 
     def read(self) -> list[int]:
@@ -64,7 +64,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Those that no row has."""
+        """Slots that belong to no row."""
         return 0 if self.tokens is None else self.tokens.lanes.free
 
     def of(self, row: int) -> int:

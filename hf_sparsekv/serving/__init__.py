@@ -1,4 +1,4 @@
-"""Many requests over one sparse cache: the engine, and (:mod:`hf_sparsekv.serving.http`) a server around it."""
+"""Continuous batching over one sparse cache: the engine, and an HTTP server (:mod:`hf_sparsekv.serving.http`)."""
 
 from .config import ServingConfig
 from .request import Busy, Closed, Handle, Output, Piece, Sampling

@@ -1,8 +1,8 @@
-"""Which of the rows that are there decode, so that what they select fits the GPU (SparseServe, section 3.3).
+"""Selects the rows that decode, so that their working sets fit the GPU (SparseServe, section 3.3).
 
-Algorithm 1 takes requests in the order of their arrival while their working sets fit, and puts back the others. What
-the paper leaves open: the oldest row always runs, or nothing would; a request is overtaken a few times only; and what
-was held back comes back only when some room is left beside it, or rows would come and go at each step.
+The paper's algorithm 1 admits requests in the order of their arrival while their working sets fit, and holds back the
+others. We add three rules. The oldest row always runs, or no row might. A request is overtaken a few times at most. A
+request that was held back returns only when some room is left over, or requests would alternate at each step.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OVERTAKEN = 8  # times that a request may be passed by later ones
-READMIT = 0.9  # of the room, for what does not run yet
-# Room that a row should have, in working sets: what it chose before its last 12 steps comes back, too. 32 rows of
+OVERTAKEN = 8  # times that later requests may overtake a request
+READMIT = 0.9  # share of the room that a request which does not run yet may fill
+# Room of a row, in working sets. Above 1, because rows select tokens again from before their last 12 steps. 32 rows of
 # 2,048 tokens, 24 GB, prompts of 12k: 1,231 tokens/s with 1.2 and 1,157 with 1.6, one after the other on an H200;
 # 996, 1,003 and 928 with 1.2, 1.6 and 1, an H100. Rows of 8k in 8 GB: 1.6 lets 6 run where 8 fit (benchmarks/NOTES.md).
 SPARE = 1.2
@@ -23,9 +23,9 @@ class Candidate:
     """A row that could decode.
 
     Attributes:
-        need: tokens' copies that it should have room for, of each layer and KV head (:func:`room_for`).
-        runs: it has decoded in the last step.
-        overtaken: how often a later one was let in while it was held back.
+        need: copies of tokens that it needs room for, in each layer and KV head (:func:`room_for`).
+        runs: whether it decoded in the last step.
+        overtaken: how often a later one was admitted while it was held back.
     """
 
     need: int = 0
@@ -34,19 +34,19 @@ class Candidate:
 
 
 def room_for(working_set: int, tokens: int) -> int:
-    """Copies, of each layer and KV head, that a row of so many tokens should have room for."""
+    """Copies in each layer and KV head that a row of ``tokens`` tokens needs room for."""
     return max(working_set, min(tokens, round(SPARE * working_set)))
 
 
 def admit(candidates: Sequence[Candidate], room: int) -> list[bool]:
-    """Who decodes from here on; their ``runs`` and ``overtaken`` say so afterwards.
+    """Decide which candidates decode from here on, and update their ``runs`` and ``overtaken``.
 
     Args:
         candidates: in the order of their arrival.
-        room: for copies of tokens, of each layer and KV head, of all rows together.
+        room: copies of tokens, in each layer and KV head, that all rows together have room for.
 
     Returns:
-        One for each candidate.
+        For each candidate, whether it decodes.
     """
     used, passed, found = 0, [], []
     for first, one in enumerate(candidates):

@@ -1,6 +1,6 @@
-"""Blocks of memory: reserved by requests in the batch, and kept for prompts that begin like one that has ended.
+"""Blocks of memory: reserved by requests in the batch, or kept by the prefix cache.
 
-Reserved and kept blocks share one limit, so one object counts both. Which request is next is decided elsewhere.
+Reserved and kept blocks share one limit, so one object counts both. Other code decides which request is next.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from .work import Work
 
 
 class Blocks:
-    """Reserves blocks for requests, and keeps full ones for prompts that begin alike.
+    """Reserves blocks for requests, and keeps full ones for prompts with the same prefix.
 
-    Only the loop's thread may call it, but for :meth:`fits`, which any thread may.
+    Only the loop's thread may call it, except :meth:`fits`, which any thread may.
 
     Args:
-        work: on the model and its rows.
-        total: blocks that all requests in the batch may take together, and what is kept of those that have ended.
+        work: operations on the model and its rows.
+        total: limit of the blocks that requests have reserved and of those that are kept, together.
 
     Attributes:
-        index: of the blocks that are kept; None: none are.
+        index: the kept blocks. None: none are kept.
         used: blocks that requests have reserved, without those of the index.
     """
 
@@ -31,7 +31,7 @@ class Blocks:
         self.used = 0
 
     def fits(self, request: Request, others: int = 0) -> bool:
-        """There is memory for a request and for ``others`` blocks, if the index evicts all that no request uses."""
+        """Whether a request and ``others`` blocks fit, if the index evicts all blocks that no request uses."""
         reserved = self.used + others
         if self.index is None:
             return reserved + request.blocks <= self.total
@@ -39,11 +39,11 @@ class Blocks:
             request.known = self.index.changes, *self.index.known(request.keys)
         _, shared, unused = request.known
         new = request.blocks - shared
-        pinned = self.index.pinned + unused  # kept blocks that requests use, with those that only this one would
+        pinned = self.index.pinned + unused  # kept blocks that requests use, or that this one would pin
         return reserved + new + pinned <= self.total
 
     def reserve(self, request: Request) -> None:
-        """Reserve memory for a request, and pin the kept blocks that its prompt begins with."""
+        """Reserve memory for a request, and pin the kept blocks of its prefix."""
         if self.index is not None:
             request.match = self.index.match(request.keys)
             request.blocks -= len(request.match.blocks)
@@ -56,15 +56,15 @@ class Blocks:
             request.cached = len(request.match.blocks) * self.rows.cache.config.block_size
 
     def keep(self, request: Request, reading: Request | None) -> None:
-        """The index keeps a row's full blocks, which stay at least as long as the row.
+        """Keep a row's full blocks in the index. They stay at least as long as the row.
 
         Args:
-            reading: the request whose prompt is being read, if there is one.
+            reading: the request in prefill, if there is one.
         """
-        if self.index is None or request.provisional:  # a prompt that continues them would choose by its channels
+        if self.index is None or request.provisional:  # a prompt that continues them would inherit provisional channels
             return
         if reading is not None and reading is not request and _begin_alike(request, reading):
-            return  # kept when that prompt is read, with its channels: otherwise the rest of it could not be
+            return  # keep that prompt's blocks after its prefill instead: none may follow blocks with other channels
         if request.channels is None:
             request.channels = self.work.channels(request.row)
         ids, known = self.rows.blocks(request.row), request.ids + request.tokens
@@ -76,18 +76,18 @@ class Blocks:
         self.used -= new
 
     def release(self, request: Request) -> None:
-        """A request needs its memory no more."""
+        """Free the memory of a request."""
         self.used -= request.blocks
         if self.index is not None:
             self.index.release(request.match)
 
     def withdraw(self, request: Request) -> None:
-        """Offer the blocks of a request no more: they may be wrong, and prompts that begin with them would fail too."""
+        """Remove a request's blocks from the index: they may be wrong, and prompts that share them would fail too."""
         if self.index is not None:
             self.index.withdraw(request.keys)
 
 
 def _begin_alike(request: Request, reading: Request) -> bool:
-    """A request has the first block that the prompt being read will add to those it shares."""
+    """Whether a request has the first block that the prompt in prefill will add to those it shares."""
     shared = len(reading.match.blocks)
     return len(reading.keys) > shared and request.keys[: shared + 1] == reading.keys[: shared + 1]

@@ -1,4 +1,4 @@
-"""What an engine may take, and how it shares the GPU between prompts and answers."""
+"""Limits of an engine, and how it shares the GPU between prefill and decode."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .request import _is_finite, _is_int, _require
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """How an engine serves.
+    """Limits and scheduling of an :class:`.Engine`.
 
     Attributes:
-        max_rows: requests that are in the batch at a time, those that are held back included.
-        max_length: tokens that a prompt and its answer may have together; None: the model's context.
-        max_tokens: tokens that all requests in the batch may have together, each counted with the longest answer that
-            it asked for. It is what memory is reserved for: on the GPU, or in host memory if the cache is offloaded.
-            None: as many as fit.
-        max_waiting: requests that may wait; more are refused. 0: whatever cannot start at once (a row and memory are
-            free, and no other prompt is being read).
-        max_wait_s: seconds that a request may be expected to wait; None: any.
-        prefill_ms: milliseconds of the GPU's time for a prompt between two decode steps (an aim: no less than a layer
-            of a chunk is run; without ``layer_segments`` no less than 512 tokens). While others wait behind it, up to
-            four times as many; a prompt that takes no longer than that is read while a longer one waits. ``inf``: a
-            whole chunk, and prompts one after the other.
-        chunk: tokens of a prompt that a forward pass reads at most, 3 or more: a single one would be a decode step.
-        layer_segments: a chunk's forward pass is cut between layers, so that chunks may be long (SparseServe, section
+        max_rows: most requests in the batch at a time, including those that are held back.
+        max_length: most tokens of a prompt and its answer together. None: the model's context.
+        max_tokens: most tokens of all requests in the batch together. Each request counts with the longest answer that
+            it asked for. The engine reserves memory for so many tokens: on the GPU, or in host memory if the cache is
+            offloaded. None: as many as fit.
+        max_waiting: most requests that may wait; the engine refuses more. 0: it refuses a request that cannot start at
+            once. To start, a request needs a free row and memory, and no other prompt may be in prefill.
+        max_wait_s: longest expected wait in seconds; the engine refuses a request that would wait longer. None: no
+            limit.
+        prefill_ms: target of GPU milliseconds for prefill between two decode steps. The least is one layer of a chunk,
+            or 512 tokens without ``layer_segments``. While other prompts wait, prefill takes up to four times as long.
+            A prompt that fits that time is read while a longer one waits. ``inf``: read a whole chunk at a time, and
+            prompts one after the other.
+        chunk: most tokens of a prompt that a forward pass reads, 3 or more. (A single token would be a decode step.)
+        layer_segments: pause a chunk's forward pass between layers, so that chunks may be long (SparseServe, section
             3.4). False: chunks are as short as ``prefill_ms`` asks, which reads an offloaded past more often.
-        prefix_cache: full blocks of prompts and answers stay, as long as there is room for them, for prompts that begin
-            alike.
-        working_set: requests are held back while what they select does not fit the GPU beside the others'
+        prefix_cache: keep full blocks of prompts and answers, while memory allows, for prompts with the same prefix.
+        working_set: hold a request back while its working set does not fit the GPU together with those of the others
             (SparseServe, section 3.3). Offloaded caches only.
 
     Raises:

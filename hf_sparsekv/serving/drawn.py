@@ -1,6 +1,6 @@
-"""Tokens from logits: drawn on the device for the next step, and copied to the host.
+"""Sampled tokens in flight: drawn on the device for the next step, and copied to the host.
 
-The host reads them one step late, after the device has written them. Here they are in flight; the loop reads them.
+The host reads them one step late, after the device has written them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DrawnTokens:
         self._record(self.sampler.last, list(active.items()), (began, self.work.clock.mark()))
 
     def first(self, request: Request, logits: Tensor) -> None:
-        """The first token of a request that has just got its row; ``logits``: of the prompt's end."""
+        """Draw the first token of a request that has just joined; ``logits`` are those of the prompt's last token."""
         row = request.row
         self.sampler.set(row, request.sampling, request.ids)
         self.sampler(logits, [row])

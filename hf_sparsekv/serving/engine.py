@@ -1,4 +1,4 @@
-"""Many requests over one sparse cache.
+"""Continuous batching over one sparse cache.
 
     with Engine(model, tokenizer, "accurate", offload=OffloadConfig()) as engine:
         handles = [engine.submit(prompt, Sampling(max_tokens=200)) for prompt in prompts]
@@ -6,9 +6,9 @@
             print(piece.text, end="")
         answers = [handle.result().text for handle in handles]
 
-One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open
-the model is its own: nobody else may call it. Of a tensor parallel model the engine is on rank 0, and the other ranks
-follow (:mod:`.ranks`).
+One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open,
+no other code may call its model. With tensor parallelism the engine runs on rank 0, and the other ranks follow
+(:mod:`.ranks`).
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from .work import Work
 
 
 class Engine:
-    """Serves requests with one model, until it is closed.
+    """Serves requests with one model, by continuous batching, until it is closed.
 
     Args:
-        model: a causal language model of transformers, on one device, whose layers all attend to their whole past.
-        tokenizer: None: prompts are token ids, and answers have no text.
-        config: how a step chooses: a preset's name, or a configuration of a method that chooses for each step by
-            itself (two-level without ``lag``, progressive). None: the defaults.
-        offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
-        serving: how requests share it.
+        model: a causal language model of transformers on one device. All its layers must attend to their whole past.
+        tokenizer: encodes prompts and decodes answers. None: prompts are token ids, and answers have no text.
+        config: the selection method: a preset's name, or a configuration. The method must select for each step
+            independently (two-level without ``lag``, progressive). None: the defaults.
+        offload: keep full blocks in host memory: ``True``, or a configuration. Otherwise all KV is on the model's
+            device.
+        serving: limits and scheduling. None: the defaults.
 
     Attributes:
-        max_length: tokens that a prompt and its answer may have together: as asked for, or what the memory holds if
-            that is less.
+        max_length: most tokens of a prompt and its answer together: as asked for, or less if memory holds less.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: the model, the method or a value cannot be served; says why.
+        TypeError: an argument has the wrong type.
+        ValueError: the model, the method or a value is not supported; the message says why.
     """
 
     def __init__(
@@ -121,30 +121,30 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """It takes requests."""
+        """Whether the engine takes requests."""
         return self._intake.refusal is None
 
     @property
     def max_waiting(self) -> int:
-        """Requests that may wait, as :class:`.ServingConfig` has it."""
+        """Most requests that may wait, from :class:`.ServingConfig`."""
         return self.serving.max_waiting
 
     @property
     def failed(self) -> BaseException | None:
-        """What a decode step has failed with: no request is served any more."""
+        """The error of the decode step that ended the engine, or None. After it, no request is served."""
         return self._intake.failed
 
     def submit(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Handle:
-        """Take a request.
+        """Submit a request and return its handle at once.
 
         Args:
             prompt: text, or token ids ``[n]``.
-            sampling: None: :class:`.Sampling` as it is.
+            sampling: None: the defaults of :class:`.Sampling`.
 
         Raises:
-            ValueError: the prompt cannot be served; says why.
+            ValueError: the prompt cannot be served; the message says why.
             Busy: too many requests wait.
-            Closed: no requests are taken any more.
+            Closed: the engine takes no more requests.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -188,14 +188,14 @@ class Engine:
     def submit_chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, **template: Any
     ) -> Handle:
-        """Take a conversation, through the tokenizer's chat template.
+        """Submit a conversation, formatted by the tokenizer's chat template.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` each.
             template: for ``tokenizer.apply_chat_template``.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages; and as :meth:`submit`.
+            ValueError: there is no template, or it refuses the messages; see also :meth:`submit`.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template: submit() a prompt instead")
@@ -208,7 +208,7 @@ class Engine:
         return self.submit(ids, sampling)
 
     def stream(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Iterator[Piece]:
-        """The pieces of an answer as they come. It is cancelled if the iterator is closed before its end."""
+        """Yield the pieces of an answer as they arrive. Closing the iterator early cancels the request."""
         handle = self.submit(prompt, sampling)
 
         def pieces() -> Iterator[Piece]:
@@ -219,19 +219,19 @@ class Engine:
                 handle.cancel()
 
         found = pieces()
-        next(found)  # up to there: what has not begun does not come to its `finally`
+        next(found)  # start it: a generator that has not started never runs its `finally`
         return found
 
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int] | Tensor], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Output]:
-        """Answers to all prompts, in their order; as many wait as may.
+        """Answer all prompts, in their order. It submits no more than may wait, and the rest as others start.
 
         Args:
-            sampling: for all, or one for each.
+            sampling: one for all prompts, or one for each.
 
         Raises:
-            Exception: what the first request failed with; the others are cancelled.
+            Exception: the error of the first request that failed; the others are cancelled.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
@@ -278,15 +278,15 @@ class Engine:
     # ------------------------------------------------------------------ the end
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those there are have ended.
+        """Take no more requests, and wait until all requests in the engine have ended.
 
         Args:
-            timeout: seconds; None: for ever.
+            timeout: seconds to wait. None: no limit.
 
         Returns:
-            Whether they have.
+            Whether they have ended.
         """
-        self._intake.drain()  # who has found it ready before is refused from here on
+        self._intake.drain()  # from here on also callers that have just seen `ready` are refused
         until = None if timeout is None else time.monotonic() + timeout
         while not (self._loop.idle or self.failed or self._intake.closed):
             if until is not None and time.monotonic() >= until:
@@ -295,16 +295,16 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel what runs, end the threads, and leave the model as it was. Again: nothing happens.
+        """Cancel all requests, end the threads, and restore the model. A second call does nothing.
 
-        From several threads: the first one does it, and the others wait for that.
+        If several threads call it, the first one closes the engine, and the others wait for it.
         """
         self._intake.close()
-        with self._closing, self._stack:  # which is empty the second time
+        with self._closing, self._stack:  # the stack is empty the second time
             self._loop.stop()
 
     def stats(self) -> EngineStats:
-        """What it does and has done; cheap, from any thread."""
+        """Current state and counters of the engine. Cheap; any thread may call it."""
         loop, counts, rows = self._loop, self._loop.counts, self._rows
         running = list(loop.room.running)
         runner = runner_of(self.model)

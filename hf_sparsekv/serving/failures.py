@@ -1,4 +1,4 @@
-"""Errors as they are told and kept: one line for who asked, and a traceback without the memory of its frames.
+"""Errors as they are reported and kept: one line for the client, and a traceback without its frames' variables.
 
 Apart, because the loop's thread, the output thread and those that submit all report errors.
 """
@@ -14,9 +14,9 @@ def described(error: BaseException) -> str:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Nothing is kept of the variables where it came from: they hold activations of a chunk, caches and their blocks.
+    """Clear the variables in an error's traceback: they hold activations of a chunk, caches and their blocks.
 
-    The traceback itself stays, lines and all. Frames that still run keep theirs.
+    The traceback itself keeps its lines. Frames that still run keep their variables.
     """
     todo, seen = [error], set()
     while todo:

@@ -1,4 +1,4 @@
-"""Python's garbage in a process that serves."""
+"""Python's garbage collector in a serving process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Full collections leave out what is there now. All rows wait for each of them until it has seen everything.
+    """Inside, exclude all existing objects from full collections, during which all rows wait.
 
-    Of a process that holds torch, transformers and an engine that took .2 to .3 s each time (benchmarks/NOTES.md). It
-    is for processes that do nothing but serve: what they hold now and drop before the end stays if it refers to itself,
-    as caches and models do, until the first full collection behind it.
+    In a process with torch, transformers and an engine each one took 0.2 to 0.3 s (benchmarks/NOTES.md). Use it only in
+    processes that do nothing but serve. An existing object in a reference cycle, such as a cache or a model, is freed
+    only by the first full collection after this context.
     """
     gc.collect()
     try:

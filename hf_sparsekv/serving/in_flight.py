@@ -1,4 +1,4 @@
-"""One request in flight: what the engine knows of it, from its submission to the end of its answer.
+"""The engine's record of one request, from its submission to the end of its answer.
 
 It is apart from :mod:`.request`, whose types users see. All parts of the loop share this one.
 """
@@ -15,7 +15,7 @@ from .text import TextStream
 
 @dataclass(eq=False)
 class Request:
-    """A request that was submitted, with what it holds.
+    """A submitted request and its resources.
 
     The loop's thread writes it. Only the output thread writes ``text``, ``told`` and ``shown``. Both set ``ended``.
     """
@@ -24,24 +24,24 @@ class Request:
     ids: list[int]
     sampling: Sampling
     arrived: float
-    blocks: int  # that prompt and longest answer take, without those of `match` and those that the index keeps
-    keys: list[bytes] = field(default_factory=list)  # of the prompt's blocks, as the index knows them
+    blocks: int  # for prompt and longest answer, without those of `match` and those that the index keeps
+    keys: list[bytes] = field(default_factory=list)  # index keys of the prompt's blocks
     match: Match = field(default_factory=Match)
-    known: tuple[int, int, int] = (-1, 0, 0)  # what the index knew of it when, see PrefixIndex.known
+    known: tuple[int, int, int] = (-1, 0, 0)  # `changes` of the index, and its PrefixIndex.known at that time
     channels: Channels | None = None
     text: TextStream | None = None
     order: int = 0
     row: int | None = None
-    launched: int = 0  # tokens of the answer that steps were launched for
+    launched: int = 0  # tokens of the answer whose steps were launched
     over: bool = False  # the loop gives it no more steps
-    ended: bool = False  # its end is known, and told or about to be
+    ended: bool = False  # its end is known; the handle knows it or will soon
     begun: float = 0.0
     cached: int = 0
-    tokens: list[int] = field(default_factory=list)  # of the answer, with when the host learned of each
-    times: list[float] = field(default_factory=list)
-    told: int = 0  # of these, by the output thread, with this text
-    shown: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of the answer
+    times: list[float] = field(default_factory=list)  # when the host received each token
+    told: int = 0  # tokens that the output thread has delivered
+    shown: list[str] = field(default_factory=list)  # text that the output thread has delivered
     candidate: Candidate = field(default_factory=Candidate)
-    need: int = 0  # its working set, as counted; 0: not known yet
-    provisional: bool = False  # its label channels are those of a prompt that was too short to calibrate on
-    roomier: int = 0  # `launched` when it got more room for copies, which fills up in the steps after that
+    need: int = 0  # its measured working set; 0: not known yet
+    provisional: bool = False  # its prompt was too short to calibrate its label channels on
+    roomier: int = 0  # `launched` when it last got more room for copies, which the next steps fill

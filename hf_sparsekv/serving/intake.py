@@ -1,6 +1,6 @@
-"""Requests that were submitted and have not begun, and whether more are taken.
+"""The queue of submitted requests that have not begun, and whether the engine takes more.
 
-It is the part of the loop that other threads write to, so it alone has a lock. What they write wakes the loop's thread.
+It is the part of the loop that other threads write to, so it alone has a lock. Each write wakes the loop's thread.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ class Intake:
     """Takes requests, until it drains, is closed or has failed.
 
     Any thread may call it. Only the loop's thread may call :meth:`take`, :meth:`take_cancelled` and :meth:`begun`, and
-    touch ``waiting``: other threads may ask for its length.
+    use ``waiting``, except for its length.
 
     Args:
-        counts: of the engine; accepted requests are counted here.
-        max_waiting: requests that may wait.
+        counts: the engine's counters; it counts accepted requests.
+        max_waiting: most requests that may wait.
 
     Attributes:
-        waiting: requests that the loop knows of and that have not begun, in the order of their arrival.
-        closed: everything has to end.
-        failed: what the model has failed with: no request is served any more.
+        waiting: requests that the loop has taken and that have not begun, in the order of their arrival.
+        closed: whether all requests have to end.
+        failed: the model's error, after which no request is served.
     """
 
     def __init__(self, counts: Counts, max_waiting: int) -> None:
         self.counts, self.max_waiting = counts, max_waiting
         self.waiting: deque[Request] = deque()
         self._order = itertools.count()
-        self._open: dict[int, Request] = {}  # whose end has not been told
+        self._open: dict[int, Request] = {}  # requests whose end has not been delivered
         self._wake = threading.Condition()
-        self._inbox: deque[Request] = deque()  # guarded by _wake, like what follows
+        self._inbox: deque[Request] = deque()  # guarded by _wake, like the attributes below
         self._draining = self.closed = False
         self._looked = False  # something was cancelled, or has ended
         self.failed: BaseException | None = None
-        self._interval = 0.0  # seconds from one prompt's beginning to the next one's, while some wait
-        self._last = 0.0  # when the last prompt began
+        self._interval = 0.0  # seconds between the starts of two prompts, while some wait
+        self._last = 0.0  # when the last prompt started
 
     # ------------------------------------------------------------------ from any thread
 
     @property
     def refusal(self) -> str | None:
-        """Why no request is taken, as what the engine does; None: requests are taken."""
+        """Why the engine takes no request, as a verb phrase. None: it takes requests."""
         if self.closed:
             return "is closed"
         if self.failed is not None:
@@ -65,18 +65,18 @@ class Intake:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a request which comes now may wait: those before it, as quickly as the last ones began."""
+        """Expected wait of a new request in seconds, if queued requests start as fast as the last ones did."""
         return self.queued * self._interval
 
     def submit(self, request: Request, begins_at_once: Callable[[Request], bool]) -> None:
-        """Take a request.
+        """Queue a request.
 
         Args:
-            begins_at_once: a request that finds the queue empty does not have to wait.
+            begins_at_once: whether a request can start now if the queue is empty.
 
         Raises:
-            Closed: no more are taken.
-            Busy: as many wait as may.
+            Closed: the engine takes no more requests.
+            Busy: the queue is full.
         """
         with self._wake:
             if (why := self.refusal) is not None:
@@ -94,7 +94,7 @@ class Intake:
             self._wake.notify()
 
     def look(self, *_: object) -> None:
-        """Something has been cancelled, or has ended: look at it."""
+        """Wake the loop, because a request was cancelled or has ended."""
         with self._wake:
             self._looked = True
             self._wake.notify()
@@ -105,13 +105,13 @@ class Intake:
             self._draining = True
 
     def close(self) -> None:
-        """Take no more requests, and end all that there are."""
+        """Take no more requests, and end all requests in the engine."""
         with self._wake:
             self.closed = True
             self._wake.notify()
 
     def fail(self, error: BaseException) -> BaseException:
-        """No request is served from here on; gives what it has failed with first."""
+        """Serve no request from here on. Returns the first error that it was given."""
         with self._wake:
             self.failed = error = self.failed or error
             self._inbox.clear()
@@ -126,23 +126,23 @@ class Intake:
 
     @property
     def open(self) -> list[Request]:
-        """Requests whose end has not been told."""
+        """Requests whose end has not been delivered."""
         return list(self._open.values())
 
     def told(self, request: Request) -> None:
-        """Its end has been told."""
+        """Note that a request's end has been delivered."""
         self._open.pop(request.order, None)
 
     # ------------------------------------------------------------------ the loop's thread
 
     def take(self, wait: bool) -> bool:
-        """Put new requests into the queue. True: some request was cancelled, or has ended.
+        """Put new requests into the queue. Returns whether some request was cancelled, or has ended.
 
         Args:
-            wait: for a while, unless there is news.
+            wait: wait for a while if there is no news.
 
         Raises:
-            BaseException: what :meth:`fail` was given.
+            BaseException: the error that :meth:`fail` was given.
         """
         with self._wake:
             if wait and not (self._inbox or self._looked or self.closed):
@@ -155,14 +155,14 @@ class Intake:
         return looked
 
     def take_cancelled(self) -> list[Request]:
-        """Requests that were cancelled leave the queue."""
+        """Remove cancelled requests from the queue, and return them."""
         cancelled = [one for one in self.waiting if one.handle.cancelled.is_set()]
         for request in cancelled:
             self.waiting.remove(request)
         return cancelled
 
     def begun(self, request: Request) -> None:
-        """The first request of the queue has begun: :attr:`wait_s` is estimated from how long that took."""
+        """Note that the first request of the queue has started, for the estimate :attr:`wait_s`."""
         waited = request.begun - max(self._last, request.arrived)
         self._interval = 0.7 * self._interval + 0.3 * waited if self._interval else waited
         self._last = request.begun

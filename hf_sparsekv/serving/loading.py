@@ -17,11 +17,11 @@ def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):
         name: a directory, a name on the hub, or ``small``.
         dtype: of the weights, as torch names it; ``auto``: as they are stored.
         device: ``cpu`` or ``cuda``.
-        tensor_parallel: of the model only this rank's share, of those that torch.distributed was begun with, on the
-            device that transformers takes for it.
+        tensor_parallel: load only this rank's share of the model. The ranks are those of torch.distributed, and
+            transformers chooses the device.
 
     Raises:
-        OSError: there is no such model; says where it was looked for.
+        OSError: there is no such model; the message says where it was searched.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

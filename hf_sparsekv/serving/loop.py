@@ -1,10 +1,10 @@
-"""The loop that owns the GPU: requests join and leave, all rows decode a step, a prompt is read on, again.
+"""The loop that owns the GPU. In each turn requests join and leave, all rows decode a step, and a prefill goes on.
 
-Four objects decide, and the loop does what they say: which requests there are (:mod:`.intake`), whose prompt is read
-(:mod:`.reading_order`), who decodes with how much memory (:mod:`.room`), and what is told (:mod:`.output`).
+Four objects decide, and the loop carries it out. :mod:`.intake` has the queue, :mod:`.reading_order` the order of
+prefills, :mod:`.room` the rows that decode and their memory, and :mod:`.output` delivers answers.
 
-The host is one step late. A step's tokens go into the next step on the device, and the host reads them while that runs.
-So a row may have run one step too many when its answer ends: that token is dropped. The largest number of tokens is
+The host is one step late. A step's tokens go into the next step on the device, and the host reads them while it runs.
+So a row may have run one step too many when its answer ends; that token is dropped. The largest number of tokens is
 known beforehand, so a row that reaches it leaves with its last step.
 """
 
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Decodes what is submitted, until :meth:`stop`.
+    """Serves submitted requests until :meth:`stop`.
 
     Any thread may call the public methods. All others run on the loop's thread, in :meth:`_run`.
 
     Args:
-        work: on the model and its rows.
-        blocks: that all requests in the batch may take together, and what is kept of those that have ended.
+        work: operations on the model and its rows.
+        blocks: limit of the blocks of all requests in the batch and of the prefix cache, together.
         eos: tokens that end an answer.
         vocabulary: logits of a row.
     """
@@ -69,23 +69,23 @@ class Loop:
             thread.start()
 
     def submit(self, request: Request) -> None:
-        """Take a request. Raises Closed or Busy as :meth:`.Intake.submit`."""
+        """Queue a request. Raises Closed or Busy as :meth:`.Intake.submit`."""
         self.intake.submit(request, self.order.begins_at_once)
 
     def stop(self) -> None:
-        """Cancel what runs, and wait until both threads have ended."""
+        """Cancel all requests, and wait until both threads have ended."""
         self.intake.close()
         for thread in self._threads:
             thread.join()
         self.work.close()
 
     def lost(self, error: BaseException) -> None:
-        """The model can run no more: all requests fail at once, even if the loop's thread waits for the device."""
+        """Fail all requests at once, as the model cannot run any more. The loop's thread may wait for the device."""
         self._fail_open(self.intake.fail(error))
 
     @property
     def idle(self) -> bool:
-        """There is nothing to do, and the end of every request has been told."""
+        """Whether there is nothing to do, and the end of every request has been delivered."""
         return self.intake.empty and not (self.order.reading or self.room.running or self.drawn or self.intake.open)
 
     # ------------------------------------------------------------------ the loop
@@ -97,13 +97,13 @@ class Loop:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 while self._once():
                     pass
-        except BaseException as error:  # nothing that is cached can be relied on
+        except BaseException as error:  # cached state can no longer be relied on
             self._fail_all(error)
         finally:
             self.teller.stop()
 
     def _once(self) -> bool:
-        """One turn. False: the loop is closed."""
+        """Run one turn. False: the loop is closed."""
         looked = self.intake.take(wait=not self._busy)
         if self.intake.closed:
             self._cancel_all()
@@ -125,7 +125,7 @@ class Loop:
         return bool(self.room.running or self.room.changed or self.order.reading or self.drawn or self.order.can_begin)
 
     def _try(self, request: Request, do: Callable[..., None], *args: object) -> None:
-        """Do something for one request. An error ends that request, and the others go on."""
+        """Do something for one request. An error ends that request, and the others continue."""
         try:
             do(*args)
         except Exception as error:
@@ -144,7 +144,7 @@ class Loop:
             self._try(request, self.work.begin, request.ids, request.match.ids, request.channels)
 
     def _read(self, beside: bool) -> None:
-        """Read on in the prompt whose turn it is; ``beside``: rows decode meanwhile."""
+        """Continue the prefill whose turn it is; ``beside``: rows decode meanwhile."""
         request = self.order.turn()
         if request is not None:
             self._try(request, self._read_on, request, beside)
@@ -156,7 +156,7 @@ class Loop:
             self._join(request, *read)
 
     def _join(self, request: Request, row: int, logits: Tensor) -> None:
-        """A request whose prompt has been read takes its row and draws its first token."""
+        """Give a request its row after its prefill, and draw its first token."""
         self.room.enter(request, row)
         self.counts.prompt_tokens += len(request.ids)
         self.counts.cached_tokens += request.cached
@@ -176,7 +176,7 @@ class Loop:
     # ------------------------------------------------------------------ steps
 
     def _step(self) -> bool:
-        """Launch a step of all rows that decode. False: there are none."""
+        """Launch a step of all active rows. False: there are none."""
         active = self.room.active()
         if not active:
             return False
@@ -187,7 +187,7 @@ class Loop:
         return True
 
     def _launched(self, request: Request) -> None:
-        """One more token of a request is in flight. With its last one it leaves the batch."""
+        """Count one more token of a request in flight. After its last one the request leaves the batch."""
         request.launched += 1
         if request.launched == request.sampling.max_tokens:
             self._drop(request)
@@ -203,8 +203,8 @@ class Loop:
                 self._heard(request, tokens[place], bad[place], now)
 
     def _heard(self, request: Request, token: int, bad: int, now: float) -> None:
-        """The host has read a token of a request. ``bad``: its logits were no distribution."""
-        if request.ended:  # a step too many
+        """Handle a token that the host has read. ``bad``: its logits were NaN or infinite."""
+        if request.ended:  # the request ran one step too many
             return
         if bad:
             self._drop(request, keep=False)
@@ -232,7 +232,7 @@ class Loop:
     # ------------------------------------------------------------------ going
 
     def _drop(self, request: Request, keep: bool = True) -> None:
-        """A request needs no more steps: free what it holds. ``keep``: offer its full blocks to other prompts."""
+        """Free the resources of a request that needs no more steps. ``keep``: let other prompts share its blocks."""
         if request.over:
             return
         request.over = True
@@ -254,7 +254,7 @@ class Loop:
             self.teller.end(request, "cancelled")
 
     def _give_up_reading(self) -> None:
-        """Stop reading the prompt that is being read, if there is one, and free what its request holds."""
+        """Stop the prefill in progress, if there is one, and free the resources of its request."""
         request = self.order.reading
         if request is not None:
             self.order.give_up()
@@ -271,7 +271,7 @@ class Loop:
         self.intake.waiting.clear()
         self.drawn.clear()
         self.order.reading, self.room.running = None, []
-        # Told first: what follows may fail too, or wait for a prompt's thread that does not return.
+        # Requests fail first: the calls below may fail too, or wait for a prefill thread that does not return.
         self._fail_open(error)
         try:
             self.work.failed()

@@ -1,6 +1,6 @@
-"""What an engine begins with: the model made sparse, rows, memory for all requests, captured steps.
+"""Opens an engine: makes the model sparse, creates rows, reserves memory for all requests, and captures steps.
 
-Every rank of a tensor parallel model begins alike, with as many blocks as the rank that has least memory.
+All ranks of a tensor parallel model open in the same way, with as many blocks as fit on every rank.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..row_trial import why_not
 from ..tensors import no_autocast
 from .config import ServingConfig
 
-SHARE = 0.9  # of the memory that is free when the engine starts, for keys and values; the rest is for prompts
+SHARE = 0.9  # share of the free memory at the start that keys and values get; the rest is for prompts
 CPU_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What requests are served with.
+    """The parts of an open engine.
 
     Args:
-        serving: how they share it.
-        cache: of all of them.
-        rows: of the cache; none is taken.
-        blocks: that all requests may take together.
-        max_length: tokens of a prompt and its answer: as asked for, or what the memory holds if that is less.
-        limit: which of these, in words.
+        serving: limits and scheduling.
+        cache: the cache of all requests.
+        rows: the rows of the cache, all free.
+        blocks: most blocks of all requests together.
+        max_length: most tokens of a prompt and its answer: as asked for, or less if memory holds less.
+        limit: which of these two limits it is, for messages.
         vocabulary: logits of a row.
     """
 
@@ -62,7 +62,7 @@ def opened(
     serving: ServingConfig | None,
     stack: contextlib.ExitStack,
 ) -> Opened:
-    """Prepare ``model`` until ``stack`` is closed; arguments and errors are those of :class:`.Engine`."""
+    """Prepare ``model`` until ``stack`` is closed. Arguments and errors are those of :class:`.Engine`."""
     serving = ServingConfig() if serving is None else serving
     if not isinstance(serving, ServingConfig):
         raise TypeError(f"serving must be a ServingConfig or None, got {type(serving).__name__}")
@@ -114,7 +114,7 @@ def opened(
 
 
 def _say_what_is_fixed(model: PreTrainedModel, fixed: list[Switch], max_length: int) -> None:
-    """Warn where short requests are answered by other rotary factors than ``generate()`` takes."""
+    """Warn if short requests get other rotary factors than in ``generate()``."""
     if fixed:
         tokens = max(one.tokens for one in fixed)
         warnings.warn(
@@ -133,12 +133,12 @@ def reserve(
     ranks: Ranks | None,
     beside: int = 0,
 ) -> int:
-    """Make room for all requests in the batch, once: pools that grow would move. Gives the blocks.
+    """Reserve memory for all requests in the batch once, because pools that grow would move. Returns the blocks.
 
-    ``beside``: as many more, which no request has: for a moment one row is calibrated in them (:meth:`Work.calibrate`).
+    ``beside``: additional blocks that no request may use. Calibrating a row (:meth:`Work.calibrate`) needs them.
 
     Raises:
-        ValueError: there is not so much memory, on some rank.
+        ValueError: there is not enough memory, on some rank.
     """
     pools, size = list(cache.block_pools.values()), cache.config.block_size
     most = serving.max_rows * (-(-max_length // size) + 1)
@@ -172,13 +172,13 @@ def reserve(
 
 
 def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[int, int]:
-    """Make the layers' memory by a row that has a few full blocks; gives the row and the number of logits.
+    """Create the layers' memory with a row of a few full blocks. Returns the row and the number of logits.
 
     Raises:
-        ValueError: rows of this model cannot come and go.
+        ValueError: the model does not support continuous batching.
     """
     config = rows.cache.config
-    # A step of each width is behind it: see capture_all().
+    # Leaves room for one step of each width: see capture_all().
     length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - len(rows.widths)))
     ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     first = rows.prefill(model, ids)
@@ -186,10 +186,10 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
 
 
 def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
-    """Capture every kind of step in every width, so that none is captured while somebody waits; ``row`` leaves.
+    """Capture every kind of step in every width, so that no request waits for a capture; ``row`` leaves.
 
-    Steps attend to everything because that is all there is, or because that is as quick, or they choose: of contexts
-    that are the same block again and again, and as long as leaves room for a step of each width.
+    There are three kinds of steps: dense because the context is short, dense because that is as fast, and sparse. Long
+    contexts are made by repeating one block. They leave room for one step of each width.
     """
     config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
     budget = (getattr(config, "token_budget", None) or 0) // config.block_size
@@ -204,7 +204,7 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
 
 
 def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
-    """Capture steps of each width, of rows like ``row``, which leave."""
+    """Capture steps of each width with copies of ``row``. All rows leave."""
     tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
     while len(rows.rows) < rows.max_rows:
         rows.fork(row)

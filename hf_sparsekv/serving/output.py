@@ -1,4 +1,4 @@
-"""Answers: text, pieces and ends, told to handles by a thread of its own.
+"""Delivers text, pieces and ends of answers to their handles, on a thread of its own.
 
 It is apart from the loop, whose thread owns the GPU, so that detokenising and listeners never delay a step.
 """
@@ -16,14 +16,14 @@ from .stats import Counts
 
 
 class Teller:
-    """Tells handles what has become of their requests, in the order in which it is given.
+    """Delivers the progress of requests to their handles, in order.
 
     Any thread may call :meth:`tell`, :meth:`end` and :meth:`stop`. All else runs on the output thread, in :meth:`run`.
 
     Args:
-        counts: of the engine; the ends are counted here.
-        look: called when a request needs no more steps, which the loop does not know yet.
-        told: called when a request's end has been told.
+        counts: the engine's counters; it counts the ends of requests.
+        look: called when a request needs no more steps and the loop does not know it yet.
+        told: called when a request's end has been delivered.
     """
 
     def __init__(self, counts: Counts, look: Callable[[], None], told: Callable[[Request], None]) -> None:
@@ -32,11 +32,11 @@ class Teller:
         self._news: queue.SimpleQueue = queue.SimpleQueue()
 
     def tell(self, request: Request, token: int, how: str | None) -> None:
-        """A token has come; ``how``: the request has ended with it."""
+        """Queue a token for delivery. ``how``: the finish reason, if the request ended with this token."""
         self._news.put((request, [token], how))
 
     def end(self, request: Request, how: str | BaseException) -> None:
-        """Tell the end of a request, after what was told before. The second time nothing happens."""
+        """Queue the end of a request. A second call does nothing."""
         if not request.ended:
             request.ended = True
             if isinstance(how, BaseException):
@@ -44,16 +44,16 @@ class Teller:
             self._news.put((request, [], how))
 
     def stop(self) -> None:
-        """Let :meth:`run` return after what was given."""
+        """Let :meth:`run` return after all queued news."""
         self._news.put(None)
 
     def run(self) -> None:
-        """Tell text, pieces and ends, until :meth:`stop`."""
+        """Deliver text, pieces and ends, until :meth:`stop`."""
         while (news := self._news.get()) is not None:
             request, tokens, how = news
             try:
                 self._tell_one(request, tokens, how)
-            except BaseException as error:  # tokenizers panics with what is no Exception
+            except BaseException as error:  # a panic of tokenizers is not an Exception
                 clear_frames(error)
                 request.ended = True
                 self._look()
@@ -90,7 +90,7 @@ class Teller:
             self._told(request)
 
     def _answer(self, request: Request, how: str | BaseException, now: float) -> None:
-        """End the handle. The end is counted first, so that who hears it finds it counted."""
+        """End the handle. The counters come first, so that a listener finds the end counted."""
         if request.handle.done:
             return
         if isinstance(how, BaseException):

@@ -1,7 +1,7 @@
-"""A prompt that is read in pieces, between decode steps (SparseServe, section 3.4).
+"""Chunked prefill between decode steps, interruptible between layers (SparseServe, section 3.4).
 
-A chunk's forward pass runs in a thread of its own, and waits between two layers until it is granted more: models are
-not touched, and a long chunk costs decoding rows no more than a short one. Only one of the two threads runs at a time.
+A chunk's forward pass runs in a thread of its own. It waits between two layers until it may run more. So models need
+no changes, and a long chunk delays decoding rows no more than a short one. Only one of the two threads runs at a time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ..attention.parts import GRID
 from ..cache_name import over
 from ..row_batch import positions
 
-# Tokens of a chunk at least, if only its length bounds its time: of fewer the weights are read and the kernels launched
-# all the same, which would teach that tokens are slow, and so make the next chunk no longer.
+# Least tokens of a chunk if only its length bounds its time. Reading the weights and launching the kernels dominates
+# shorter chunks. They would make tokens look slow, and so keep the next chunk short, too.
 LEAST = 512
 
 
 class Cancelled(Exception):
-    """The prompt is not wanted any more."""
+    """Ends a prefill that was cancelled."""
 
 
 class Clock:
-    """Milliseconds between two points of a device's work, known once they are over."""
+    """Measures milliseconds between two points of a device's work, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
 
     def mark(self):
-        """A point in time: now, or on a GPU when it gets there."""
+        """Mark a point in time: now, or on a GPU when it has done the work launched so far."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -44,19 +44,19 @@ class Clock:
         return event
 
     def between(self, begin, end) -> float | None:
-        """Milliseconds; None: the GPU is not there yet."""
+        """Milliseconds between two marks; None: the GPU has not reached the second one."""
         if not self.cuda:
             return 1e3 * (end - begin)
         return begin.elapsed_time(end) if end.query() else None
 
 
 class Pace:
-    """What a chunk costs, from what chunks have cost.
+    """Estimates the time of a chunk from the measured times of earlier chunks.
 
-    A token costs a layer's weights and its attention to what is before it; how quickly that goes is measured.
+    In a layer a token costs products with the weights, and attention to the tokens before it. The speed is measured.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
     """
 
     def __init__(self, config) -> None:
@@ -67,29 +67,29 @@ class Pace:
         self.layers = layers
         self.token = 2 * (2 * hidden * heads * dim + 2 * hidden * heads * dim + 3 * hidden * inner)  # flops, nearly
         self.pair = 4 * heads * dim
-        self.per_ms: float | None = None  # of these in a millisecond
-        self.spent_ms = 0.0  # in all
+        self.per_ms: float | None = None  # flops per millisecond
+        self.spent_ms = 0.0  # total of all chunks
         self._marks: list[tuple] = []
 
     def work(self, tokens: int, past: int) -> float:
-        """Of a layer that reads ``tokens`` behind ``past``."""
+        """Flops of a layer that reads ``tokens`` after ``past``."""
         return tokens * (self.token + self.pair * (past + tokens / 2))
 
     def learn(self, tokens: int, past: int, layers: int, ms: float) -> None:
-        """So many layers of such a chunk took ``ms``."""
+        """Update the speed: ``layers`` layers of such a chunk took ``ms``."""
         if ms > 0:
             found = layers * self.work(tokens, past) / ms
             self.per_ms = found if self.per_ms is None else 0.5 * (self.per_ms + found)
 
     def note(self, clock: Clock, tokens: int, past: int, layers: int, began, ended, learns: bool = True) -> None:
-        """So many layers of such a chunk run between two marks, from which is learnt when they are over.
+        """Note that ``layers`` layers of such a chunk run between two marks, for :meth:`settle`.
 
-        ``learns``: False for few tokens, which take as long as more would.
+        ``learns``: False for few tokens, because these take as long as more would.
         """
         self._marks.append((clock, tokens, past, layers, began, ended, learns))
 
     def settle(self) -> None:
-        """Learn from what is over."""
+        """Learn from the marks that the device has passed."""
         while self._marks:
             clock, tokens, past, layers, began, ended, learns = self._marks[0]
             ms = clock.between(began, ended)
@@ -101,13 +101,13 @@ class Pace:
                 self.learn(tokens, past, layers, ms)
 
     def layers_in(self, ms: float, tokens: int, past: int) -> int:
-        """How many layers of such a chunk fit; 1 at least."""
+        """How many layers of such a chunk fit in ``ms``; 1 at least."""
         if self.per_ms is None:
             return 1
         return max(1, int(min(ms * self.per_ms / self.work(tokens, past), 1e9)))
 
     def tokens_in(self, ms: float, past: int) -> int:
-        """How many tokens through all layers fit."""
+        """How many tokens fit in ``ms``, through all layers."""
         if self.per_ms is None:
             return LEAST if math.isfinite(ms) else 1 << 30
         of_layer = min(ms, 1e9) * self.per_ms / self.layers
@@ -117,14 +117,14 @@ class Pace:
 
 
 class Segments:
-    """Forward passes of one model that stop between its layers.
+    """Runs forward passes of one model that can pause between its layers, one pass at a time.
 
-    One at a time: :meth:`open` it, :meth:`run` so many layers until it says that it is over. All run in one thread:
-    each new one would make cuDNN's plans anew (:mod:`hf_sparsekv.attention.parts`).
+    :meth:`open` starts a pass, and :meth:`run` runs some layers until it returns True. All passes run in one thread,
+    because each new thread would make cuDNN's plans again (:mod:`hf_sparsekv.attention.parts`).
 
     Args:
         layers: the model's decoder layers, in order.
-        quietly: makes what the hooks that stop them come and go in.
+        quietly: makes a context in which the pausing hooks are added and removed.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class Segments:
             self._hooks = [layer.register_forward_pre_hook(self._between) for layer in layers]
 
     def open(self, run: Callable[[], None], device: torch.device) -> None:
-        """Begin ``run``, which waits for the first grant."""
+        """Start ``run``, which waits for the first call of :meth:`run`."""
         self._over = self._cancelled = False
         self._error = None
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="hf-sparsekv-prefill", daemon=True)
             thread.start()
-            self._thread = thread  # one that could not be started is not waited for
+            self._thread = thread  # set after start(): a thread that could not start is not joined
         self._pass = run, device
 
     def _work(self) -> None:
@@ -169,14 +169,14 @@ class Segments:
             except BaseException as error:
                 self._error = error
             finally:
-                run, self._over, self._pass = None, True, None  # which hold the prompt's cache
+                run, self._over, self._pass = None, True, None  # these references hold the prompt's cache
                 self._stopped.release()
 
     def run(self, layers: int) -> bool:
-        """Let it run so many layers; True: the pass is over.
+        """Run the next ``layers`` layers. True: the pass has ended.
 
         Raises:
-            BaseException: what it has failed with.
+            BaseException: the error of the pass.
         """
         self._left = layers
         self._go.release()
@@ -186,7 +186,7 @@ class Segments:
         return self._over
 
     def cancel(self) -> None:
-        """End the pass where it is, if there is one."""
+        """End the pass between two layers, if there is one."""
         if self._pass is None:
             return
         self._cancelled = True
@@ -211,7 +211,7 @@ class Segments:
         self._left -= 1
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self.cancel()
         if self._thread is not None:
             self._go.release()
@@ -223,13 +223,14 @@ class Segments:
 
 
 def chunks(tokens: int, longest: int, past: int = 0) -> Iterator[int]:
-    """Lengths of the chunks of a prompt behind ``past`` tokens, nearly equal; none is a single token, a decode step.
+    """Lengths of the chunks of a prompt after ``past`` tokens, nearly equal.
 
-    Those that can end on the grid of lengths that attention has plans for (:mod:`hf_sparsekv.attention.parts`).
+    No chunk is a single token, which would be a decode step, unless ``tokens`` is 1. Chunks end where possible on the
+    grid of lengths for which attention has plans (:mod:`hf_sparsekv.attention.parts`).
 
     Args:
-        tokens: to be read; 1 is the only chunk of one token.
-        longest: tokens of a chunk, 3 or more.
+        tokens: tokens to read.
+        longest: most tokens of a chunk, 3 or more.
     """
     at, end = past, past + tokens
     while at < end:
@@ -245,15 +246,15 @@ def chunks(tokens: int, longest: int, past: int = 0) -> Iterator[int]:
 
 
 class Reading:
-    """One prompt that is being read into a cache of its own.
+    """The prefill of one prompt into a cache of its own.
 
     Args:
-        model: what reads it.
-        cache: one row over the pools of the batch that it will join, ``past`` tokens of the prompt in it.
+        model: the model.
+        cache: one row over the pools of the batch that it will join. It may hold the prompt's first tokens.
         ids: ``[1, n]``, the whole prompt, on the model's device.
-        segments, pace, clock: of the engine.
-        chunk: tokens of a forward pass at most.
-        by_layers: passes are cut between layers, or are short.
+        segments, pace, clock: shared by the engine's prefills.
+        chunk: most tokens of a forward pass.
+        by_layers: pause passes between layers. False: keep passes short instead.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class Reading:
         self.chunk, self.by_layers = chunk, by_layers
         self.past = cache.get_seq_length()
         self.logits: Tensor | None = None
-        self._now: tuple[int, int] | None = None  # tokens of the pass that is under way, layers that are left of it
+        self._now: tuple[int, int] | None = None  # of the pass in progress: its tokens, and the layers left
         self._lengths: Iterator[int] | None = None
 
     @property
@@ -281,7 +282,7 @@ class Reading:
         return self.ids.shape[1] - self.past
 
     def share(self, ms: float) -> int:
-        """How much :meth:`read` may read in about ``ms`` of the device's time: layers, or tokens."""
+        """Layers, or tokens, that :meth:`read` may read in about ``ms`` of the device's time."""
         self.pace.settle()
         if self.by_layers:
             tokens, layers = self._pass()
@@ -291,7 +292,7 @@ class Reading:
         return tokens - (self.left - tokens == 1)  # none is a single token
 
     def _pass(self) -> tuple[int, int]:
-        """Tokens of the pass that is under way, or begins, and how many layers of it are left."""
+        """Tokens of the pass in progress, or of a new one, and its layers that are left."""
         if self._now is None:
             if self._lengths is None:
                 self._lengths = chunks(self.left, self.chunk, self.past)
@@ -301,15 +302,15 @@ class Reading:
         return self._now
 
     def read(self, n: int) -> bool:
-        """Read on: ``n`` layers or tokens; True: the prompt is read, :attr:`logits` are of its end.
+        """Read ``n`` more layers or tokens. True: the prompt is read, and :attr:`logits` are those of its last token.
 
         Raises:
-            BaseException: what the forward pass failed with. The cache is lost.
+            BaseException: the error of the forward pass. The cache is lost.
         """
         began, past = self.clock.mark(), self.past
         if self.by_layers:
             tokens, layers = self._pass()
-            # A pass that has all its layers runs to its end: the head is behind the last one.
+            # A pass that may run all its layers runs to its end, because the head comes after the last layer.
             over = self.segments.run(n if n < layers else 1 << 30)
             self._now = None if over else (tokens, layers - n)
             self.pace.note(self.clock, tokens, past, n, began, self.clock.mark())
@@ -329,7 +330,7 @@ class Reading:
         self.past += tokens
 
     def cancel(self) -> None:
-        """Stop in the middle. The cache is lost."""
+        """Stop the prefill. The cache is lost."""
         if self._now is not None:
             self.segments.cancel()
             self._now = None

@@ -1,13 +1,13 @@
-"""Full blocks of prompts and answers that have ended, for prompts that begin alike.
+"""The prefix cache: full blocks of prompts and answers, for prompts with the same prefix.
 
-A block is known by its tokens and all before it: its key is the hash of its parent's key and its own tokens, so a chain
-of keys says how far two prompts agree (vLLM's automatic prefix caching, SGLang's tree). Blocks are never copied: the
-index holds a reference to each (:class:`.Counted`), and so does every row that has it in its table.
+A block's key is the hash of its parent's key and its own tokens, so a chain of keys tells how far two prompts agree (as
+in vLLM's automatic prefix caching and SGLang's radix tree). Blocks are never copied. The index holds a reference to
+each (:class:`.Counted`), and so does every row with the block in its table.
 
-What one engine keeps is of one model and one configuration. Labels are read by channels that were calibrated on a
-prompt's first tokens (:attr:`.RowBatch.alike_tokens`). All blocks of a chain have the same channels, and so has a
-prompt that continues the chain. So a chain's keys begin with the hash of these first tokens: prompts that differ in
-them share no block, and each request chooses by the channels that it would have alone.
+An index belongs to one engine, so to one model and one configuration. Labels depend on channels that are calibrated on
+a prompt's first tokens (:attr:`.RowBatch.alike_tokens`). All blocks of a chain have the same channels, and so has a
+prompt that continues the chain. So a chain's keys begin with the hash of these first tokens. Prompts that differ in
+them share no block, and each request uses the channels that it would have alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-Channels = tuple[Tensor | None, ...]  # of each layer: of one row; see RowBatch.begin
+Channels = tuple[Tensor | None, ...]  # label channels of one row in each layer; see RowBatch.begin
 
 
 def block_keys(
     tokens: Sequence[int], size: int, blocks: int, known: Sequence[bytes] = (), alike: int = 0
 ) -> list[bytes]:
-    """Keys of blocks of ``size`` tokens, the first ``blocks`` without those that are ``known``.
+    """Keys of the first ``blocks`` blocks of ``size`` tokens, except the leading ones in ``known``.
 
-    ``alike``: tokens at the beginning that all keys depend on. Fewer tokens than that have no keys.
+    ``alike``: number of first tokens on which all keys depend. Shorter prompts have no keys.
     """
     flat, found = np.asarray(tokens, dtype=np.int64), []
     if len(flat) < alike:
@@ -53,14 +53,14 @@ class Block:
     parent: Block | None
     channels: Channels
     children: int = 0
-    users: int = 0  # requests that have it, or one behind it: it stays
-    withdrawn: bool = False  # no prompt finds it any more: it goes with its last user
-    used: int = 0  # when it was last asked for
+    users: int = 0  # requests that use it, or a later block of its chain; they pin it
+    withdrawn: bool = False  # not in the index any more; freed after its last user
+    used: int = 0  # time of the last lookup
 
 
 @dataclass
 class Match:
-    """Kept blocks that a request has, a chain from the first one on: of its prompt's beginning, then its own."""
+    """Kept blocks that a request pins, a chain from the first one on: those of its prefix, then its own."""
 
     blocks: list[Block] = field(default_factory=list)
 
@@ -71,31 +71,31 @@ class Match:
 
 
 class Counted(Protocol):
-    """What counts blocks by who needs them."""
+    """Counts references to blocks."""
 
     def share(self, ids: np.ndarray) -> None:
-        """One more reference to each, int32 ``[n]``."""
+        """Add a reference to each block in ``ids``, int32 ``[n]``."""
         ...
 
     def drop(self, ids: np.ndarray) -> None:
-        """One reference less to each, int32 ``[n]``."""
+        """Remove a reference from each block in ``ids``, int32 ``[n]``."""
         ...
 
 
 class PrefixIndex:
-    """Blocks by their keys; those that nobody has asked for for longest go first.
+    """Blocks by their keys, evicted in least recently used order.
 
     Args:
-        ids: of the engine's blocks.
+        ids: reference counts of the engine's blocks.
         block_size: tokens of a block.
-        alike: tokens that prompts begin with alike, or share nothing.
+        alike: number of first tokens that must be the same for prompts to share blocks.
     """
 
     def __init__(self, ids: Counted, block_size: int, alike: int = 0) -> None:
         self._ids, self._size, self._alike = ids, block_size, alike
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = self._withdrawn = 0
-        # Counts what may make another answer of `known`, behind each change: other threads ask in the middle of one.
+        # Counts changes that may change `known`. Incremented after each change, because other threads read meanwhile.
         self.changes = 0
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class PrefixIndex:
 
     @property
     def pinned(self) -> int:
-        """Blocks that requests have, which stay. All others can be let go of: behind these there is none of them."""
+        """Blocks that requests use, which stay. All others can be evicted: no used block comes after an unused one."""
         return self._pinned
 
     def keys(self, tokens: Sequence[int], blocks: int, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -111,7 +111,7 @@ class PrefixIndex:
         return block_keys(tokens, self._size, blocks, known, self._alike)
 
     def known(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """How long a beginning is kept, in blocks, and how many of these nobody uses yet."""
+        """Length of the longest kept prefix in blocks, and how many of these no request uses yet."""
         found = unused = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -121,7 +121,7 @@ class PrefixIndex:
         return found, unused
 
     def match(self, keys: Sequence[bytes]) -> Match:
-        """The longest beginning that is kept. It stays until :meth:`release`."""
+        """Pin the longest kept prefix, until :meth:`release`."""
         self._clock += 1
         found = Match()
         for key in keys:
@@ -139,7 +139,7 @@ class PrefixIndex:
         match.blocks.append(block)
 
     def release(self, match: Match) -> None:
-        """Who asked needs it no more."""
+        """Unpin the blocks of a request."""
         gone, changed = [], bool(match.blocks)
         for block in match.blocks:
             block.users -= 1
@@ -152,11 +152,11 @@ class PrefixIndex:
         self._ids.drop(np.array(gone, dtype=np.int32))
 
     def keep(self, keys: Sequence[bytes], ids: np.ndarray, channels: Channels, match: Match) -> int:
-        """Keep blocks ``ids [n]`` of a row, whose keys these are; gives how many are new.
+        """Keep blocks ``ids [n]`` of a row, with these keys. Returns how many are new.
 
-        These join ``match``, the row's own: as long as it has them, to let go of them would free nothing. Those that
-        are kept already stay as they are, and are pinned, too, as long as this row has others behind them. Behind one
-        that has other channels nothing is kept, nor behind one that was withdrawn.
+        New blocks join ``match``, the row's own: while the row uses them, evicting them would free nothing. Blocks that
+        are kept already do not change. They are pinned, too, while this row has later ones in its chain. No block is
+        kept after one with other channels, or after one that was withdrawn.
         """
         if match.blocks and match.blocks[-1].withdrawn:
             return 0
@@ -183,7 +183,7 @@ class PrefixIndex:
         return len(new)
 
     def evict(self, blocks: int) -> int:
-        """Let go at least so many blocks, if nobody needs them; gives how many."""
+        """Evict at least so many blocks, if as many are unused. Returns how many."""
         gone: list[int] = []
         while len(gone) < blocks:
             leaves = [block for block in self._blocks.values() if not (block.children or block.users)]
@@ -208,9 +208,9 @@ class PrefixIndex:
         gone.append(block.id)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        """Offer these blocks no more, nor any behind them: what they hold may be wrong.
+        """Remove these blocks and all later ones of their chains from the index: their content may be wrong.
 
-        Those that requests have stay until these let go of them.
+        Blocks in use are freed when the last request releases them.
         """
         for key in keys:
             block = self._blocks.get(key)
@@ -218,7 +218,7 @@ class PrefixIndex:
                 break
             block.withdrawn = True
         gone = []
-        for block in list(self._blocks.values()):  # a parent is there before its children
+        for block in list(self._blocks.values()):  # parents come before their children
             block.withdrawn |= block.parent is not None and block.parent.withdrawn
             if block.withdrawn:
                 del self._blocks[block.key]

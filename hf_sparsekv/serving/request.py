@@ -1,4 +1,4 @@
-"""A request's settings, what comes of it, and the handle between who asks and the engine.
+"""A request's settings and results, and the handle through which a client and the engine share it.
 
 Nothing here needs torch or knows the engine: the engine, its HTTP server and tests share these types.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_STOPS = 4  # as OpenAI's API
-MAX_STOP = 1024  # characters of one: each character of an answer is compared, and tables are kept
+MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
 MAX_TEMPERATURE = 100.0
 PENALTIES = 0.01, 100.0
@@ -56,23 +56,23 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request's tokens are drawn and when they end; names and meaning as vLLM's ``SamplingParams``.
+    """Sampling and stopping of one request. Names and meanings are those of vLLM's ``SamplingParams``.
 
     Attributes:
-        max_tokens: of the answer, 1 or more.
-        temperature: 0 takes the likeliest token, whatever the other fields say; at most 100.
+        max_tokens: most tokens of the answer, 1 or more.
+        temperature: from 0 to 100. 0 is greedy: it takes the likeliest token and ignores the other fields.
         top_p: draw from the likeliest tokens that together have this share of the probability, in (0, 1].
-        top_k: draw from so many likeliest tokens; 0: from all.
-        min_p: leave out tokens less likely than this share of the likeliest's probability, in [0, 1].
-        repetition_penalty: above 1 makes tokens of the prompt and the answer so far less likely (CTRL's);
-            from 0.01 to 100.
-        seed: of this request's draws, a signed 64-bit integer; ``None``: another one each time.
-        stop: up to four strings of up to 1,024 characters (one may be given as it is); the text is cut before the first
-            that appears.
-        ignore_eos: go on behind the end-of-sequence token, up to ``max_tokens``.
+        top_k: draw from this many likeliest tokens. 0: from all.
+        min_p: drop tokens whose probability is below this share of the likeliest one's, in [0, 1].
+        repetition_penalty: CTRL's penalty, from 0.01 to 100. Above 1, tokens of the prompt and of the answer so far
+            become less likely.
+        seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
+        stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
+            one that appears.
+        ignore_eos: continue after the end-of-sequence token, up to ``max_tokens``.
 
     Raises:
-        ValueError: a field has another value or type than allowed.
+        ValueError: a field has a value or type that is not allowed.
     """
 
     max_tokens: int = 256
@@ -141,10 +141,10 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 class Piece(NamedTuple):
-    """What one step, or several, have added to an answer.
+    """New text and tokens of an answer, from one or more steps.
 
     Attributes:
-        text: never half a character, and nothing that may still become a stop string: it may be empty, or belong to
+        text: whole characters only, without text that may still become a stop string. So it may be empty, or belong to
             tokens of earlier pieces.
         token_ids: the new tokens.
     """
@@ -162,15 +162,15 @@ class Output:
     """A finished request.
 
     Attributes:
-        text: of the whole answer, before the stop string if one came; without special tokens.
-        token_ids: all that were generated, with the end-of-sequence token and those of a stop string.
+        text: the whole answer without special tokens, up to the stop string if one appeared.
+        token_ids: all generated tokens, including the end-of-sequence token and those of a stop string.
         finish_reason: ``"stop"`` (end of sequence, or a stop string), ``"length"`` or ``"cancelled"``.
-        prompt_tokens: of the request.
-        cached_tokens: of the prompt, found in the prefix cache.
-        queued_s: seconds from its arrival to the beginning of its prefill.
-        ttft_s: seconds from its arrival to its first token; 0 if there was none.
-        total_s: seconds from its arrival to its end.
-        token_times: ``time.perf_counter()`` of each token, as the host learned of it.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: tokens of the prompt that were in the prefix cache.
+        queued_s: seconds from arrival to the start of prefill.
+        ttft_s: seconds from arrival to the first token; 0 if there was none.
+        total_s: seconds from arrival to the end.
+        token_times: ``time.perf_counter()`` when the host received each token.
     """
 
     text: str
@@ -185,7 +185,7 @@ class Output:
 
 
 class Busy(RuntimeError):
-    """Too many requests wait already; ``retry_after``: seconds until it may be otherwise (an estimate)."""
+    """Too many requests wait already. ``retry_after`` estimates the seconds until a retry may succeed."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -200,26 +200,26 @@ Heard = Callable[["Piece | Output | BaseException"], None]
 
 
 class Handle:
-    """One request: who asked reads from it or cancels it, the engine writes to it. Thread-safe.
+    """One submitted request: the client reads or cancels it, the engine writes to it. Thread-safe.
 
-    The engine calls :meth:`push` for each piece, then :meth:`finish` or :meth:`fail` once. Whoever asked iterates over
-    the pieces, or has them told by :meth:`listen`, or waits for the :meth:`result`; memory that is kept for a reader
-    who does not come is that of the answer.
+    The engine calls :meth:`push` for each piece, then :meth:`finish` or :meth:`fail` once. The client iterates over the
+    pieces, registers a callback with :meth:`listen`, or waits for the :meth:`result`. If the client never reads, the
+    handle holds no more memory than the answer.
 
     Args:
-        id: of the request.
-        prompt_tokens: that its prompt has.
-        on_cancel: called once, on the thread that cancels, if the request is not done then: wakes the engine.
+        id: the request's id.
+        prompt_tokens: tokens of its prompt.
+        on_cancel: called once on the thread that cancels, unless the request is done by that time. It wakes the engine.
     """
 
     def __init__(self, id: str, prompt_tokens: int, on_cancel: Callable[[Handle], None] | None = None) -> None:
         self.id = id
         self.prompt_tokens = prompt_tokens
-        self.cancelled = threading.Event()  # which the engine looks at
+        self.cancelled = threading.Event()  # checked by the engine
         self._on_cancel = on_cancel
-        self._lock = threading.Lock()  # of what follows; never held while calling out
+        self._lock = threading.Lock()  # guards the attributes below; never held during callbacks
         self._changed = threading.Condition(self._lock)
-        self._pieces: deque[Piece] = deque()  # that no reader has taken
+        self._pieces: deque[Piece] = deque()  # not read yet
         self._end: Output | BaseException | None = None
         self._reader: str | None = None
         self._heard: Heard | None = None
@@ -231,19 +231,19 @@ class Handle:
         state = "running" if end is None else end.finish_reason if isinstance(end, Output) else repr(end)
         return f"Handle({self.id!r}, prompt_tokens={self.prompt_tokens}, {state})"
 
-    # Who asked.
+    # For the client.
 
     @property
     def done(self) -> bool:
-        """It has ended: finished, cancelled or failed."""
+        """Whether it has finished, failed or been cancelled."""
         return self._end is not None
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they come; what has come since the last one is one piece.
+        """Yield pieces as they arrive. Pieces that arrived since the last one are merged.
 
         Raises:
             RuntimeError: the request has a reader already.
-            BaseException: what the request failed with, behind the last piece.
+            BaseException: the request's error, after the last piece.
         """
         self._claim("an iteration")
         return self._iterate()
@@ -262,14 +262,14 @@ class Handle:
                 return
 
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the end.
+        """Wait until the request ends, and return its output.
 
         Args:
-            timeout: seconds; ``None``: for ever.
+            timeout: seconds to wait. ``None``: no limit.
 
         Raises:
-            TimeoutError: it has not come; the request goes on.
-            BaseException: what the request failed with.
+            TimeoutError: the request has not ended; it continues.
+            BaseException: the request's error.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._end is not None, timeout):
@@ -280,9 +280,9 @@ class Handle:
         return end
 
     def cancel(self) -> None:
-        """Ask the engine to end it at its next step, with ``finish_reason="cancelled"``; at once, from any thread.
+        """Ask the engine to end the request at its next step, with ``finish_reason="cancelled"``.
 
-        Nothing happens if it is done or cancelled already.
+        It returns at once, on any thread. It does nothing if the request is done or cancelled already.
         """
         with self._lock:
             if self._end is not None or self.cancelled.is_set():
@@ -295,9 +295,10 @@ class Handle:
     def listen(self, heard: Heard) -> None:
         """Call ``heard`` with each piece, then once with the :class:`Output` or the error.
 
-        What has come already is told before this returns; the rest on the engine's output thread, one call at a time
-        and in order. ``heard`` must return quickly: all requests' text passes that thread. With asyncio it calls
-        ``loop.call_soon_threadsafe``. If it raises, the error is logged, the request cancelled, and it hears no more.
+        Pieces that have arrived already are delivered before this returns. The rest follow in order on the engine's
+        output thread, one call at a time. ``heard`` must return quickly, because that thread serves all requests. With
+        asyncio, let it call ``loop.call_soon_threadsafe``. If it raises, the error is logged, the request is cancelled,
+        and it is not called again.
 
         Raises:
             RuntimeError: the request has a reader already.
@@ -313,7 +314,7 @@ class Handle:
                 raise RuntimeError(f"request {self.id} has {self._reader} already: its pieces can be read once")
             self._reader = reader
 
-    # The engine.
+    # For the engine.
 
     def push(self, piece: Piece) -> None:
         """Add a piece; nothing happens if the request is done."""
@@ -325,11 +326,11 @@ class Handle:
         self._tell()
 
     def finish(self, output: Output) -> bool:
-        """End it; False if it was done already, then nothing happens."""
+        """End the request. Returns False, and does nothing, if it was done already."""
         return self._finish(output)
 
     def fail(self, error: BaseException) -> bool:
-        """End it with an error; False if it was done already, then nothing happens."""
+        """End the request with an error. Returns False, and does nothing, if it was done already."""
         return self._finish(error)
 
     def _finish(self, end: Output | BaseException) -> bool:
@@ -343,7 +344,7 @@ class Handle:
         return True
 
     def _tell(self) -> None:
-        """Tell the listener what it has not heard; a thread that finds another one telling leaves it to that one."""
+        """Call the listener with all news. If another thread is doing that, leave it to that thread."""
         with self._lock:
             if self._heard is None or self._telling:
                 return
