@@ -1,9 +1,9 @@
-"""What ``generate()`` does with the cache that it was given, inside :func:`.generating.sparse`.
+"""Watches inside :func:`.generating.sparse` whether ``generate()`` uses the cache that it was given.
 
-A model may drop a cache (Phi-3's, where it changes to the long factors of its rotary embedding), pass it over
-(gradient checkpointing), or attend by another function. The text is as good as it would be; but it is dense, and the
-keys and values lie somewhere else. So two methods of the model have a stand-in each: ``prepare_inputs_for_generation``
-keeps the cache where the model drops it, and ``generate`` warns at its end if no decode step was one of ours.
+A model may drop the cache (Phi-3, when it changes to the long factors of its rotary embedding). It may ignore it
+(gradient checkpointing), or use another attention function. The text is still right, but decoding is dense, and the
+keys and values are somewhere else. So we replace two methods of the model. ``prepare_inputs_for_generation`` keeps the
+cache where the model drops it, and ``generate`` warns at its end if no decode step was sparse.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _BATCHING = ("generate_batch", "init_continuous_batching", "continuous_batching_
 
 @dataclass
 class _Call:
-    """A ``generate()`` that is under way."""
+    """A running ``generate()``."""
 
-    caches: list[Cache] = field(default_factory=list)  # given or made
-    steps: int = 0  # decode steps that were asked for, of one token
+    caches: list[Cache] = field(default_factory=list)  # given or created
+    steps: int = 0  # decode steps of one token so far
 
 
 class _StandIn:
-    """Takes the place of a method on one model. An object, so that a copy of the model calls the copy's."""
+    """Replaces a method on one model. It is an object, so that a copy of the model calls the copy's method."""
 
     def __init__(self, original: Callable, does: Callable) -> None:
         functools.update_wrapper(self, original)  # generate() and pipelines look at signatures
@@ -47,16 +47,16 @@ class _StandIn:
 
 
 class GenerateWatch:
-    """Stands in for ``generate()`` of one model, and what belongs to it; :meth:`install` until :meth:`remove`."""
+    """Replaces ``generate()`` and related methods of one model, from :meth:`install` to :meth:`remove`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._calls: dict[int, _Call] = {}  # the last one of each thread
-        self._own: dict[str, Any] = {}  # what the instance had in their place
+        self._calls: dict[int, _Call] = {}  # the innermost call of each thread
+        self._own: dict[str, Any] = {}  # the instance's own attributes that were replaced
         self._installed: dict[str, _StandIn] = {}
 
     def install(self) -> None:
-        """Take their places. May be called again."""
+        """Replace the methods. May be called again."""
         held = self.model.__dict__  # not by setattr(): to a captured step this is no change of the model
         places = {"generate": self._generate, "prepare_inputs_for_generation": self._prepare}
         places |= {name: self._refuse for name in _BATCHING if hasattr(self.model, name)}
@@ -68,7 +68,7 @@ class GenerateWatch:
                 held[name] = self._installed[name] = _StandIn(original, does)
 
     def remove(self) -> None:
-        """Leave the model as it was. May be called again."""
+        """Restore the model. May be called again."""
         held = self.model.__dict__
         for name, one in self._installed.items():
             if held.get(name) is one:
@@ -81,13 +81,13 @@ class GenerateWatch:
     # ------------------------------------------------------------------ the methods
 
     def gets(self, cache: Cache) -> None:
-        """The ``generate()`` of this thread decodes over ``cache``."""
+        """Note that this thread's ``generate()`` decodes over ``cache``."""
         call = self._calls.get(threading.get_ident())
         if call is not None:
             call.caches.append(cache)
 
     def decodes(self, cache: Cache, run: Callable[[], Any]) -> Any:
-        """``run()`` is the loop of a ``generate()`` over ``cache``, which may have come here by a way of its own."""
+        """Run ``run()``, the loop of a ``generate()`` over ``cache``, with or without :meth:`_generate` around it."""
 
         def loop() -> Any:
             self.gets(cache)
@@ -123,15 +123,15 @@ class GenerateWatch:
         return out
 
     def _again(self, original: Callable, input_ids: Tensor, cache: SparseCache, args: tuple, kwargs: dict) -> dict:
-        """The model has dropped the cache, because what is in it is of no more use: it reads all tokens once more.
+        """Read all tokens again, because the model has dropped a cache that is no longer valid.
 
-        (transformers' own loop would go on with the last token alone.)
+        (transformers' own loop would continue with the last token alone.)
         """
         held = cache.get_seq_length()
         if held and input_ids.shape[1] <= held:
             raise RuntimeError(
                 f"{type(self.model).__name__} gives up its cache at this length, and reads the text again; but its "
-                f"prompt was given as inputs_embeds, of which {held} tokens are cached: give input_ids, or a text "
+                f"prompt was given as inputs_embeds, and {held} of its tokens are cached: give input_ids, or a text "
                 "that is longer than that from the beginning"
             )
         cache.reset()
@@ -154,7 +154,7 @@ class GenerateWatch:
     # ------------------------------------------------------------------ why
 
     def _why_dense(self, call: _Call) -> str | None:
-        """Why none of the call's steps was one of ours, and what to do; None if one was, or there was none."""
+        """Why none of the call's steps was sparse, and what to do. None: one was, or there were no steps."""
         if not call.caches:
             return None
         cache = call.caches[-1]
@@ -162,7 +162,7 @@ class GenerateWatch:
             asked = f"it was given a {type(cache).__name__}. Leave past_key_values out, or give a cache of hf_sparsekv"
             return asked if call.steps else None
         if cache.model_config is not None and not cache.sparse_layers:
-            return None  # the cache has said so
+            return None  # the cache has warned already
         stores = [layer.store for layer in cache.sparse_layers if layer.store is not None]
         if not any(store.length for store in stores):
             return (

@@ -1,9 +1,8 @@
 """One line around ``generate()``: ``with sparse(model, "accurate"): model.generate(...)``.
 
-``generate()`` asks the model that it belongs to for a cache (``_prepare_cache_for_generation``). Inside ``sparse()``
-one model's instance has a stand-in for that method, which answers with a new sparse cache. So every way to
-``generate()`` passes it: pipelines, chat, beams, drafts, wrappers such as PEFT's. No class or function of transformers
-is touched.
+``generate()`` asks its model for a cache, through ``_prepare_cache_for_generation``. Inside ``sparse()`` one model
+instance has a replacement for that method, which returns a new sparse cache. So it covers every way to call
+``generate()``: pipelines, chat, beams, drafts, wrappers such as PEFT's. Classes and functions of transformers stay.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _changing = threading.RLock()  # one thread at a time enters or leaves
 
 @dataclass(frozen=True)
 class Settings:
-    """What the caches are to be; two that are equal may be in use at the same time."""
+    """Settings of new caches. Several threads may be inside ``sparse()`` at a time if their settings are equal."""
 
     config: SparseConfig
     offload: OffloadConfig | None = None
@@ -60,7 +59,7 @@ def _settings(
     optimize: bool | None,
     changes: Mapping[str, Any],
 ) -> Settings:
-    """What the arguments of :func:`sparse` stand for."""
+    """Settings from the arguments of :func:`sparse`."""
     if isinstance(config, SparseCache):
         raise TypeError(
             f"sparse() makes a new cache for each generate(), and takes its settings: give {type(config).__name__}'s "
@@ -83,14 +82,14 @@ def _settings(
 
 
 def settings_of(config: str | SparseConfig | None, offload: bool | OffloadConfig | None) -> Settings:
-    """What ``config`` and ``offload`` of :func:`sparse` stand for. Raises as it does."""
+    """Settings from ``config`` and ``offload`` of :func:`sparse`, with the same errors."""
     return _settings(config, offload, None, {})
 
 
 def _generating(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The models of transformers that generate: ``model``, or the one that it wraps (PEFT, ``torch.compile``).
 
-    If its ``generate()`` hands on to those of its parts (BLIP-2, Qwen2.5-Omni): these.
+    If its ``generate()`` calls that of its parts (BLIP-2, Qwen2.5-Omni), the result is these parts.
     """
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     found: Any = next((module for module in modules if isinstance(module, GenerationMixin)), None)
@@ -106,13 +105,13 @@ def _generating(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 
 def _hands_on(model: Any) -> bool:
-    """Its ``generate()`` is not that of transformers' loop, nor calls it."""
+    """Whether its ``generate()`` neither is the one of transformers' loop nor calls it."""
     method = inspect.unwrap(type(model).generate)
     return method is not inspect.unwrap(GenerationMixin.generate) and "super" not in method.__code__.co_names
 
 
 def _generating_parts(model: torch.nn.Module) -> Iterator[Any]:
-    """The first ones on each way down that can ``generate()``."""
+    """The outermost modules below ``model`` that can ``generate()``."""
     for child in model.children():
         if isinstance(child, GenerationMixin):
             yield child
@@ -139,7 +138,7 @@ def _why_not(found: Any) -> Exception | None:
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations that say which attention a model's parts use, each once."""
+    """The configurations that set the attention of a model's parts, each once."""
     found: dict[int, PreTrainedConfig] = {}
     todo: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while todo:
@@ -160,10 +159,10 @@ class Use:
 
 
 class CacheSource:
-    """Stands in for one model's ``_prepare_cache_for_generation``, and knows how the model was before.
+    """Replaces one model's ``_prepare_cache_for_generation``, and restores the model at the end.
 
-    Whoever is inside last decides. Several threads may be inside only while all of them want the same, so it does not
-    matter which of them calls ``generate()``, nor whether a thread does that is not inside (as with a streamer).
+    The innermost ``sparse()`` decides. Several threads may be inside only with equal settings. So it does not matter
+    which of them calls ``generate()``; it may also be a thread that is not inside (as with a streamer).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -182,7 +181,7 @@ class CacheSource:
         """Put a new cache where ``generate()`` looks for it, unless its caller has given one."""
         given = self.signature.bind(*args, **kwargs).arguments
         inputs: dict = given["model_kwargs"]
-        uses = self.uses[-1:]  # none: another thread has left in this moment
+        uses = self.uses[-1:]  # empty if another thread has just left
         theirs = given_cache(inputs)
         if uses and theirs is not None:
             self.watch.gets(theirs)
@@ -196,10 +195,10 @@ class CacheSource:
         return None
 
     def enter(self, use: Use) -> None:
-        """Settle the model as ``use`` wants it.
+        """Set up the model for ``use``.
 
         Raises:
-            RuntimeError: another thread is inside, and not everybody wants the same.
+            RuntimeError: another thread is inside, with other settings.
         """
         for other in self.uses:
             if other.thread != use.thread and any(one.settings != use.settings for one in self.uses):
@@ -212,7 +211,7 @@ class CacheSource:
         self._settle()
 
     def leave(self, use: Use) -> None:
-        """Settle the model as those inside want it, or as it was before."""
+        """Set up the model for the remaining uses, or restore it after the last one."""
         if use in self.uses:
             self.uses.remove(use)
         self._settle()
@@ -230,13 +229,13 @@ class CacheSource:
             model.__dict__[_METHOD] = self  # not by setattr(): to a captured step this is no change of the model
             self.watch.install()
             if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
-                self.optimized = True  # beforehand: an interrupt may come as soon as it is
+                self.optimized = True  # set first: an interrupt may come at any time from here on
                 capture(model)
-            if ahead:  # behind it: hooks that are there before have to be compared in each step
+            if ahead:  # after optimize(): hooks that exist before it have to be compared in each step
                 self.tap.install()
             return
         self.watch.remove()
-        for module in self.latent:  # the caches have made them pass latents on
+        for module in self.latent:  # the caches have replaced their expand_kv
             restore(module)
         for config, name in self.attention:
             config._attn_implementation_internal = name
@@ -259,14 +258,14 @@ class CacheSource:
 
 
 def _attends(model: PreTrainedModel) -> bool:
-    """Some layer that is run attends to its whole past. (``assistant_early_exit`` drafts with the first layers.)"""
+    """Whether some layer that runs attends to its whole past. (``assistant_early_exit`` drafts with the first ones.)"""
     text = model.config.get_text_config(decoder=True)
     kinds = (getattr(text, "layer_types", None) or [])[: text.num_hidden_layers]
     return not kinds or any(kind not in ("conv", "linear_attention", "mamba") for kind in kinds)
 
 
 def _check_keeps_caches(model: PreTrainedModel) -> None:
-    """Raise for a model that passes every cache over: its layers are computed anew for gradients."""
+    """Raise for a model that ignores every cache, because gradient checkpointing recomputes its layers."""
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "gradient checkpointing is on and the model is in training mode, where layers keep no keys and values: "
@@ -275,17 +274,17 @@ def _check_keeps_caches(model: PreTrainedModel) -> None:
 
 
 def _captures(model: PreTrainedModel) -> bool:
-    """Decode steps of this model can be captured: all of it, or of this rank's share, lies on one GPU."""
+    """Whether decode steps can be captured: the model, or this rank's share of it, is on one GPU."""
     devices = {parameter.device for parameter in model.parameters()}
     ranks = ranks_of(model)
     return len(devices) == 1 and devices.pop().type == "cuda" and (ranks is None or ranks.captures)
 
 
 def new_cache(model: PreTrainedModel, settings: Settings, asked: GenerationConfig) -> SparseCache:
-    """A cache for one ``generate()`` that was asked for with these options.
+    """A cache for one ``generate()`` call with these options.
 
     Raises:
-        ValueError: they ask for another cache, or for none.
+        ValueError: the options ask for another cache, or for none.
     """
     if asked.use_cache is False:
         raise ValueError(
@@ -313,27 +312,28 @@ def sparse(
     optimize: bool | None = None,
     **changes: Any,
 ) -> Iterator[torch.nn.Module]:
-    """Inside, each ``model.generate()`` decodes sparsely over a new cache; afterwards the model is as it was.
+    """Inside, each ``model.generate()`` decodes sparsely over a new cache. At the end the model is restored.
 
         with sparse(model, "accurate"):
             out = model.generate(**inputs, max_new_tokens=200)
 
-    This holds for everything that calls ``generate()`` of this model: pipelines, other threads (a streamer's), wrappers
-    such as PEFT's. A cache that is passed as ``past_key_values`` is used as it is. ``return_dict_in_generate=True``
-    gives the new one back, for its ``stats()`` or for the conversation's next turn. Contexts may be nested: the inner
-    settings hold until it ends.
+    This covers every caller of this model's ``generate()``: pipelines, other threads (a streamer's), wrappers such as
+    PEFT's. A cache passed as ``past_key_values`` is used instead of a new one. ``return_dict_in_generate=True`` returns
+    the new one, for its ``stats()`` or for the next turn of a conversation. Contexts may be nested: the innermost
+    settings apply.
 
     Args:
-        model: of transformers, or what wraps one. Its attention implementation is set to ``"sparsekv"`` and put back.
+        model: a model of transformers, or a wrapper around one. Its attention implementation is ``"sparsekv"`` inside.
         config: a preset's name (:meth:`TokenConfig.preset`), or a method's configuration. ``None``: the defaults.
-        offload: keep full blocks in host memory, ``True`` or how; otherwise everything is on the model's device.
-        optimize: call :func:`optimize` and undo it afterwards. ``None``: if the whole model is on one GPU. A model that
-            was optimised before is left so, which saves a moment (docs/generating.md) at each beginning and end.
+        offload: keep full blocks in host memory: ``True``, or a configuration. Otherwise all KV is on the model's
+            device.
+        optimize: call :func:`optimize`, and undo it at the end. ``None``: if the whole model is on one GPU. A model
+            that was optimised before stays so, which saves time at each entry and exit (docs/generating.md).
         changes: options of the configuration: ``sparse(model, token_budget=512)``.
 
     Raises:
         TypeError: the model cannot generate, or there is no such option.
-        ValueError: the model is of a kind that cannot decode sparsely, or a value is wrong.
+        ValueError: this kind of model cannot decode sparsely, or a value is wrong.
         RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
     """
     use = Use(_settings(config, offload, optimize, changes))
@@ -365,15 +365,15 @@ def generate(
     optimize: bool | None = None,
     **given: Any,
 ) -> Any:
-    """For ``model.generate(..., custom_generate=hf_sparsekv.generate)``: transformers' own loop over a sparse cache.
+    """Run transformers' own loop over a sparse cache, as ``model.generate(..., custom_generate=hf_sparsekv.generate)``.
 
         model.generate(**inputs, custom_generate=hf_sparsekv.generate, sparse_config="accurate", offload=True)
 
-    transformers hands neither ``streamer`` nor ``assistant_model`` to a function given as ``custom_generate``: use
+    transformers passes neither ``streamer`` nor ``assistant_model`` to a ``custom_generate`` function. Use
     :func:`sparse` with these.
 
     Args:
-        model, input_ids, generation_config, inputs_tensor: as ``generate()`` passes them on.
+        model, input_ids, generation_config, inputs_tensor: as ``generate()`` passes them.
         sparse_config: ``config`` of :func:`sparse`.
         offload, optimize: as in :func:`sparse`.
 
@@ -381,7 +381,7 @@ def generate(
         What ``generate()`` returns.
 
     Raises:
-        ValueError: the way to generate is one that transformers no longer has itself.
+        ValueError: transformers no longer has this generation mode itself.
     """
     mode = generation_config.get_generation_mode()
     name = GENERATION_MODES_MAPPING[mode]

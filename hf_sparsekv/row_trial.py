@@ -1,8 +1,8 @@
-"""A trial on made-up input: are rows of one batch each what they would be alone?
+"""A trial on made-up input: do rows of one batch get the answers that they would get alone?
 
-Rows that come and go differ in length, share blocks, and are read in chunks. That goes together only with models that
-take each token's position from ``position_ids``, whose rotation depends on the token alone, and whose prompt tokens see
-no later ones. :func:`check_rows` tries it with some 100 made-up tokens, and says what does not hold.
+In continuous batching, rows differ in length, share blocks, and are read in chunks. This works only with some models.
+They must take each token's position from ``position_ids``, their rotary factors must depend on the token alone, and
+prompt tokens must see no later ones. :func:`check_rows` tries it with some 100 made-up tokens, and reports what fails.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .row_batch import no_positions, positions
 passes_on(__name__)
 
 BLOCK, STEPS = 16, 3
-LONG, SHORT, CHUNK = 21, 9, 8  # tokens of the rows' prompts; and of a chunk
-# Largest distance to what a row has alone, of its norm. Keys of the first layer differ by rounding alone; behind it
-# roundings add up, and a mixture of experts may choose another one for a token or two (so the median counts).
+LONG, SHORT, CHUNK = 21, 9, 8  # tokens of the rows' prompts, and of a chunk
+# Largest relative distance from a row that is alone. Keys of the first layer differ by rounding only. In later layers
+# rounding errors add up, and a mixture of experts may route a token or two differently (so the median counts).
 SHARP = {torch.float32: 0.01, torch.float64: 0.01}
 SHARP_16, LOOSE = 0.06, 0.25
 
 
 class _Pass(NamedTuple):
-    """What a forward pass has made: keys of each layer ``[rows, n, ...]``, and logits ``[rows, n, vocabulary]``."""
+    """Result of a forward pass: keys of each layer ``[rows, n, ...]``, and logits ``[rows, n, vocabulary]``."""
 
     keys: list[Tensor]
     logits: Tensor
 
 
 class _Recording(SparseCache):
-    """A cache that remembers what it was given last; those beside it remember it in the same place."""
+    """A cache that records the keys of the last pass. Caches made by :meth:`beside` record in the same list."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +48,7 @@ class _Recording(SparseCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
             self.given.clear()
-        # Of latents (MLA) the second one has the positions.
+        # With latents (MLA) the second tensor has the positions.
         both = [t.transpose(1, 2).flatten(2) for t in (key_states, value_states)]
         self.given.append(torch.cat(both, dim=-1))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -60,40 +60,40 @@ class _Recording(SparseCache):
 
 
 def check_rows(model: nn.Module, max_length: int) -> None:
-    """Try on made-up input that rows of ``model`` that come and go answer as each would alone.
+    """Check on made-up input that continuous batching gives each row of ``model`` the answer that it gets alone.
 
-    Some fifteen forward passes, about 100 tokens together, in a cache of its own; model, mode and random numbers stay
-    as they are. An :class:`..Engine` does this when it opens. Call it once before ``cache.rows()`` of your own, in
-    ``eval()`` mode.
+    It runs some fifteen forward passes, about 100 tokens together, in a cache of its own. The model, its mode and the
+    random state do not change. An :class:`..Engine` does this when it opens. Call it once, in ``eval()`` mode, before
+    you use ``cache.rows()`` directly.
 
     Args:
         model: with ``attn_implementation="sparsekv"``, inside :func:`..fixed_rotary` if its rotary factors need it.
-        max_length: tokens that a row may hold.
+        max_length: most tokens of a row.
 
     Raises:
-        ValueError: rows would get other answers than alone; says which property does not hold.
+        ValueError: rows would get other answers than alone; the message says which property does not hold.
     """
     if (why := why_not(model, max_length)) is not None:
         raise ValueError(why)
 
 
 def why_not(model: nn.Module, max_length: int) -> str | None:
-    """Why :func:`check_rows` refuses ``model``; None: it does not."""
+    """Why :func:`check_rows` refuses ``model``; None: it accepts it."""
     name = type(model).__name__
     if (why := no_positions(model) or unfixed(model, max_length)) is not None:
-        return f"rows of {name} cannot come and go: {why}"
+        return f"rows of {name} cannot share a batch: {why}"
     with torch.no_grad():
         failed = _Trial(model, max_length).failed()
     if failed is None:
         return None
     return (
-        f"rows of {name} cannot come and go: tried on made-up input, {failed}. Answers would depend on what is beside "
-        "them: use generate()"
+        f"rows of {name} cannot share a batch: tried on made-up input, {failed}. Answers would depend on the other "
+        "rows: use generate()"
     )
 
 
 class _Trial:
-    """The passes of a trial. Each check compares with rows that are alone in their cache and read at once."""
+    """The passes of a trial. Each check compares with rows that are alone in their cache and read in one pass."""
 
     def __init__(self, model: nn.Module, max_length: int) -> None:
         runner = runner_of(model)

@@ -1,4 +1,4 @@
-"""Whether a forward pass over a cache verifies drafts: what transformers' own loop says of it."""
+"""Whether a forward pass over a cache verifies drafts, found in transformers' own loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _LOOP = "_assisted_decoding"  # of GenerationMixin: prompt lookup, assistants
 
 
 def verified_tokens(cache: object) -> int:
-    """The tokens that ``generate()`` gives its model over ``cache`` to be verified; 0 if none are.
+    """Tokens that ``generate()`` gives its model over ``cache`` for verification; 0 if there are none.
 
-    A pass does not tell drafts from a short piece of a prompt, and the loop tells a cache that it has begun
-    (``activate_past_recording()``) but not that it is over. So it is looked up in the call stack, as ``update()`` looks
-    up the module that calls it: the loop whose cache this is, behind its first pass, which reads what is left of the
-    prompt. What is not found there is no draft. (The local names are those of transformers 5.17 to 5.24; tests with
-    either would fail if a later release renamed them, and passes would be exact.)
+    Drafts and a short piece of a prompt look the same in a forward pass. The loop notifies a cache at its start
+    (``activate_past_recording()``), but not at its end. So we search the call stack for the loop that owns this cache,
+    as ``update()`` does for the module that calls it. The loop's first pass reads the rest of the prompt and does not
+    count. Tokens without such a loop are no drafts. (The local names are those of transformers 5.17 to 5.24. If a later
+    release renamed them, tests would fail, and passes would be exact.)
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -22,8 +22,8 @@ class ForeseeingCache(Protocol):
     """What the hooks need of a cache.
 
     Attributes:
-        foresight: what its layers want of those before them (``Shared.foresight``); None for nothing.
-        met: hooks that give it have met this cache.
+        foresight: the stream that its layers need from the layers before them (``Shared.foresight``); None: none.
+        met: whether hooks that deliver it have met this cache.
         layers, sparse_layers: all of its layers, by index, and those that select.
     """
 
@@ -34,10 +34,10 @@ class ForeseeingCache(Protocol):
 
 
 class _Here(threading.local):
-    """What the hooks of one thread's forward pass hand to each other."""
+    """State that the hooks of one thread's forward pass share."""
 
-    call: tuple | None = None  # a layer of a cache that waits for the stream, and what its decoder layer will be given
-    before: Tensor | None = None  # the input of the layer that computes; of several tokens, the last one's
+    call: tuple | None = None  # a cache layer that waits for the stream, and its decoder layer's arguments
+    before: Tensor | None = None  # input of the layer that computes; of several tokens only the last one's
     positions: dict[str, Any] | None = None  # position embeddings of this step, by the kind of layer
 
 
@@ -45,8 +45,8 @@ class Hooks:
     """The hooks on one model.
 
     Attributes:
-        points: where queries can be expected.
-        users: who has them installed (:class:`.tap.QueryTap`).
+        points: where queries can be predicted.
+        users: the users that have installed them (:class:`.tap.QueryTap`).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +73,7 @@ class Hooks:
             self._handles.append(self.points.rotary.register_forward_hook(self._turned(), with_kwargs=True))
 
     def remove(self) -> None:
-        while self._handles:  # a hook goes before its handle: an interrupt may come in between
+        while self._handles:  # remove the hook before its handle: an interrupt may come in between
             self._handles[-1].remove()
             self._handles.pop()
         for cache in self._met:
@@ -83,7 +83,7 @@ class Hooks:
             cache.met = False
         self._met.clear()
 
-    # Functions and not methods: copies of a model copy its hooks, and theirs are to do nothing.
+    # Functions instead of methods: copies of a model copy its hooks, and the copies must do nothing.
 
     def _entered(self, own: nn.Module, ends: Point | None, begins: Point | None) -> Callable:
         """A decoder layer is called: the layer before, of the point ``ends``, is done; that of ``begins`` starts."""
@@ -155,7 +155,7 @@ class Hooks:
     # ------------------------------------------------------------------ caches
 
     def meet(self, cache: ForeseeingCache) -> None:
-        """Tell the layers of a cache that asks for it where their queries will be expected from."""
+        """Tell the layers of a predictive cache which streams their queries will be predicted from."""
         if cache in self._met or cache.foresight is None or not cache.sparse_layers:
             return
         if not self._checked:
@@ -177,8 +177,8 @@ class Hooks:
                 unknown = "no decoder layers that are known"
             reasons = "; ".join(sorted({self.points.skipped.get(i, unknown) for i in odd}))
             warnings.warn(
-                f"layers {', '.join(map(str, odd))} choose tokens by their own query, in place: right, but not hidden "
-                f"behind other work ({reasons})",
+                f"layers {', '.join(map(str, odd))} choose tokens by their own query, in place: right, but without "
+                f"overlap with other work ({reasons})",
                 stacklevel=4,
             )
 

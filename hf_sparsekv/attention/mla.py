@@ -7,9 +7,9 @@ query and output (DeepSeek-V2, section 2.1.2):
     q_h . k_h = [W_UK,h^T q_nope,h, q_rot,h] . [c, k_rot]        out_h = W_UV,h sum_t p_t c_t
 
 To a decode step the cache is then a single KV head of ``r + dr`` channels whose values are the first ``r`` of them, and
-nothing is ever expanded. transformers' models expand all latents in each step, in ``expand_kv``: that method, and
-nothing else of a model, is replaced on the instance, so that handles of our caches pass through to the attention
-function. With any other cache or attention function it does what it did.
+nothing is ever expanded. transformers' models expand all latents in each step, in ``expand_kv``. We replace only that
+method, on the instance, so that handles of our caches reach the attention function. With any other cache or attention
+function the original method runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (
     2048  # tokens of a prompt that label channels are made from: absorbed queries of all would take 10x the prompt's
 )
-RECENT = 64  # of which so many are the last ones
+RECENT = 64  # tokens of the sample that are the prompt's last ones
 
 
 def is_mla(module: nn.Module) -> bool:
@@ -44,15 +44,15 @@ def is_mla(module: nn.Module) -> bool:
 
 
 def may_be_mla(config) -> bool:
-    """A model of this configuration may have MLA modules. None: it is not known yet.
+    """Whether a model of this configuration may have MLA modules. ``None``, an unknown configuration, may.
 
-    False spares the look into the call stack (:func:`calling_module`).
+    False avoids the search of the call stack (:func:`calling_module`).
     """
     return config is None or hasattr(config.get_text_config(decoder=True), "kv_lora_rank")
 
 
 def passes_on(name: str) -> None:
-    """Functions of the Python module ``name`` pass ``update()`` on: its caller is looked for behind them."""
+    """Let :func:`caller` skip functions of the Python module ``name``, which pass ``update()`` on."""
     _BETWEEN.add(name)
 
 
@@ -78,7 +78,7 @@ def calling_module() -> nn.Module | None:
 
 
 def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes the place of a module's ``expand_kv``: handles pass through on their way to our attention function."""
+    """Replaces a module's ``expand_kv``: handles pass through it to our attention function."""
     if isinstance(kv_nope, KVHandle) and kv_nope.step.absorbed and self.config._attn_implementation == "sparsekv":
         return kv_nope, k_rot
     own = self.__dict__.get(_OWN)
@@ -86,7 +86,7 @@ def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def absorbs(module: nn.Module) -> bool:
-    """Handles pass through this module's ``expand_kv``."""
+    """Whether this module's ``expand_kv`` is replaced."""
     return getattr(module.__dict__.get("expand_kv"), "__func__", None) is expand_kv
 
 
@@ -120,7 +120,7 @@ def restore(module: nn.Module) -> None:
 
 
 def absorb_mla(model: nn.Module) -> list[nn.Module]:
-    """Let our caches attend to the latents of an MLA model's layers. Caches do it themselves at their first use.
+    """Let our caches attend to the latents of an MLA model's layers. Caches call it at their first use.
 
     Returns:
         The attention modules that were changed; empty for a model without MLA, or if it was done before.
@@ -129,7 +129,7 @@ def absorb_mla(model: nn.Module) -> list[nn.Module]:
 
 
 def restore_mla(model: nn.Module) -> None:
-    """Put back every ``expand_kv`` that :func:`absorb_mla`, ``optimize()`` or a cache has replaced."""
+    """Restore every ``expand_kv`` that :func:`absorb_mla`, ``optimize()`` or a cache has replaced."""
     for module in model.modules():
         restore(module)
 
@@ -147,7 +147,7 @@ class Absorbed:
 
     @property
     def plain(self) -> bool:
-        """The projection's matrix can be used where it is."""
+        """Whether the projection's matrix can be used in place."""
         linear = self.module.kv_b_proj
         weight = getattr(linear, "weight", None)
         return (
@@ -171,10 +171,10 @@ class Absorbed:
 
     @torch.no_grad()
     def refresh(self, like: Tensor) -> None:
-        """Work out what the projection does, whatever it is made of, by projecting the identity.
+        """Compute the matrix of any kind of projection, by projecting the identity.
 
-        Dynamic quantisation of the rows of an identity is exact. Done for each prompt, because adapters change; in
-        place, because captured steps know the address.
+        Dynamic quantisation of the rows of an identity is exact. Each prompt does this again, because adapters change.
+        It writes in place, because captured steps hold the address.
 
         Raises:
             ValueError: the projection adds something to its input.

@@ -1,9 +1,9 @@
 """The query of a layer for a given input, by the layer's own ``forward()``.
 
-How a query follows from the residual stream is up to the model: norms, joined projections, query norms, rotary
-embedding. So the layer's own ``forward()`` is run on the stream, with two changes that only that call sees: what keys
-and values alone need is left out, and in place of the cache there is one that ends the call as soon as the query comes
-to the attention function. Whatever a model does before its attention is followed without being known here.
+Each model computes a query from the residual stream in its own way: norms, joined projections, query norms, rotary
+embedding. So we run the layer's own ``forward()`` on the stream, with two changes that only that call sees. It skips
+the work for keys and values. A stand-in for the cache ends the call when the query reaches the attention function. So
+this module needs to know nothing of a model's steps before its attention.
 
 Apart from :mod:`.points`, which decides for which layers and inputs this is done.
 """
@@ -25,7 +25,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # rows 
 
 
 class Asked(Exception):
-    """Ends a layer's forward where its query is known, or another tensor that was looked for."""
+    """Ends a layer's forward as soon as its query, or another wanted tensor, is known."""
 
     def __init__(self, found: Tensor) -> None:
         super().__init__("a layer's forward pass was ended on purpose")
@@ -123,16 +123,16 @@ def _query_only(attention: nn.Module) -> nn.Module:
             children["qkv_proj"] = _QueryRows(joined, rows)
     view = view_of(attention, **children)
     if is_mla(attention):
-        view.__dict__["expand_kv"] = lambda latent, rotary: (latent, rotary)  # on its way to the probe
+        view.__dict__["expand_kv"] = lambda latent, rotary: (latent, rotary)  # the probe gets latents
     return view
 
 
 def query_of(
     layer: nn.Module, attention: str, cache_name: str, stream: Tensor, given: dict[str, Any], whole: bool
 ) -> Tensor | None:
-    """What a decoder layer asks if ``stream`` is its input: ``[batch, Hq, 1, Dk]``, of MLA before it is absorbed.
+    """The query of a decoder layer whose input is ``stream``: ``[batch, Hq, 1, Dk]``, before absorption in MLA.
 
-    None: the layer ends without having come to the attention function.
+    None: the layer ended without calling the attention function.
 
     Args:
         attention: the name of its attention module.

@@ -1,13 +1,13 @@
-"""A prompt, or a later piece of one, by cuDNN's kernels: attention over its past and over itself, merged exactly.
+"""Chunked prefill by cuDNN's kernels: attention of a chunk over its past and over itself, merged exactly.
 
-torch reaches cuDNN's kernels for whole prompts only: a chunk that sees all of its past takes the flash kernels, which
-do 60 % as much on a Hopper GPU. Without the causal corner both parts are shapes that cuDNN knows, and their
-log-sum-exps tell how to weigh them.
+torch uses cuDNN's kernels for whole prompts only. For a chunk with a past it uses the flash kernels, which reach 60 %
+of cuDNN's throughput on a Hopper GPU. Split into past and chunk, both parts have shapes that cuDNN supports. Their
+log-sum-exps give the weights of the merge.
 
-cuDNN makes a plan for each new shape, strides included: 55 to 75 ms of the host on an H200, as long as 8k tokens take
-in all layers of an 8B model; and every thread makes its own (benchmarks/NOTES.md). So parts
-are padded to a few lengths, and a length gets its plan when the flash kernels, which need none, have lost as much time
-on it as the plan takes. What is left of a past that ends between two lengths takes them, too.
+cuDNN makes a plan for each new shape and its strides, which takes 55 to 75 ms of host time on an H200. That is as long
+as 8k tokens take in all layers of an 8B model, and every thread makes its own plans (benchmarks/NOTES.md). So parts are
+padded to a few lengths. A length gets its plan when the flash kernels, which need none, have lost as much time on it as
+the plan takes. The flash kernels also take the rest of a past that ends between two lengths.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _work = _Work()
 
 
 def planned(query: Tensor, key: Tensor, q: int, n: int, causal: bool) -> bool:
-    """Whether ``q`` queries over ``n`` keys, lengths on the grid, go by a plan in this thread from here on.
+    """Whether ``q`` queries over ``n`` keys, lengths on the grid, use a plan in this thread from here on.
 
     Args:
         query, key: ``[batch, heads, ..., D]``, of the layer.
@@ -56,7 +56,7 @@ def planned(query: Tensor, key: Tensor, q: int, n: int, causal: bool) -> bool:
 
 
 def grid(tokens: int) -> int:
-    """What a length of so many tokens is rounded to."""
+    """The multiple to which a length of so many tokens is rounded."""
     return min(GRID, max(_FINEST, (1 << (tokens - 1).bit_length()) // 8))
 
 
@@ -75,7 +75,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`chunk_attention` is the quicker way for the last ``q`` of ``n`` columns, and possible."""
+    """Whether :func:`chunk_attention` is possible for the last ``q`` of ``n`` columns, and faster."""
     past = key.shape[2] - query.shape[2]
     if not query.is_cuda or query.shape[2] < 2 or (past and min(past, query.shape[2]) < LEAST):
         return False
@@ -138,14 +138,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 
 
 def _padded(t: Tensor, tokens: int) -> Tensor:
-    """``t [batch, heads, n, D]`` and zeros up to ``tokens``; its strides tell of ``tokens`` alone."""
+    """``t [batch, heads, n, D]`` padded with zeros to ``tokens``; its strides depend on ``tokens`` only."""
     batch, heads, n, dim = t.shape
     strides = (
         tokens * heads * dim,
         dim,
         heads * dim,
         1,
-    )  # as projections give it: no copy where nothing is to be added
+    )  # the layout of projections: no copy where no padding is needed
     if n == tokens and t.stride() == strides:
         return t
     out = t.new_empty(batch, tokens, heads, dim).transpose(1, 2)
@@ -185,7 +185,7 @@ def chunk_attention(
             continue
         part, causal = (key[:, :, first:last], value[:, :, first:last]), first == past
         if by_plan:
-            # Keys behind the last one are hidden from all queries that count, as later ones are.
+            # Padding keys come after the last key, so causality hides them from all queries that count.
             out, lse = attend(padded, *(_padded(t, size if causal else before) for t in part), causal, scale)
             out, lse = out[:, :, :q], lse[:, :, :q]
         else:

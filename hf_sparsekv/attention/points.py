@@ -1,12 +1,16 @@
-"""The layers whose query can be expected, and where the residual stream is taken for each.
+"""The layers whose query can be predicted, and where the residual stream is read for each.
 
-A decoder layer adds little to the residual stream. What layer ``l`` would ask of the stream as it enters layer
-``l - 1`` is therefore close to what it does ask (InfiniGen speculates so); closer if what layer ``l - 1`` added for the
-row's token before is added to it; and as close if layer ``l - 1`` has attended, but has not run its MLP yet. The first
-two queries are known early enough to choose layer ``l``'s tokens while all of layer ``l - 1`` computes, the third while
-its MLP does.
+A decoder layer adds little to the residual stream. So layer ``l`` can predict its query from the stream at three points
+(InfiniGen uses the first):
 
-Apart from :mod:`.hooks` because it says what is possible for a model, without a cache or a pass.
+* at the input of layer ``l - 1``: close to the true query;
+* at the same point, plus the change that layer ``l - 1`` made for the row's previous token: closer;
+* after the attention of layer ``l - 1``, before its MLP: as close as the second.
+
+The first two are known early enough to select layer ``l``'s tokens while all of layer ``l - 1`` computes, the third one
+while its MLP does.
+
+Apart from :mod:`.hooks` because it decides what is possible for a model, without a cache or a pass.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")  # before the
 
 @dataclass
 class Point:
-    """A layer whose query can be expected, and where.
+    """A layer whose query can be predicted, and from where.
 
     Args:
         index: of its cache layer.
@@ -72,14 +76,14 @@ class Point:
 
     @torch.no_grad()
     def query(self, stream: Tensor, given: dict[str, Any], whole: bool = False) -> Tensor:
-        """What the layer asks if ``stream [batch, 1, hidden]`` is its input: ``[batch, Hq, Dk]``, absorbed in MLA.
+        """The layer's query for the input ``stream [batch, 1, hidden]``: ``[batch, Hq, Dk]``, absorbed in MLA.
 
         Args:
-            given: what the layer is called with beside it.
+            given: the layer's other arguments.
             whole: project keys and values as well, as the layer does.
 
         Raises:
-            RuntimeError: the layer ends without having come to its attention function.
+            RuntimeError: the layer ended without calling its attention function.
         """
         query = query_of(self.layer, self.attention, self.cache_name, stream, given, whole)
         if query is None:
@@ -89,7 +93,7 @@ class Point:
 
 
 def place(foresight: str) -> str:
-    """Where a cache wants the stream to be taken; ``"layer"`` needs no state and leaves a whole layer's time."""
+    """Where a cache wants the stream to be read; ``"layer"`` needs no state and leaves a whole layer's time."""
     return foresight.partition(":")[2] or "in"
 
 
@@ -97,10 +101,10 @@ class Points:
     """The points of one model.
 
     Attributes:
-        found: by index of the cache layer.
-        skipped: why the other layers choose by their own query.
+        found: points by index of the cache layer.
+        skipped: why the other layers select by their own query.
         rotary: the module that computes position embeddings for all layers, if there is one.
-        by_kind: it does so for each kind of layer.
+        by_kind: whether it does so for each kind of layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +138,7 @@ class Points:
             self.found[index] = point
 
     def check(self) -> None:
-        """Try all layers on made-up input: drop those that cannot be asked, and norms that see no residual stream."""
+        """Try all layers on made-up input. Drop those that fail, and norms that do not see the residual stream."""
         for index, point in list(self.found.items()):
             try:
                 stream, given = self.made_up(point)

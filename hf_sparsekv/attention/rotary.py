@@ -1,12 +1,12 @@
 """Rotary factors that depend on the longest position of a forward pass, and passes in which they do not.
 
 Rotary embeddings of ``rope_type="longrope"`` rotate *all* tokens of a pass by their long factors once one position is
-past ``original_max_position_embeddings``; ``"dynamic"`` ones rescale with the longest position seen so far. In one
-``generate()`` that is transformers' own behaviour. In a batch of requests it would make one request's answer depend on
-the others, and keys that requests share would be of other factors than the queries.
+past ``original_max_position_embeddings``. ``"dynamic"`` ones rescale with the longest position seen so far. In one
+``generate()`` that is transformers' own behaviour. With continuous batching one request's answer would depend on the
+others, and shared keys would have other factors than the queries.
 
 :func:`fixed_rotary` gives such a model the factors of one length. :class:`PassRotary` computes LongRoPE as transformers
-does, but chooses on the device: a captured step has no host that could choose.
+does, but chooses the factors on the device, because the host cannot choose during a captured step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Switch(NamedTuple):
 
     Args:
         module: the embedding.
-        layer_type: of layers that it has these factors for; None: of all.
+        layer_type: type of the layers that use these factors; None: all layers.
         kind: its ``rope_type``.
-        tokens: longest context in which nothing depends on the pass.
+        tokens: longest context in which the factors do not depend on the pass.
     """
 
     module: nn.Module
@@ -42,12 +42,12 @@ class Switch(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """The factors follow the longest context so far; otherwise there are two sets of them."""
+        """Whether the factors follow the longest context so far; otherwise there are two sets of them."""
         return "dynamic" in self.kind
 
 
 def switches(model: nn.Module) -> list[Switch]:
-    """The rotary embeddings of ``model`` that depend on the pass, those of each layer type by themselves."""
+    """The rotary embeddings of ``model`` that depend on the pass, one entry for each layer type."""
     found = []
     for module in model.modules():
         kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
@@ -67,7 +67,7 @@ def switches(model: nn.Module) -> list[Switch]:
 
 
 def unfixed(model: nn.Module, max_length: int) -> str | None:
-    """Why rows of up to ``max_length`` tokens would change each other's rotary factors; None: they do not."""
+    """Why rows of up to ``max_length`` tokens would change each other's rotary factors. None: they would not."""
     for one in switches(model):
         if max_length > one.tokens and not hasattr(one.module.__dict__.get("forward"), _FIXED):
             return (
@@ -172,18 +172,18 @@ def _by_module(found: list[Switch]) -> dict[nn.Module, list[Switch]]:
 
 @contextmanager
 def fixed_rotary(model: nn.Module, max_length: int) -> Iterator[list[Switch]]:
-    """Inside, tokens are rotated by the factors of a context of ``max_length`` tokens, whatever is beside them.
+    """Inside, rotate all tokens by the factors of a context of ``max_length`` tokens, whatever else is in the batch.
 
-    For rows that come and go (``cache.rows()``); an :class:`..Engine` does it for its own ``max_length``. Of a model
-    whose rotary factors do not depend on the pass nothing changes.
+    It is for continuous batching (``cache.rows()``). An :class:`..Engine` does it for its own ``max_length``. It does
+    not change models whose rotary factors do not depend on the pass.
 
     Args:
         model: a model of transformers.
-        max_length: tokens of the longest context; the factors are those that transformers takes for a prompt of it.
+        max_length: tokens of the longest context. The factors are those that transformers uses for such a prompt.
 
     Yields:
-        The embeddings whose factors are other ones than those of a short context: rows of at most ``tokens`` tokens
-        get other answers than ``generate()`` gives outside.
+        The embeddings whose factors differ from those of a short context. Rows of at most ``tokens`` tokens get other
+        answers than from ``generate()`` outside.
 
     Raises:
         ValueError: ``max_length`` is not positive.
@@ -202,7 +202,7 @@ def fixed_rotary(model: nn.Module, max_length: int) -> Iterator[list[Switch]]:
 def _fixed_forward(module: nn.Module, factors: _Factors) -> Callable[..., Any]:
     plain, device = _plain(module), _device(module)
     if device is not None and device.type != "meta":
-        factors.on(device)  # beforehand: a graph could not hold what is copied from the host
+        factors.on(device)  # before any capture: a graph cannot hold copies from the host
 
     @functools.wraps(type(module).forward)  # others look whether it takes a layer_type
     @torch.no_grad()
@@ -214,10 +214,10 @@ def _fixed_forward(module: nn.Module, factors: _Factors) -> Callable[..., Any]:
 
 
 class PassRotary:
-    """LongRoPE as transformers computes it, without a choice on the host: captured steps are right on both sides.
+    """LongRoPE as transformers computes it, but chosen on the device, so that captured steps are right at any length.
 
-    Both tables are computed and the device takes one. (transformers asks the device for the longest position, which
-    ends a capture.)
+    It computes both tables, and the device takes one. (transformers reads the longest position from the device, which
+    no capture allows.)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -232,7 +232,7 @@ class PassRotary:
                 self._swap.give(module, self._forward(module, found))
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._swap.undo()
 
     def why_not(self) -> str | None:
@@ -260,7 +260,7 @@ class PassRotary:
         @torch.no_grad()
         def forward(x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None) -> Any:
             given = _of(layer_type)
-            if layer_type not in each:  # of these layers they depend on nothing
+            if layer_type not in each:  # the factors of these layers do not depend on the pass
                 return plain(module, x, position_ids, **given)
             tokens, *both = each[layer_type]
             short, long = (plain(factors.on(x.device), x, position_ids, **given) for factors in both)

@@ -1,7 +1,7 @@
-"""``predict_ahead(model)``: the query of a layer, expected from the residual stream of the layer before it.
+"""``predict_ahead(model)``: predict the query of a layer from the residual stream of the layer before it.
 
-:mod:`.points` says from which streams it is expected, :mod:`.own_query` how, and :mod:`.hooks` brings the streams. Here
-is who has a model's hooks installed: several users share them.
+:mod:`.points` finds the streams for the prediction, :mod:`.own_query` computes the query, and :mod:`.hooks` delivers
+the streams. This module counts the users of a model's hooks, because several users share them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _hooked: weakref.WeakKeyDictionary[nn.Module, Hooks] = weakref.WeakKeyDictionary
 
 
 class QueryTap:
-    """A user of a model's hooks: from :meth:`install` on they are there, until the last user has called :meth:`remove`.
+    """A user of a model's hooks. They stay from :meth:`install` until the last user has called :meth:`remove`.
 
     Attributes:
-        hooks: they, shared by all users of the model; None before and after.
+        hooks: the hooks, shared by all users of the model; None while this user has not installed them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class QueryTap:
         self._user = object()
 
     def install(self) -> QueryTap:
-        """Have the hooks. May be called again."""
+        """Install the hooks. May be called again."""
         with _installing:
             model = self._model()
             if self.hooks is not None or model is None:
@@ -48,7 +48,7 @@ class QueryTap:
             return self
 
     def remove(self) -> None:
-        """Have them no longer. May be called again, also where an interrupt has stopped it."""
+        """Stop using the hooks. May be called again, also after an interrupt."""
         with _installing:
             hooks, model = self.hooks, self._model()
             if hooks is None:
@@ -68,7 +68,7 @@ class QueryTap:
 
     @property
     def layers(self) -> dict[int, str]:
-        """For each layer: where the layer before is tapped (``"in"``, or ``"in, mid"``), or why it is not."""
+        """Where each layer's prediction reads the stream (``"in"``, or ``"in, mid"``), or why there is none."""
         if self.hooks is None:
             return {}
         points = self.hooks.points
@@ -83,24 +83,24 @@ class QueryTap:
 
 
 def predict_ahead(model: nn.Module) -> QueryTap:
-    """Let predictive caches choose each layer's tokens while the layer before computes, for the query that it expects.
+    """Let predictive caches select each layer's tokens by its predicted query, while the layer before computes.
 
-    ``optimize(model)`` does it by itself. Without either, ``predictor="layer"`` chooses by each layer's own query, in
-    place, which is as right and slower where steps are captured; eager steps on one stream gain nothing but
-    comparability with captured ones.
+    ``optimize(model)`` does this automatically. Without either, ``predictor="layer"`` selects by each layer's own query
+    just before its attention. That is as accurate, but slower in captured steps. Eager steps on one stream get no
+    speedup from prediction, only results that compare with those of captured steps.
 
         with predict_ahead(model):
             model.generate(**inputs, past_key_values=AsyncPredictiveCache())
 
     Args:
-        model: a causal language model of transformers, loaded with ``attn_implementation="sparsekv"``. It gets hooks on
-            its decoder layers, which do nothing over other caches.
+        model: a causal language model of transformers, loaded with ``attn_implementation="sparsekv"``. Its decoder
+            layers get hooks, which do nothing with other caches.
 
     Returns:
-        What ends it: a context manager with ``remove()``. ``layers`` says what is done for which layer.
+        A context manager; its end, or ``remove()``, removes the hooks. ``layers`` describes each layer.
 
     Raises:
-        ValueError: the decoder's layers were not found, or none of them can be asked.
+        ValueError: the decoder's layers were not found, or the query of none of them can be predicted.
     """
     tap = QueryTap(model).install()
     if not tap.hooks.points.found:

@@ -1,10 +1,10 @@
 """``optimize(model)``: decode by replaying one captured CUDA graph of the whole forward pass.
 
-Eager decode of an 8B model takes some 50 ms a token on an H200 up to 128k tokens (transformers' own, ``hf_dynamic`` in
-benchmarks/results/step.csv), because Python launches some thousand kernels; the same forward replayed takes as long as
-the GPU needs. What is captured is transformers' own forward with our attention: every buffer it touches has a fixed
-address, and the rows of the cache live on the device, where a step takes them further and seals what becomes old. What
-is left to the host is the next token, and a look whether the next step is like this one.
+Eager decode of an 8B model takes some 50 ms a token on an H200, up to 128k tokens (transformers' own, ``hf_dynamic`` in
+benchmarks/results/step.csv), because Python launches some thousand kernels. A replay of the same forward takes only the
+GPU's time. The graph holds transformers' own forward with our attention. Every buffer has a fixed address. The cache's
+lengths are on the device, where each step advances them and moves old tokens into full blocks. The host only supplies
+the next token, and checks whether the next step equals this one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from ..fusion.fuse import Fusion, fuse, why_not
 from .runner import StepRunner
 
-_changing = threading.RLock()  # one thread at a time changes models
+_changing = threading.RLock()  # serialises changes of models
 
 
 def _say_what_stays(fusion: Fusion | None) -> None:
-    """Warn about linear layers whose weights ``fuse`` has left as they are."""
+    """Warn about linear layers whose weights ``fuse`` has not changed."""
     if fusion is not None and fusion.quantised:
         kinds = ", ".join(f"{n} {name}" for name, n in fusion.quantised.items())
         warnings.warn(
@@ -36,14 +36,14 @@ def _say_what_stays(fusion: Fusion | None) -> None:
 def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
     """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
 
-    Prefill, other caches and whatever cannot be captured run as before; the reason is said once. The logits of a step
-    are valid until the next step (``generate()`` copies what it needs).
+    Prefill and other caches run as before. So do steps that cannot be captured, with one warning that says why. The
+    logits of a step are valid until the next step (``generate()`` copies what it needs).
 
     Args:
         model: a causal language model loaded with ``attn_implementation="sparsekv"``.
-        fused: run norms, rotary embedding and activations as few kernels, and parallel projections as one product, on
-            this model only (:func:`hf_sparsekv.fusion.fuse.fuse`). Results change by rounding. ``None``: where the
-            architecture is known and Triton is there.
+        fused: fuse norms, rotary embedding and activations into few kernels, and parallel projections into one product
+            (:func:`hf_sparsekv.fusion.fuse.fuse`). It affects this model only, and changes results by rounding.
+            ``None``: if the architecture is known and Triton is available.
 
     Returns:
         The model itself.
@@ -92,7 +92,7 @@ def runner_of(model: torch.nn.Module) -> StepRunner | None:
 
 @contextlib.contextmanager
 def unnoticed(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, what this thread does to ``model`` is no change: hooks that do nothing in captured steps come or go."""
+    """Inside, ignore changes by this thread: it adds or removes hooks that do nothing in captured steps."""
     runner = runner_of(model)
     with contextlib.nullcontext() if runner is None else runner.watch.ignoring():
         yield

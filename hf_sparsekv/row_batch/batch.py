@@ -318,7 +318,7 @@ class RowBatch:
         """
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
-            raise ValueError(f"row {row} holds {held} tokens, of which {length} cannot be kept: keep 1 to {held}")
+            raise ValueError(f"row {row} holds {held} tokens, so {length} cannot be kept: keep 1 to {held}")
         if length == held:
             return
         before = self.cache.joined_rows()

@@ -27,7 +27,7 @@ class Prompts:
         """Raise ValueError if the model does not support continuous batching, or the prompt does not fit a row."""
         if self._model is None or self._model() is not model:
             if (why := no_positions(model) or unfixed(model, self.max_length)) is not None:
-                raise ValueError(f"rows of {type(model).__name__} cannot come and go: {why}")
+                raise ValueError(f"rows of {type(model).__name__} cannot share a batch: {why}")
             self._model = weakref.ref(model)
         if input_ids.ndim != 2 or len(input_ids) != 1:
             raise ValueError(f"input_ids must be one row [1, n], got {list(input_ids.shape)}: prefill row by row")
