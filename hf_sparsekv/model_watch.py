@@ -1,19 +1,19 @@
-"""Whether a model is still the one that a step was captured of: modules, parameters, hooks, attributes, addresses.
+"""Detects changes of a model since a step was captured: modules, parameters, hooks, attributes, addresses.
 
-A model of 36 layers has some 550 modules and 400 parameters. To ask each for its address takes 27 us, and for what it
-holds some 50 us (one core of a server), which is too much for each decode step. So changes are noticed where they are
-made, and a step compares one object:
+A model of 36 layers has some 550 modules and 400 parameters. Reading all addresses takes 27 us, and reading all modules
+some 50 us (one core of a server). That is too much for each decode step. So changes report themselves, and a step
+compares one object:
 
-* each module's class becomes a subclass of its own, whose ``__setattr__`` tells of every attribute that is set (so of
-  modules and parameters that are replaced, ``training``, ``scaling``, a ``forward``), and whose methods that change
-  what is not an attribute tell of it (``_apply`` of ``model.to()``, those of PEFT that merge and scale);
-* the dictionaries in which a module keeps children, parameters, buffers and hooks tell of what is put in;
-* a weak reference to the memory of each parameter tells when that is free: ``parameter.data = other``.
+* Each module's class becomes a subclass whose ``__setattr__`` reports every change of an attribute. These include
+  replaced modules and parameters, ``training``, ``scaling`` and ``forward``. Methods that change other things report
+  it, too (``_apply`` of ``model.to()``, those of PEFT that merge and scale).
+* The dictionaries in which a module keeps children, parameters, buffers and hooks report new entries.
+* A weak reference to the memory of each parameter reports when it is freed, as by ``parameter.data = other``.
 
-Configurations are compared in each step, and how many hooks there are where some were before. One change nobody tells
-of: ``.data =`` while somebody else holds the memory before it (joined parameters hold each other's). That memory is
-not free, so nothing that is gone is read. For it a few addresses are asked for in each step, and all of them in
-:meth:`ModelWatch.check`, which is for whoever has the time: before a prompt, or before a new graph.
+Each step also compares configurations, and the number of hooks in dictionaries that had some before. One change is not
+reported: ``.data =`` while other code holds the old memory (joined parameters hold each other's). That memory is not
+freed, so a replay never reads freed memory. To notice this change, each step compares a few addresses.
+:meth:`ModelWatch.check` compares all of them, where there is time: before a prompt, or before a new graph.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _KEY = "_sparsekv_watches"  # an attribute of watched modules
 _DICTS = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _METHODS = ("_apply", "merge", "unmerge", "set_scale", "scale_layer", "unscale_layer")
-_FREE = ("_experts_implementation_internal",)  # of configurations: captured steps have their own
-_PIECE = 12  # addresses that each step asks for
+_FREE = ("_experts_implementation_internal",)  # ignored in configurations: captured steps set their own
+_PIECE = 12  # addresses that each step compares
 
 
 class _Watches(list):
-    """Who wants to hear of a module's changes. A copy of the module is nobody's."""
+    """The watches of a module. A copy of the module has none."""
 
     def touch(self) -> None:
         for watch in self:
@@ -55,13 +55,13 @@ class _Watches(list):
 
 
 class _Watched:
-    """What the class of a watched module is put behind."""
+    """Base class that comes before the class of a watched module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
         same = name in held and held[name] is value
         super().__setattr__(name, value)
-        if not same and (name in held or name == "__class__"):  # elsewhere one of its dictionaries has told
+        if not same and (name in held or name == "__class__"):  # otherwise one of its dictionaries has reported it
             _touch(self)
 
     def __delattr__(self, name: str) -> None:
@@ -69,7 +69,7 @@ class _Watched:
         _touch(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)  # copies and files are of the class that it was
+        made = super().__reduce_ex__(protocol)  # copies and files have the original class
         if isinstance(made, tuple) and made[1][:1] == (type(self),):
             return made[0], (kind_of(self), *made[1][1:]), *made[2:]
         return made
@@ -82,7 +82,7 @@ def _touch(module: nn.Module) -> None:
 
 
 def _telling(name: str):
-    """A method that does what the one of this name does, and tells of it."""
+    """A method that calls the one of this name, and reports a change."""
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -96,32 +96,32 @@ def _telling(name: str):
 
 @cache
 def _watched(kind: type) -> type:
-    """``kind``, telling of changes. Its name stays: transformers goes by names in places."""
+    """A subclass of ``kind`` that reports changes. It keeps the name, because transformers compares names in places."""
     body: dict[str, Any] = {name: _telling(name) for name in _METHODS if callable(getattr(kind, name, None))}
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Watched, kind), body)
 
 
 def kind_of(module: nn.Module) -> type:
-    """The class of a module that may be watched: the one that it had before."""
+    """The original class of a module that may be watched."""
     kind = type(module)
     return kind.__bases__[1] if kind.__bases__[:1] == (_Watched,) else kind
 
 
 class _Telling:
-    """A dictionary that tells of what is put in and taken out."""
+    """A dictionary that reports new and removed entries."""
 
     watches: _Watches | None = None
-    was: dict | None = None  # what was in its place, which comes back
+    was: dict | None = None  # the original dictionary, restored at the end
 
     def _tell(self) -> None:
         if self.was:
-            self.was.clear()  # what is in there may hold memory that nobody else wants
+            self.was.clear()  # old entries may keep memory alive that nothing else uses
         if self.watches is not None:
             self.watches.touch()
 
     def back(self) -> dict:
-        """What was in its place, with what is here now."""
+        """The original dictionary, with the current entries."""
         if not self.was and self:
             self.was.update(self)
         return self.was
@@ -179,22 +179,22 @@ class _Ordered(_Telling, OrderedDict):
 
 
 class ModelWatch:
-    """Notices changes of one model.
+    """Detects changes of one model, from :meth:`begin` to :meth:`end`.
 
-    :meth:`begin` and :meth:`end` say for how long, :meth:`refresh` what is to be taken for unchanged: before the first
-    one everything has changed. Several may watch the same modules.
+    :meth:`refresh` takes the current state as unchanged; before the first call the model counts as changed. Several
+    watches may watch the same modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._own: int | None = None  # a thread whose changes are not told
-        self._mine = False  # it has made some
+        self._own: int | None = None  # thread whose changes are ignored
+        self._mine = False  # whether that thread has made some
         self._clear()
         self._seen: object = None
 
     def _clear(self) -> None:
-        """Something has changed. What is known of the model is let go: it may hold memory that nobody else wants."""
+        """Note a change, and drop all references into the model, which may keep memory alive."""
         self._state = object()
         self._free: list[weakref.ref] = []
         self._plain: tuple[list[dict], list[dict]] = [], []
@@ -203,7 +203,7 @@ class ModelWatch:
         self._turn = 0
 
     def touch(self) -> None:
-        """Something has changed."""
+        """Note a change."""
         if self._own == threading.get_ident():
             self._mine = True
         else:
@@ -211,7 +211,7 @@ class ModelWatch:
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Inside, what this thread changes is none: it is put back, or is how the model works."""
+        """Inside, ignore this thread's changes: they are undone, or are part of how the model works."""
         before, self._own = self._own, threading.get_ident()
         try:
             yield
@@ -227,7 +227,7 @@ class ModelWatch:
     # ------------------------------------------------------------------ asking
 
     def same(self) -> bool:
-        """Nothing has changed since :meth:`refresh`. A few microseconds."""
+        """Whether nothing has changed since :meth:`refresh`. Takes a few microseconds."""
         if self._state is not self._seen:
             return False
         live, known = self._plain
@@ -245,7 +245,7 @@ class ModelWatch:
         return False
 
     def check(self) -> bool:
-        """As :meth:`same`, with all addresses."""
+        """As :meth:`same`, but compares all addresses."""
         if not self.same():
             return False
         if all([*map(_address, tensors)] == addresses for tensors, addresses in self._pieces):
@@ -254,13 +254,13 @@ class ModelWatch:
         return False
 
     def _same_hooks(self) -> bool:
-        """Somewhere hooks were registered, which have numbers of their own: here, too?"""
+        """Whether hooks here are the same, after some were registered anywhere (they have global numbers)."""
         hooks, known, lengths, _ = self._hooks
         self._hooks = hooks, known, lengths, RemovableHandle.next_id
         return hooks == known
 
     def _alike(self) -> bool:
-        """Only what does not matter to a captured step differs."""
+        """Whether configurations differ only in entries that do not matter to a captured step."""
         live, known = self._plain
         for one, other in zip(live, known):
             if any(one.get(key) != other.get(key) for key in one.keys() | other.keys() if key not in _FREE):
@@ -271,11 +271,11 @@ class ModelWatch:
     # ------------------------------------------------------------------ watching
 
     def begin(self) -> None:
-        """Watch. What is there has still to be looked at, by :meth:`refresh`."""
+        """Start to watch. The model counts as changed until :meth:`refresh`."""
         self._take()
 
     def refresh(self) -> None:
-        """What is there is to be taken for unchanged from here on, if it is not already."""
+        """Take the current state as unchanged from here on."""
         if self._state is self._seen:
             return
         polled = self._take()
@@ -290,17 +290,17 @@ class ModelWatch:
         self._free = [weakref.ref(t.untyped_storage(), self._gone) for t in tensors]
         pieces = [tensors[i : i + _PIECE] for i in range(0, len(tensors), _PIECE)] or [[]]
         self._pieces = [(piece, [*map(_address, piece)]) for piece in pieces]
-        self._seen = state  # not what it is now: memory may have become free meanwhile
+        self._seen = state  # not `self._state`: memory may have been freed meanwhile
 
     def _gone(self, storage: weakref.ref) -> None:
         self._clear()
 
     def _take(self) -> list[dict]:
-        """Watch all modules. Gives the dictionaries of hooks that were there before: their handles know no other."""
+        """Watch all modules. Returns dictionaries of hooks that had entries before; their handles refer to them."""
         polled = []
         for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # what it is made of is not in Python
+                continue  # its contents are not in Python
             held = module.__dict__
             watches = held.setdefault(_KEY, _Watches())
             if self not in watches:
@@ -320,10 +320,10 @@ class ModelWatch:
         return polled
 
     def end(self) -> None:
-        """Leave the modules as they were. (Dictionaries of hooks stay where there are some: handles know them.)
+        """Restore the modules. (Dictionaries with hooks stay, because handles refer to them.)
 
-        After an interrupt, of this or of :meth:`begin`, a second call does the rest: what says that a module is watched
-        comes first and goes last.
+        After an interrupt, of this or of :meth:`begin`, a second call does the rest: the mark of a watched module is
+        set first and removed last.
         """
         for module in {*self._modules, *self.model.modules()}:
             held = module.__dict__
@@ -348,7 +348,7 @@ class ModelWatch:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """What a captured step may read of a module's own: parameters, buffers and other attributes, where they lie."""
+    """The tensors of a module that a captured step may read: parameters, buffers and other attributes."""
     if isinstance(module, torch.jit.ScriptModule):
         yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
         return
@@ -361,7 +361,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _plain_tensors(t: Tensor) -> Iterator[Tensor]:
-    """``t``, or what it is made of (torchao's)."""
+    """``t``, or the tensors that it consists of (torchao's)."""
     if hasattr(t, "__tensor_flatten__"):
         for name in t.__tensor_flatten__()[0]:
             if isinstance(one := getattr(t, name), Tensor):  # a DTensor lists its mesh, too

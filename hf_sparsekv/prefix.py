@@ -1,4 +1,4 @@
-"""A context that is prefilled once, and that any cache of the same model can start from."""
+"""A context that is prefilled once, from which any cache of the same model can start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .policies.registry import Method
 from .policies.shared import Shared
 from .predictor.channels import describe
 
-FIRST = 512  # queries kept for label channels, which are calibrated on as many tokens at most
+FIRST = 512  # queries kept for label channels, and most tokens that these can be calibrated on
 LAST = 64  # queries kept for the first selection
 
 
@@ -31,7 +31,7 @@ class _Recording(Policy):
 
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         if q.shape[2] == 1 and store.length:
-            return  # a decode step: what was asked behind the context is not part of it
+            return  # a decode step: tokens after the context are not part of it
         kept = 0 if self.first is None else self.first.shape[2]
         if kept < FIRST:
             more = q[:, :, : FIRST - kept].detach()
@@ -43,7 +43,7 @@ class _Recording(Policy):
 
 
 class _Recorded(Shared):
-    """What its layers have in common: it is no batch of rows that come and go, but what caches begin with."""
+    """State shared by a prefix's layers. A prefix does not support continuous batching."""
 
     rows_join = False
 
@@ -57,15 +57,15 @@ class PrefixCache(SparseCache):
             cache = prefix.start(OffloadedSparseCache(config))
             out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
 
-    A cache so started holds what a prefill would have put there; only label channels may differ: they are calibrated
-    on the context's first 512 tokens (with queries from all over a long chunk where latents are cached). What is chosen
-    first goes by the last pass of several tokens: prefill no last chunk of one. Copies of the
-    prefix itself (``copy.deepcopy``) share its blocks and decode with full attention in steps that :func:`optimize`
-    captures: the dense baseline.
+    Such a cache holds the same as after a prefill of its own, except perhaps its label channels. These are calibrated
+    on the context's first 512 tokens (with latents: on queries from all over a long chunk). The first selection depends
+    on the last pass of several tokens, so do not prefill a last chunk of one token. Copies of the prefix itself
+    (``copy.deepcopy``) share its blocks and decode with full attention, in steps that :func:`optimize` captures. Use
+    them as the dense baseline.
 
     Args:
-        offload: keep the context's full blocks in host memory; ``None``: on the device.
-        max_length: tokens to reserve storage for; ``None`` lets it grow.
+        offload: keep the context's full blocks in host memory. ``None``: on the device.
+        max_length: tokens to reserve storage for. ``None``: storage grows.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
     """
 
@@ -82,9 +82,9 @@ class PrefixCache(SparseCache):
 
     @torch.no_grad()
     def start(self, cache: SparseCache) -> SparseCache:
-        """Put the context into an empty cache of ours, and return that.
+        """Put the context into an empty sparse cache, and return that cache.
 
-        One layer's keys and values lie on the device twice meanwhile.
+        Meanwhile the device holds one layer's keys and values twice.
 
         Raises:
             ValueError: the cache is not empty or was made for another model, nothing is prefilled, or the cache
@@ -119,7 +119,7 @@ class PrefixCache(SparseCache):
 
     @torch.no_grad()
     def full(self) -> DynamicCache:
-        """The context in a new cache of transformers' own, for full attention as everybody has it."""
+        """The context in a new ``DynamicCache``, for transformers' own full attention."""
         self._filled()
         cache = DynamicCache(config=self.model_config)
         for index, mine in enumerate(self.layers):

@@ -1,8 +1,8 @@
-"""The ranks of a tensor parallel model: how one is loaded, who they are, and what all of them have to decide alike.
+"""The ranks of a tensor parallel model: loading, their group, and decisions that all of them must make alike.
 
 transformers spreads a model's layers over processes (``tp_plan="auto"``, torchrun). Every rank runs the same forward
-pass on its share of the heads, and waits in each layer for the sums of all. So a rank must run a pass when the others
-do, or all of them wait for ever; what decides about that, and may differ from rank to rank, is agreed on here, on the
+pass on its share of the heads, and waits in each layer for the all-reduce. So a rank must run a pass when the others
+do, or all of them wait forever. Conditions that decide this, and may differ between ranks, are agreed on here, on the
 host, by gloo.
 """
 
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-AGREE = timedelta(minutes=10)  # that a rank waits for the others: one that compiles kernels may be behind
+AGREE = timedelta(minutes=10)  # how long a rank waits for the others, some of which may be compiling kernels
 
 _made: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
 def spread() -> dict:
-    """What ``from_pretrained`` takes to load this rank's share of a model, of the ranks of torch.distributed."""
+    """Arguments of ``from_pretrained`` that load this rank's share of a model, with the ranks of torch.distributed."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
@@ -36,7 +36,7 @@ def tensor_parallel(model: nn.Module) -> bool:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The ranks of a tensor parallel model, made at the first call, which all ranks must make; None: it is not."""
+    """The ranks of a model; None: it is not tensor parallel. All ranks must make the first call, which creates them."""
     if not tensor_parallel(model):
         return None
     with _making:
@@ -49,11 +49,11 @@ class Ranks:
     """The processes that one model is spread over.
 
     Attributes:
-        rank, size: this one's number among them, and how many they are.
-        members: their numbers among all processes.
-        group: of the model's own collectives, on its device.
-        host: the same ranks by gloo, for numbers that the host needs.
-        captures: the model's collectives can be part of a CUDA graph: they are NCCL's.
+        rank, size: this process's number in the group, and the number of processes in it.
+        members: their global ranks.
+        group: process group of the model's own collectives, on its device.
+        host: gloo group of the same ranks, for numbers that the host needs.
+        captures: whether the model's collectives can be part of a CUDA graph, as NCCL's can.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,15 +69,15 @@ class Ranks:
         return dist.new_group(self.members, timeout, backend="gloo", use_local_synchronization=True)
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank. All of them must ask, and wait for each other."""
+        """Whether ``here`` is true on any rank. All of them must call it, and wait for each other."""
         return bool(self.least([-int(here)])[0])
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of all ranks, number by number. All of them must ask, and wait for each other."""
+        """The element-wise minimum over all ranks. All of them must call it, and wait for each other."""
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.host)
         return found.tolist()
 
     def send(self, values: Tensor) -> None:
-        """Give all ranks what rank 0 has in ``values``, on the model's device and behind what was launched there."""
+        """Broadcast rank 0's ``values`` on the model's device, after all work launched there."""
         dist.broadcast(values, group=self.group, group_src=0)

@@ -89,10 +89,10 @@ def as_called(function: Callable[[], Tensor], dtype: torch.dtype | None) -> Call
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor of ``values`` (numbers, an array, a tensor) on a device, behind what was launched there.
+    """Copy ``values`` (numbers, an array, a tensor) to a small tensor on a device, after all work launched there.
 
-    From memory that the host does not use again, so it does not wait. A copy from ordinary memory, such as
-    ``torch.tensor(values, device=device)`` makes, waits until the GPU has done all that it was given before.
+    The host does not wait, because the copy is from pinned memory that the host does not write again. A copy from
+    pageable memory, as in ``torch.tensor(values, device=device)``, waits until the GPU has done all earlier work.
     """
     made = torch.as_tensor(values, dtype=dtype)
     if torch.device(device).type == "cuda" and made.device.type == "cpu":
@@ -107,7 +107,7 @@ def take_rows(held: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
 
 def reads_here(made: Tensor) -> Tensor:
-    """``made`` on a step's own stream, for work on the current one, which may be a side stream and come later."""
-    if made.is_cuda:  # or its memory would be reused while it is read here
+    """Let the current stream, perhaps a side stream, read ``made``, which was allocated on a step's own stream."""
+    if made.is_cuda:  # otherwise its memory could be reused while it is read here
         made.record_stream(torch.cuda.current_stream(made.device))
     return made

@@ -36,7 +36,7 @@ def read(path: Path, version: int, parse: Callable[[dict], T]) -> dict[str, T]:
     except _UNUSABLE as error:
         warnings.warn(
             f"{path} cannot be used ({type(error).__name__}: {error}), built-in values are: "
-            "`hf-sparsekv calibrate-device` writes it anew",
+            "`hf-sparsekv calibrate-device` writes it again",
             stacklevel=3,
         )
         return {}

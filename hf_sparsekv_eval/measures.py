@@ -47,7 +47,7 @@ class Measure:
         weight: key of what it is divided by; ``None``: the number of records.
         exponential: e to the power of it (perplexity).
         percent: shown as a percentage.
-        beside: name of the measure in whose cells tables of several tasks print it, behind a slash.
+        beside: name of the measure in whose cells tables of several tasks print it, after a slash.
     """
 
     name: str

@@ -120,7 +120,7 @@ def values(*shape: int, device) -> Tensor:
 
 
 def rows(batch: int, count: int, width: int, *parts: int | Tensor, device) -> Tensor:
-    """Words and tensors ``[batch, count, n]`` joined to ``[batch, count, width]``, -1 behind the end."""
+    """Words and tensors ``[batch, count, n]`` joined to ``[batch, count, width]``, padded with -1."""
     if count == 0:
         return torch.empty(batch, 0, width, dtype=torch.long, device=device)
     whole = [

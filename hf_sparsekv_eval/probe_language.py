@@ -1,4 +1,4 @@
-"""The language of the probe models: 912 words, of which prompts with facts, chains of variables and filler are made.
+"""The language of the probe models: 912 words, for prompts with facts, chains of variables and filler.
 
 A prompt is filler (a Markov chain over words of Zipf frequencies) with statements in it, and a question at its end:
 

@@ -83,7 +83,7 @@ class Results:
             before = error
         if not isinstance(before, dict):
             raise ValueError(
-                f"{path} is damaged, so nobody knows which settings the records beside it were made with: choose "
+                f"{path} is damaged, so it is unknown which settings the records beside it were made with: choose "
                 f"another directory with --out, or delete {path} if they are those of now"
             )
         names = sorted({*before, *self.settings})
@@ -127,9 +127,9 @@ class Results:
         self.records[record.key] = record
         if self.out is None:
             return
-        if self._file is None:  # not before: a run that fails at once leaves no files behind
+        if self._file is None:  # created late: a run that fails at once leaves no files
             if self._lock is None:
-                raise ValueError("these results are closed: open them anew to add records")
+                raise ValueError("these results are closed: open them again to add records")
             replace_text(self.out / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
             self._file = (self.out / SAMPLES).open("ab+", buffering=0)
         line = json.dumps(asdict(record)).encode() + b"\n"

@@ -176,7 +176,7 @@ def _text(model, words: Tensor, text: str | None, plan: Plan, caches: list[Cache
         for n, at in starts.items():
             forced.evaluate(model, words, at, n, plan.held, caches, results, "agreement", plan.batch, advance=advance)
 
-    notes = ("Held-out text behind a context, fed token by token; agreement and KL against full attention.",)
+    notes = ("Held-out text after a context, fed token by token; agreement and KL against full attention.",)
     settings = {"tokens": plan.held, "passages": plan.passages, "text": text}
     cost = mean / _PREFILL / len(caches) + plan.held
     count = plan.passages * len(plan.lengths)

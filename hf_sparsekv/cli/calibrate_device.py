@@ -163,7 +163,7 @@ def _times(shape, device: torch.device, coarse: bool) -> dict[str, float]:
 
 
 def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:
-    """A table of times, the quicker side marked, and the rules in words."""
+    """Print a table of times, with the faster side marked, and the rules."""
     results.print(f"{name}, microseconds of one layer's attention in a captured step", markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("rows", "tokens", "dense", *METHODS):
@@ -175,7 +175,7 @@ def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:
             cells.append(f"{mark} {t.sparse[method]:.1f}")
         table.add_row(str(t.batch), f"{t.tokens:,}", f"{t.dense:.1f}", *cells)
     results.print(table)
-    results.print("(> quicker than dense)", markup=False)
+    results.print("(> faster than dense)", markup=False)
     for method in METHODS:
         rule = rules.get(method)
         if rule is None:
@@ -184,7 +184,7 @@ def _show(name: str, timings: list[Timing], rules: dict, width: int) -> None:
         ends = ", ".join(f"{rule.tokens(rows, width):,} ({rows})" for rows in (1, 2, 4, 8, 16))
         worst = max(wrong_by(rule, t, method, width) for t in timings)
         results.print(
-            f"{method}: dense up to so many tokens a row (rows): {ends}; at most {worst:.0%} slower than the quicker "
+            f"{method}: dense up to so many tokens a row (rows): {ends}; at most {worst:.0%} slower than the faster "
             f"side; Rule({rule.fixed_bytes:.4g}, {rule.row_tokens:.4g})",
             markup=False,
         )

@@ -50,7 +50,7 @@ def plan(
     ] = None,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.token),
     serve: Annotated[
-        bool, typer.Option("--serve", help="How many rows of which length `serve` can decode at a time.")
+        bool, typer.Option("--serve", help="How many rows `serve` can decode at a time, by their length.")
     ] = False,
     *,
     options: opt.CacheOptions,

@@ -295,9 +295,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _server(app, engine, max_connections=2048):
-    """uvicorn's, which on the first signal lets those who wait have their answers, and cancels them on the second.
+    """uvicorn's server, but the first signal lets running requests finish, and the second one cancels them.
 
-    Its own handlers of signals are left out: they are set when it runs, and a signal may come before or behind that.
+    Its own signal handlers are left out. They are set only while it runs, and a signal may come earlier or later.
     """
     import uvicorn
 

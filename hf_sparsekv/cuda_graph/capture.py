@@ -1,4 +1,4 @@
-"""Capturing a decode step: trial runs on state that is put back; the last run is recorded.
+"""Capturing a decode step: trial runs on state that is restored afterwards; the last run is recorded.
 
 Apart from the runner because it alone changes a cache and restores it; it runs once for each kind of step.
 """
@@ -26,7 +26,7 @@ from .recorder import Recorder, Sides
 
 
 def kernel_kind(cache: SparseCache) -> tuple:
-    """What decides, beside shapes and plans, which kernels a step uses."""
+    """Everything besides shapes and plans that decides which kernels a step uses."""
     stores = [layer.store for layer in cache.sparse_layers]
     pools = [store.pages is not None and store.pages.pool is not None for store in stores]
     widths = {store.block_table.shape[1] for store in stores}
@@ -34,14 +34,14 @@ def kernel_kind(cache: SparseCache) -> tuple:
 
 
 class Wanted(NamedTuple):
-    """A step that is to be captured, from its call.
+    """A step to be captured, from its call.
 
     Args:
-        ids, positions, rest: what the model's forward takes.
-        plans: of all layers.
-        kind: by which it is known whether its kernels are compiled.
+        ids, positions, rest: arguments of the model's forward.
+        plans: plans of all layers.
+        kind: key of the kernels that the step needs.
         valid: which rows get a token, bool ``[batch, 1]``; None: all.
-        drafts: of a pass over drafts.
+        drafts: the drafts of a draft pass.
     """
 
     ids: Tensor
@@ -91,7 +91,7 @@ class Capturer:
                 queries = [state.query for state in trial.saved]
         finally:
             trial.put_back(cache)
-        cache.changes = trial.changes  # trial steps are none: all is as it was
+        cache.changes = trial.changes  # trial steps do not count: all state is restored
         return CapturedStep(
             graph, trial.ids, trial.positions, trial.valid, output, queries, wanted.plans, count=trial.count
         )
@@ -99,7 +99,8 @@ class Capturer:
     def _recorded(self, trial: Trial, kind: Hashable) -> tuple[torch.cuda.CUDAGraph, object]:
         """Run a trial once to compile its kernels, unless its kind has run, and once to capture it."""
         device = trial.ids.device
-        # What fails for want of a compiled kernel is run and tried again. Ranks would do that each for itself.
+        # A capture that fails because a kernel is not compiled is tried again after a run. Ranks cannot: each would
+        # decide alone.
         warm = kind in self._warm and self.ranks is None
         while True:
             if not warm:
@@ -118,12 +119,12 @@ class Capturer:
 
 
 class Trial:
-    """A step that is run on a cache's state, which is put back.
+    """A step that runs on a cache's state, which is restored afterwards.
 
     Attributes:
-        ids, positions, valid, count: what the step reads, at the addresses that its graph holds.
-        layers, saved: the cache's layers that select, and their state.
-        changes: of the cache, before.
+        ids, positions, valid, count: inputs of the step, at the addresses that its graph holds.
+        layers, saved: the cache's layers that select, and their saved state.
+        changes: the cache's ``changes`` before the trial.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable, cache: SparseCache, wanted: Wanted) -> None:
@@ -132,7 +133,7 @@ class Trial:
         self.cache = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
         self.count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
         masked = (self.table.rows.valid is not None or self.table.managed) and drafts is None
-        if masked:  # of rows that get no token trial steps change nothing
+        if masked:  # trial steps must not change rows that get no token
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         self.valid, self.ids, self.positions = valid, ids.clone(), wanted.positions.clone()
         self.layers = cache.sparse_layers

@@ -1,4 +1,4 @@
-"""A captured decode step: what it consists of, and the state that a trial run changes."""
+"""A captured decode step: its graph and buffers, and the state that a trial run changes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..policies.plan import Plan
 
 @contextmanager
 def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Mixtures of experts gather the chosen experts' weights by index on the device (``"batched_mm"``).
+    """Inside, mixtures of experts gather the selected experts' weights by index on the device (``"batched_mm"``).
 
-    ``"eager"`` loops over the experts that were hit, which would need a host sync. ``"grouped_mm"`` could
-    be captured, but generate() switches from it to ``"batched_mm"`` for its decode steps, because that is faster for
-    few tokens; so do steps that are captured outside of it.
+    ``"eager"`` loops over the experts that were hit, which would need a host sync. ``"grouped_mm"`` could be captured.
+    But generate() switches from it to ``"batched_mm"`` for its decode steps, because that is faster for few tokens.
+    Steps that are captured outside of generate() do the same.
     """
     held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
     changed = {part: "batched_mm" if how in ("eager", "grouped_mm") else how for part, how in held.items()}
@@ -41,7 +41,7 @@ def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Inside, autocast keeps no weights that it has cast: they are free when the caller leaves it, a graph stays."""
+    """Inside, autocast caches no weights: the cache is freed when the caller leaves autocast, but a graph stays."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -51,7 +51,7 @@ def uncached_autocast() -> Iterator[None]:
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
-    """What autocast, if it is on, computes in on this device."""
+    """The dtype of autocast on this device; None: it is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -72,8 +72,8 @@ def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.d
 class CapturedStep:
     """A graph and the buffers that it reads and writes.
 
-    Of a pass over drafts ``input_ids`` and ``position_ids`` have room for some more tokens than there are, and
-    ``count``, int32 ``[1]``, says how many there are.
+    In a pass over drafts, ``input_ids`` and ``position_ids`` may be padded. ``count``, int32 ``[1]``, is the number of
+    tokens.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -84,10 +84,10 @@ class CapturedStep:
     queries: list[Tensor]
     plans: tuple[Plan, ...]
     count: Tensor | None = None
-    _given: Tensor | bool | None = False  # what `valid` was written from
+    _given: Tensor | bool | None = False  # source of `valid`
 
     def give(self, valid: Tensor | None) -> None:
-        """Write :attr:`valid`: of the first rows of ``valid`` bool ``[batch, 1]``, or all. The same again: it stays."""
+        """Write :attr:`valid` from the first rows of ``valid``, bool ``[batch, 1]`` (None: all), if that is new."""
         if valid is not self._given:
             self._given = False
             self.valid.fill_(True) if valid is None else self.valid.copy_(valid[: len(self.valid)])
@@ -95,10 +95,10 @@ class CapturedStep:
 
 
 class Saved:
-    """State of a layer that a trial step changes for good.
+    """Snapshot of a layer's state that a trial step changes.
 
     Attributes:
-        query: of the step that was run last.
+        query: the query of the last trial step.
     """
 
     query: Tensor | None = None
@@ -108,13 +108,13 @@ class Saved:
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
 
     def first_rows(self, n: int) -> None:
-        """The layer has only these, until :meth:`put_back_rows`."""
+        """Restrict the layer to its first ``n`` rows, until :meth:`put_back_rows`."""
         self.layer.store, self.layer.policy = (state.first_rows(n) for state, _ in self.states)
 
     def put_back_host(self, broken: str | None = None) -> None:
         """Restore host state.
 
-        ``broken``: what the layer is to say until all the rest is put back, too.
+        ``broken``: the layer's error message until all the rest is restored, too.
         """
         self.layer.broken = broken
         self.put_back_rows()
@@ -123,7 +123,7 @@ class Saved:
         self.layer.pending = None
 
     def put_back_rows(self) -> None:
-        """The step has run: the layer has all rows again."""
+        """Give the layer all its rows back after a step."""
         self.layer.store, self.layer.policy = (state for state, _ in self.states)
         if self.layer.captured is not None:
             self.query = self.layer.captured.query

@@ -18,23 +18,23 @@ from ..layers.sparse_layer import SparseLayer
 from ..ranks import Ranks
 from .inputs import OF_DRAFTS, STATIC, all_tokens
 
-_RESTLESS = 3  # steps before each of which the model has changed: the next ones run eagerly
+_RESTLESS = 3  # steps in a row with a change of the model before each; after more, steps run eagerly
 
 
 class Eligibility:
-    """What is known of one model that decides about captured steps.
+    """Decides for one model whether steps can be captured.
 
     Args:
         model: the model.
-        counts_positions: its forward takes no ``position_ids``.
+        counts_positions: whether its forward takes no ``position_ids``.
         rotary: its rotary embeddings.
-        ranks: the processes that it is spread over, if it is.
-        readable: whether a kernel can read a tensor where it is.
+        ranks: the ranks of a tensor parallel model.
+        readable: whether a kernel can read a tensor in place.
 
     Attributes:
         cannot: why no step can be captured, if a capture has failed.
-        drafts_cannot: a capture of drafts has failed.
-        restless: steps, one after another, before which the model has changed.
+        drafts_cannot: whether a capture of drafts has failed.
+        restless: number of latest steps in a row before which the model changed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Eligibility:
         self._found: tuple[set[torch.device], bool] | None = None  # see _weights()
 
     def forget(self) -> None:
-        """The model has changed: what was found out is of another one."""
+        """Forget all findings, because the model has changed."""
         self.cannot = self._found = None
         self.drafts_cannot = False
 
@@ -62,7 +62,7 @@ class Eligibility:
         self._found = None
 
     def new_tokens(self, given: dict, cache: SparseCache) -> int:
-        """How many tokens of each row of a filled cache are to be decoded: 1, or of one row several drafts; else 0."""
+        """Tokens of each row that a call decodes over a filled cache: 1, or several drafts of one row; otherwise 0."""
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or cache.model_config is None or not cache.get_seq_length():
             return 0
@@ -74,30 +74,30 @@ class Eligibility:
         return new if few and cache.drafted(new) else 0
 
     def drafts(self, given: dict, cache: SparseCache, new: int) -> bool:
-        """A pass over ``new`` drafts of one row, which is a step otherwise, can be captured."""
+        """Whether a pass over ``new`` drafts of one row can be captured, if a plain step can."""
         layers = cache.sparse_layers
         more = (value for name, value in given.items() if name not in STATIC and name not in OF_DRAFTS)
         return not (
             self.drafts_cannot
-            or len(layers) < len(cache.layers)  # sliding layers go back to earlier tokens as transformers' own
-            or any(value not in (None, False) for value in more)  # which may not fit tokens that are not there
+            or len(layers) < len(cache.layers)  # sliding layers are cropped as transformers' own are
+            or any(value not in (None, False) for value in more)  # other inputs may not fit the padded tokens
             or not all_tokens(given.get("attention_mask"), new)
             or not any(layer.policy.drafts != "exact" for layer in layers)
             or not all(captures_drafts(layer.store, layer.policy, new) for layer in layers)
         )
 
     def why_not(self, given: dict, cache: SparseCache) -> str | None:
-        """Why this step cannot be captured, in words."""
+        """Why this step cannot be captured; None: it can."""
         ids = given["input_ids"]
         return self.cannot or self._model(ids) or self._cache(cache, ids) or _call(given)
 
     def _model(self, ids: Tensor) -> str | None:
-        """Why not, as far as the model decides: its weights, its attention, its mode."""
+        """Reasons in the model: its weights, its attention, its mode."""
         devices, brought = self._weights()
         if brought:
             return (
                 "some of the model's weights are offloaded, to host memory or to disk (device_map): their layers bring "
-                "them anew in every step, which a replay cannot"
+                "them again in every step, which a replay cannot"
             )
         if self.counts_positions:
             return "the model's forward takes no position_ids: it counts positions on the host, which a replay cannot"
@@ -121,7 +121,7 @@ class Eligibility:
         return None
 
     def _weights(self) -> tuple[set[torch.device], bool]:
-        """Where the weights lie, and whether some are brought for each call, by accelerate's hooks.
+        """Devices of the weights, and whether accelerate's hooks load some of them for each call.
 
         Looked up once, and again for each capture.
         """
@@ -131,7 +131,7 @@ class Eligibility:
         return self._found
 
     def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
-        """Why not, as far as the cache decides: its layers, where its memory is, padding."""
+        """Reasons in the cache: its layers, where its memory is, padding."""
         cache.use_rings()
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
             return (
@@ -143,7 +143,7 @@ class Eligibility:
         if any(not self.readable(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
         for layer in cache.sparse_layers:
-            if layer.policy.sealing(layer.store) is None:  # which rows have a full block, the device knows
+            if layer.policy.sealing(layer.store) is None:  # only the device knows which rows have a full block
                 return (
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
@@ -159,7 +159,7 @@ class Eligibility:
 
 
 def _call(given: dict) -> str | None:
-    """Why not, as far as the other arguments decide."""
+    """Reasons in the other arguments."""
     mask = given.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         return "a 4-D attention mask was passed"

@@ -13,22 +13,22 @@ from ..cache_name import NAMES
 from ..kv.rows import Rows
 
 STATIC = ("input_ids", "position_ids", "attention_mask", *NAMES)
-OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # what else a pass that is captured may be told
+OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # further arguments that a captured draft pass may have
 
 
 def draft_width(tokens: int, most: int) -> int:
     """Tokens that a captured pass over drafts has room for: 4, 8, 16, 32 and so on, at most ``most``.
 
-    Not always ``most``: up to 16 rows the fused layers have kernels of their own, and mixtures of experts read weights
-    for each token.
+    It is not always ``most``, because fused layers have special kernels for up to 16 rows, and mixtures of experts read
+    weights for each token.
     """
     return min(most, max(4, 1 << (tokens - 1).bit_length()))
 
 
 def graph_inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
-    """Ids and positions as a graph takes them, what else was given, and how many logits are asked for (0: all).
+    """Ids and positions as a graph takes them, the other arguments, and the number of logits asked for (0: all).
 
-    Of rows that come and go those that the step runs; of drafts the last one as often as there is room.
+    With continuous batching these are the rows that the step runs. Drafts are padded with copies of the last one.
     """
     ids, rest = given["input_ids"], {name: value for name, value in given.items() if name not in STATIC}
     if cache.row_batch is not None:
@@ -53,5 +53,5 @@ def valid_rows(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torc
 
 
 def all_tokens(mask: Tensor | None, new: int) -> bool:
-    """No padding among the last ``new`` columns."""
+    """Whether the last ``new`` columns have no padding."""
     return mask is None or bool(mask[:, -new:].all())

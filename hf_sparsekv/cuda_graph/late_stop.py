@@ -1,14 +1,14 @@
-"""``generate()``'s loop without its wait for the GPU: whether all rows have ended is known one step later.
+"""``generate()``'s loop without its wait for the GPU: it learns one step later whether all rows have ended.
 
-After each token transformers' loop asks the GPU whether it was the last, so the GPU rests while Python prepares the
-next step: a third of a millisecond and more of each token. transformers has a form of the loop that asks about the step
-before, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.24). :func:`defer` has one model use it over our
-caches: that model's class becomes a subclass of its own, as ``torch.nn.utils.parametrize`` makes one, whose
-``_sample()`` runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
+After each token transformers' loop asks the GPU whether it was the last. Meanwhile the GPU idles while Python prepares
+the next step, a third of a millisecond or more for each token. transformers has a variant of the loop that asks about
+the previous step, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.24). :func:`defer` makes one model use
+it over our caches. The model gets a subclass of its class, as with ``torch.nn.utils.parametrize``. Its ``_sample()``
+runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
 
-When a text ends by a token, or by what it says, one step has run that nobody asked for. Its token is dropped, and taken
-back from a cache that the caller keeps. So the loop is as it was where that step could be noticed otherwise: criteria,
-processors and functions of the caller's own would see its token, and a monitor (``streamer.waits``) its counters.
+When an end-of-sequence token or a stop string ends a text, one step too many has run. Its token is dropped, and removed
+from a cache that the caller keeps. Where the caller could notice this step, the loop stays unchanged. The caller's own
+criteria, processors and functions would see its token, and a monitor (``streamer.waits``) its counters.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _OWN = "PrefixConstrainedLogitsProcessor"  # calls a function of the caller's
 
 
 class LateStop:
-    """Takes the place of ``DeferredStopCheck``: asked behind each token whether it was the last, it tells of the last.
+    """Replaces ``DeferredStopCheck``: called after each token, it reports whether the previous one was the last.
 
-    The first token is waited for: there is nothing to be prepared beside a prompt, and who reads wants to see it.
+    It waits for the first token. No work overlaps with a prefill, and readers want to see that token soon.
 
     Args:
         input_ids: ``[batch, n]`` on the device.
-        max_length: tokens at which the loop ends, known without asking; None: none.
-        cache: what the loop decodes over.
-        cache_is_returned: the caller keeps it.
+        max_length: number of tokens at which the loop ends in any case; None: no limit.
+        cache: the cache of the loop.
+        cache_is_returned: whether the caller keeps the cache.
         streamer: gets tokens one step later; None: there is none.
     """
 
@@ -57,21 +57,21 @@ class LateStop:
             )
             for _ in range(2)
         ]
-        self.made = self.heard = 0  # tokens
+        self.made = self.heard = 0  # tokens that were generated, and those that the host has read
         self.ended = False
         if hasattr(streamer, "runs_ahead"):
             streamer.runs_ahead()
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
-        """Whether a step more can be run, and be taken back."""
+        """Whether one step too many can run and be undone."""
         if is_assistant or not _runs_ahead(device) or not isinstance(cache, SparseCache):
             return False
         cache.use_rings()
         return not cache_is_returned or all(isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers)
 
     def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
-        """``tokens [batch]`` have been made, of rows that go on if ``unfinished_sequences [batch]`` says so."""
+        """Note new ``tokens [batch]``; ``unfinished_sequences [batch]`` marks the rows that continue."""
         ended, copied, event = self.slots[self.made % 2]
         ended.copy_(unfinished_sequences.max() == 0, non_blocking=True)
         if self.streamer is not None:
@@ -82,7 +82,7 @@ class LateStop:
         return self.ended or (self.max_length is not None and length >= self.max_length)
 
     def _hear(self, tokens: int) -> None:
-        """Of so many tokens, up to the last one."""
+        """Read up to ``tokens`` tokens, at most up to the last one of the text."""
         while self.heard < tokens and not self.ended:
             ended, copied, event = self.slots[self.heard % 2]
             event.synchronize()
@@ -92,7 +92,7 @@ class LateStop:
                 self.streamer.put(copied.clone())
 
     def finish(self) -> int:
-        """Steps that are to be dropped; the cache is without them."""
+        """Number of steps too many; the cache has been cropped by them."""
         self._hear(self.made)
         undone = self.made - self.heard
         if undone and self.kept is not None:
@@ -101,17 +101,17 @@ class LateStop:
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """The host may go on while ``device`` works. (Tests without a GPU say so of others.)"""
+    """Whether the host may go on while ``device`` works. (Tests without a GPU replace this.)"""
     return device.type == "cuda"
 
 
 def _of_transformers(one: object) -> bool:
-    """``one`` is a criterion or processor of transformers, which sees nothing but tokens and logits."""
+    """Whether ``one`` is a criterion or processor of transformers, which sees only tokens and logits."""
     return type(one).__module__.startswith("transformers.") and type(one).__name__ != _OWN
 
 
 class LateStopping:
-    """What a model's class is put before."""
+    """Base class that comes before the model's own class."""
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **kwargs: Any
@@ -128,7 +128,7 @@ class LateStopping:
 
 
 def defer(model: nn.Module) -> None:
-    """Have ``model.generate()`` not wait after each token, if its loop is transformers' own."""
+    """Make ``model.generate()`` not wait after each token, if its loop is transformers' own."""
     kind = type(model)
     known = hasattr(utils, _REPLACED) and _REPLACED in GenerationMixin._sample.__code__.co_names
     if known and getattr(kind, "_sample", None) is GenerationMixin._sample:

@@ -24,13 +24,13 @@ class Recorder:
 
     @staticmethod
     def readable(t: Tensor) -> bool:
-        """A kernel can read ``t`` where it is."""
+        """Whether a kernel can read ``t`` in place."""
         return t.is_cuda or t.is_pinned()
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, Sides]:
-        """What all steps are captured on: cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
+        """The capture stream, and side streams for look-ahead of equal and lower priority (``Launch.low_priority``).
 
-        And the side streams for look-ahead, of equal or lower priority (``Launch.low_priority``).
+        All steps share them, because cuBLAS keeps a workspace of 32 MB for each stream that it has seen.
         """
         if self._captures_on is None or self._captures_on[0].device != device:
             main, equal = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
@@ -53,7 +53,7 @@ class Recorder:
         graph, pool, first = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), None
         how = {"pool": pool, "stream": main, "capture_error_mode": "thread_local"}
         try:
-            # The outer one, because torch's own raises before it puts the stream back if the capture has failed.
+            # The outer context restores the stream: after a failed capture torch.cuda.graph raises before it does.
             with torch.cuda.stream(main), torch.cuda.graph(graph, **how):
                 try:
                     output = run(sides)
@@ -71,13 +71,13 @@ class Recorder:
 
 
 def _forget(pool: tuple[int, int], device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Have torch forget a capture that failed with a CUDA error (a layer that waits for the GPU).
+    """Make torch forget a capture that failed with a CUDA error (a layer that waits for the GPU).
 
-    ``CUDAGraph.capture_end`` raises before it does so (torch 2.11). The allocator would take a capture to be under way
-    from then on: it would keep all memory that another stream has used, and ask a graph that is gone. So would the
-    generator, and refuse to draw ("Offset increment outside graph capture"), until a capture has ended.
+    ``CUDAGraph.capture_end`` raises before it does so (torch 2.11). The allocator would then assume that the capture
+    goes on: it would keep all memory that another stream has used, and query a graph that no longer exists. The random
+    generator would refuse to draw ("Offset increment outside graph capture") until another capture has ended.
     """
-    with contextlib.suppress(AttributeError, RuntimeError):  # of a capture that has ended it knows nothing any more
+    with contextlib.suppress(AttributeError, RuntimeError):  # raised if the capture has ended already
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
     ended = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")

@@ -1,4 +1,4 @@
-"""Replaying captured steps: the short way for a step like the one before, and the launch of a graph.
+"""Replaying captured steps: the fast path for a step like the previous one, and the launch of a graph.
 
 Apart from the runner because this is the hot path: the host's work of every steady step is in this file.
 """
@@ -26,17 +26,17 @@ from .mask_watch import MaskWatch
 
 
 class Steady(NamedTuple):
-    """What a step was that is expected again.
+    """A step that is expected again, and the conditions for that.
 
     Args:
         step: the graph.
-        changes, moves: of the cache and its table, which grow when they change.
+        changes, moves: change counters of the cache and of its table.
         room: blocks that all pools have room for.
-        layers, rings: of the cache.
+        layers, rings: the cache's layers.
         rest: the call's further arguments.
-        sealed: full blocks of each row when the step was planned; None: however many they have, it stays as it is.
-        tokens: of a pass over drafts, how many were looked at; with fewer it is the same.
-        autocast: what it computed in, if it was on.
+        sealed: full blocks of each row when the step was planned. None: the plan does not depend on them any more.
+        tokens: most drafts that were checked for this step; with fewer it is the same.
+        autocast: the dtype of autocast, if it was on.
     """
 
     step: CapturedStep
@@ -55,13 +55,12 @@ class Replayer:
     """Replays captured steps of one model.
 
     Args:
-        watch: of the model, which says whether it has changed.
+        watch: reports changes of the model.
 
     Attributes:
-        graphs: captured steps of each cache, by everything that decides what a step is.
-        steady: what is known of the next step of each cache if it is like the last one, by how many tokens it has room
-            for: 1, or those of a pass over drafts.
-        watches: of each cache, what looks at the masks of its steps.
+        graphs: captured steps of each cache, by everything that determines a step.
+        steady: the expected next step of each cache, by its tokens a row: 1, or the padded number of drafts.
+        watches: the mask watch of each cache.
         replays: how many graphs were launched.
     """
 
@@ -75,14 +74,14 @@ class Replayer:
         self.replays = 0
 
     def forget(self) -> None:
-        """The model has changed: what was captured is of another one."""
+        """Forget all captured steps, because the model has changed."""
         for held in (self.graphs, self._last, self.steady):
             held.clear()
 
     def again(self, given: dict, cache: SparseCache, known: dict[int, Steady]):
-        """The same step as an earlier one, if nothing has changed that decides what it is; else None.
+        """Replay an earlier step if nothing has changed that determines it; else return None.
 
-        A step of some 5 ms has no time for a host that looks at every layer.
+        A step takes some 5 ms, so the host has no time to check every layer.
         """
         table = cache.row_table
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
@@ -96,9 +95,9 @@ class Replayer:
             return None
         step = steady.step
         if (
-            not self.watch.same()  # the long way forgets all that is captured
+            not self.watch.same()  # the slow path forgets all captured steps
             or cache not in self.graphs
-            or any(layer.broken for layer in steady.layers)  # after an error: the long way says so
+            or any(layer.broken for layer in steady.layers)  # after an error: the slow path reports it
             or cache.changes != steady.changes
             or table.moves != steady.moves
             or (mask is not None and mask.ndim != 2)
@@ -141,9 +140,9 @@ class Replayer:
         return before is not None and before[0] is step and before[1] == now[1]
 
     def expect(self, cache: SparseCache, width: int, now: Steady) -> None:
-        """Expect the step again: for good if a full cache has the same plan, else until another block is full.
+        """Expect the step again: always if a full cache has the same plan, else until another block is full.
 
-        More blocks change a plan at some number of them, and never back.
+        A plan changes at some number of blocks, and never changes back with more.
         """
         stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.blocks.capacity), now)
         self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
@@ -165,7 +164,7 @@ class Replayer:
         drafts: Drafts | None = None,
         keep: int = 0,
     ):
-        """Replay the step, or the pass over ``drafts``, of whose logits the last ``keep`` are asked for (0: all)."""
+        """Replay the step, or the pass over ``drafts``. Return the last ``keep`` of its logits (0: all)."""
         table, layers = cache.row_table, steady.layers
         taken, queries = table.step(rows, valid) if drafts is None else drafts.taken, None
         steps = table.steps(ids.device)
@@ -178,8 +177,8 @@ class Replayer:
             queries = drafts.queries
             step.count.fill_(drafts.tokens)
         try:
-            # From the replay on the device is a step ahead of what the host keeps. Set beforehand: an interrupt that
-            # comes during the replay is raised after it, and a second one may come while the first is handled.
+            # After the replay the device is one step ahead of the host's state, so the layers count as broken. Set
+            # this first: an interrupt during the replay is raised after it, and a second one may follow.
             for layer in layers:
                 layer.broken = "stopped after a captured step"
             steps.held = None
@@ -203,7 +202,7 @@ class Replayer:
         return type(step.output)(**out)
 
     def mask_watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
-        """Who looks at the masks of this cache's steps; what it has seen so far is in order."""
+        """The watch of this cache's masks, after a check of the masks so far."""
         watch = self.watches.get(cache)
         if watch is None or watch.holes.shape[0] != mask.shape[0]:
             watch = self.watches[cache] = MaskWatch(mask)
@@ -212,7 +211,7 @@ class Replayer:
 
 
 def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
-    """Of these rows it is the same step."""
+    """Whether these rows have the same step."""
     asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
     drafts = steady.step.count is not None
     of_layers = zip(steady.layers, steady.step.plans)

@@ -1,4 +1,4 @@
-"""The runner: takes the place of ``model.forward`` and decides what one call does.
+"""The runner: replaces ``model.forward`` and decides what one call does.
 
 A decode step over a sparse cache is replayed, captured if there is no graph of it yet, or run eagerly with a warning.
 Apart from the other files because it alone changes the model, and holds the parts of a captured step together.
@@ -36,8 +36,8 @@ from .late_stop import defer, wait
 from .recorder import Recorder
 from .replay import Replayer, Steady
 
-_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; what was not needed for longest goes first
-_KINDS = 3  # of steps that one width of rows alternates between: all there is, as quick as choosing, chosen
+_MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the least recently used one is evicted first
+_KINDS = 3  # kinds of steps of one width: dense as all is selected, dense as it is as fast, sparse
 
 
 class StepRunner:
@@ -72,7 +72,7 @@ class StepRunner:
         counts_positions = "position_ids" not in inspect.signature(type(generating).forward).parameters
         self._said: set[str] = set()
         ranks = ranks_of(model)
-        self.ranks = ranks if ranks is not None and ranks.captures else None  # that all capture a step, or none
+        self.ranks = ranks if ranks is not None and ranks.captures else None  # all of them capture a step, or none
         recorder = Recorder() if recorder is None else recorder
         self.eligibility = Eligibility(model, counts_positions, self.rotary, ranks, recorder.readable)
         self.capturer = Capturer(model, self.ranks, recorder)
@@ -114,7 +114,7 @@ class StepRunner:
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
-        # At the end: if an interrupt comes before, a second call finds the runner and does the rest.
+        # Last: after an interrupt, a second call finds the runner and does the rest.
         if self.had_own:
             self.model.forward = self.original
         else:
@@ -123,7 +123,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a call
 
     def _eagerly(self, *args, **kwargs):
-        """The model's own forward. What it changes of the model is how it works: tensor parallel ones swap weights."""
+        """Run the model's own forward. Its changes of the model do not count: tensor parallel models swap weights."""
         with self.watch.ignoring():
             return self.original(*args, **kwargs)
 
@@ -150,7 +150,7 @@ class StepRunner:
                 self.eligibility.restless = self.eligibility.restless + 1 if changed else 0
                 self.watch.refresh()
         if not new:
-            self.replayer.watches.pop(cache, None)  # what it saw belongs to the tokens before
+            self.replayer.watches.pop(cache, None)  # it has watched earlier tokens
             return self._eagerly(*args, **kwargs)
         reason = self.eligibility.why_not(given, cache)
         if self.ranks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
@@ -163,8 +163,8 @@ class StepRunner:
         self.tap.hooks.meet(cache)
         layers = cache.sparse_layers
         if any(layer.broken for layer in layers):
-            return self._eagerly(*args, **kwargs)  # which says so
-        check_complete(cache.layers)
+            return self._eagerly(*args, **kwargs)  # it raises the error
+        cache._check_complete()
         rows = cache.joined_rows()
         if new > 1:
             with self.lock:
@@ -184,12 +184,12 @@ class StepRunner:
             return self._step(given, cache, plans)
 
     def _forget(self) -> None:
-        """The model has changed: what was captured, and what was found out, is of another one."""
+        """Forget all captured steps and findings, because the model has changed."""
         self.replayer.forget()
         self.eligibility.forget()
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
-        """A pass over drafts of one row, if it can be captured; else None."""
+        """Run a captured pass over drafts of one row; None: it cannot be captured."""
         layers, new = cache.sparse_layers, given["input_ids"].shape[1]
         if not self.eligibility.drafts(given, cache, new):
             return None
@@ -201,15 +201,15 @@ class StepRunner:
         return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
     def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):
-        """A step, or a pass over ``drafts``, by its graph, which is captured if there is none.
+        """Run a step, or a pass over ``drafts``, by its graph; capture the graph if there is none.
 
-        If it cannot be: the step eagerly; of drafts None.
+        If it cannot be captured, a step runs eagerly, and a pass over drafts returns None.
         """
         layers, table = cache.sparse_layers, cache.row_table
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         rows, new = table.rows, ids.shape[1]
         if drafts is not None:
-            mask = None  # it has been looked at
+            mask = None  # checked already
         valid = valid_rows(cache, rows, mask, ids.device)
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
@@ -226,8 +226,8 @@ class StepRunner:
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)
         if self.ranks and self.ranks.any(step is None):
-            # Addresses are each rank's own: one may have what another one has not. A capture runs the step once, and
-            # registers buffers with NCCL, which the others wait for: all or none.
+            # Each rank has its own addresses, so some ranks may have a graph that others lack. A capture runs the step
+            # once and registers buffers with NCCL, for which the others wait: so all ranks capture, or none.
             step = None
         if step is None:
             kind = *kernel_kind(cache), *shape
@@ -266,7 +266,7 @@ class StepRunner:
                 step = self.capturer.capture(self.original, cache, wanted)
         except torch.OutOfMemoryError:  # may fit another time
             raise
-        except RuntimeError as error:  # the model's own code does what no graph can hold
+        except RuntimeError as error:  # the model's own code cannot be captured
             if wanted.drafts is not None:  # of several tokens, at least
                 self.eligibility.drafts_cannot = True
                 warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=5)
