@@ -1,4 +1,4 @@
-"""Rank 0 of a tensor parallel model that starts the other ranks itself, as its child processes.
+"""Starts the other ranks of a tensor parallel model as child processes of rank 0.
 
     ranks = RankProcesses(2, Served("Qwen/Qwen3-32B"), gpus=True)
     engine = ranks.engine()  # this process is rank 0
@@ -6,12 +6,12 @@
     engine.close()
     ranks.close()
 
-For processes that nobody has started in pairs, as torchrun does: a replica under Ray (:mod:`.ray`) is one. The children
-do what :func:`.ranks.follow` says. All ranks are on one machine and meet over its loopback interface, on a port that is
-free; nobody outside can reach them.
+It is for processes that torchrun has not started, such as a replica under Ray (:mod:`.ray`). The children run
+:func:`.ranks.follow`. All ranks are on one machine and meet over its loopback interface, on a free port, so other
+machines cannot reach them.
 
-A child never outlives rank 0, however that ends: the kernel kills it (``PR_SET_PDEATHSIG``). A child that ends before
-its time is told to rank 0 (:attr:`RankProcesses.lost`), with its last words; the replica is over then.
+A child never outlives rank 0: the kernel kills it (``PR_SET_PDEATHSIG``). If a child ends early, rank 0 learns of it
+with the child's last error (:attr:`RankProcesses.lost`), and the replica ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .ranks import RanksApart, follow
 
 HERE = "127.0.0.1"
 LOOPBACK = "lo"
-WORDS_S = 2.0  # that the end of a child may come behind what it is the reason of
-CLOSE_S = 10.0  # that children have to end by themselves once the engine is closed
+WORDS_S = 2.0  # how long the end of a child may come after the error that it causes
+CLOSE_S = 10.0  # how long children may take to end after the engine is closed
 
 # What a child runs. First of all, before torch is imported, it asks to be killed when its parent ends: prctl(1) is
 # PR_SET_PDEATHSIG, of the thread that has started it. A parent that has ended before that is not its parent any more.
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Served:
-    """What every rank of a replica begins with.
+    """Settings that every rank of a replica starts with.
 
     Attributes:
         model, dtype: as :func:`.loading.load` takes them.
@@ -77,10 +77,10 @@ class Served:
 
 
 def gpus_of_ranks(size: int) -> list[str]:
-    """``CUDA_VISIBLE_DEVICES`` of each of ``size`` ranks: one of those that this process sees.
+    """``CUDA_VISIBLE_DEVICES`` of each of ``size`` ranks: one of the GPUs that this process sees.
 
     Raises:
-        ValueError: it sees too few.
+        ValueError: it sees too few GPUs.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = list(map(str, range(torch.cuda.device_count()))) if given is None else given.replace(" ", "").split(",")
@@ -91,18 +91,18 @@ def gpus_of_ranks(size: int) -> list[str]:
 
 
 class RankProcesses:
-    """Ranks 1, 2, ... as children of this process, which becomes rank 0: once in its life.
+    """Ranks 1, 2, ... as children of this process, which becomes rank 0. A process can do this once.
 
-    They are started at once, and wait for :meth:`engine`. The environment of this process gets what torchrun would
-    have set (``RANK``, ``WORLD_SIZE``, ...), and its ``CUDA_VISIBLE_DEVICES`` becomes the first of its GPUs.
+    The children start at once, and wait for :meth:`engine`. The environment of this process gets the variables that
+    torchrun would set (``RANK``, ``WORLD_SIZE``, ...). Its ``CUDA_VISIBLE_DEVICES`` becomes the first of its GPUs.
 
     Args:
-        size: ranks, this one included.
+        size: number of ranks, including this one.
         served: the model and how it is served.
-        gpus: one for each rank, rank k has the k-th that this process sees; False: all compute on the CPU.
+        gpus: rank k uses the k-th GPU that this process sees. False: all ranks use the CPU.
 
     Raises:
-        ValueError: there are not so many GPUs, or some where the CPU is to compute.
+        ValueError: there are too few GPUs, or GPUs are visible although the CPU is to be used.
     """
 
     def __init__(self, size: int, served: Served, gpus: bool) -> None:
@@ -138,18 +138,18 @@ class RankProcesses:
 
     @property
     def lost(self) -> RanksApart | None:
-        """Why the replica is over: a child has ended before its time. None: none has."""
+        """Why the replica has ended: a child ended early. None: no child has."""
         return self._lost.result() if self._lost.done() else None
 
     def when_lost(self, call: Callable[[RanksApart], object]) -> None:
-        """Call that once a child is lost, at once if one is: in a thread of its own, or in this one."""
+        """Call ``call`` when a child is lost, on another thread; or now, on this one, if a child is lost already."""
         self._lost.add_done_callback(lambda found: call(found.result()))
 
     def engine(self) -> Engine:
-        """The engine, once all ranks are there: all load their shares of the model. Once.
+        """Wait for all ranks, load the model on each, and return the engine. To be called once.
 
         Raises:
-            RanksApart: a child has ended. This process may have a thread that waits for it for ever: end it.
+            RanksApart: a child has ended. A thread of this process may wait for it forever, so end the process.
             OSError: there is no such model.
             TypeError, ValueError: as :class:`.Engine`.
         """
@@ -167,7 +167,7 @@ class RankProcesses:
             raise
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """End the children; those that have not ended after ``seconds`` by themselves, as they do behind the engine."""
+        """Wait ``seconds`` for the children, which end after the engine is closed, and kill those that are left."""
         self._closing = True
         until = time.monotonic() + seconds
         for process in self._children:

@@ -1,18 +1,18 @@
-"""An engine over the ranks of a tensor parallel model: rank 0 decides, the others do the same (torchrun).
+"""An engine over the ranks of a tensor parallel model: rank 0 decides, and the others follow (torchrun).
 
     with Engine(model, tokenizer, ...) as engine:  # rank 0
         ...
     follow(model, ...)  # the others, with the same arguments; until the engine is closed
 
-Rank 0 has queue, admission, clock and sampler. What it does to rows and blocks it notes, and sends the notes, a few
-hundred bytes over gloo, before it does something for which the ranks wait for each other in the model's sums: a piece
-of a prompt, or a step. So what others do never depends on their own clocks or memory.
+Rank 0 has the queue, admission, clock and sampler. It records its operations on rows and blocks, and sends the records,
+a few hundred bytes, over gloo. It does so before each call of the model (a piece of a prompt, or a step), in which the
+ranks wait for each other's all-reduce. So the other ranks never depend on their own clocks or memory.
 
-Tokens are drawn by rank 0 and given to the others on the device: their logits are the same only as far as the sums are,
-bit by bit, which NCCL does not promise, and one other token would make other rows of them.
+Rank 0 draws the tokens and broadcasts them on the device. The ranks' logits are equal only if the all-reduce is bitwise
+equal, which NCCL does not promise, and a single different token would make the rows differ.
 
-A rank that ends takes the replica with it, since the others would wait for it for ever: every two of rank 0 and another
-one hold a connection, which breaks at once if a process ends.
+If a rank ends, the replica ends, because the others would wait for it forever. Rank 0 has a connection to every other
+rank, which breaks at once if a process ends.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from .opening import opened
 from .prefix import Channels
 from .work import Work
 
-HEAD = 4096  # bytes that every message has; longer ones send the rest behind
-EVER = timedelta(days=365)  # a rank waits for the next request as long as that takes
+HEAD = 4096  # bytes of a message's first part; a second part has the rest of longer ones
+EVER = timedelta(days=365)  # timeout of a rank that waits for the next request
 
 
 class RanksApart(RuntimeError):
-    """A rank has ended, or does something else than rank 0: the replica is over."""
+    """A rank has ended, or has diverged from rank 0: the replica has to end."""
 
 
 class Wire:
-    """Messages from rank 0 to the others, and who is still there.
+    """Sends messages from rank 0 to the others, in order, and detects ranks that have ended.
 
-    All ranks must make it. What was sent is taken in its order.
+    All ranks must create it.
 
     Args:
-        ranks: of the model.
+        ranks: the ranks of the model.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._messages, self._life = ranks.new_group(EVER), ranks.new_group(EVER)
         self._others = range(1, ranks.size) if ranks.rank == 0 else (0,)
-        self.closing = False  # no rank is missed any more
+        self.closing = False  # from here on ranks may end
 
     def send(self, message: Any) -> None:
-        """From rank 0: anything that can be pickled."""
+        """Send a message from rank 0: anything that can be pickled."""
         data = np.frombuffer(pickle.dumps(message), dtype=np.uint8)
         head = np.zeros(HEAD, dtype=np.uint8)
         head[:8] = np.frombuffer(np.int64(len(data)).tobytes(), dtype=np.uint8)
@@ -79,7 +79,7 @@ class Wire:
                 dist.broadcast(torch.from_numpy(part), group=self._messages, group_src=0)
 
     def take(self) -> Any:
-        """On the others: the next message. Waits for it."""
+        """Wait for the next message, on the other ranks."""
         head = torch.empty(HEAD, dtype=torch.uint8)
         dist.broadcast(head, group=self._messages, group_src=0)
         length = int(np.frombuffer(head[:8].numpy().tobytes(), dtype=np.int64)[0])
@@ -91,7 +91,7 @@ class Wire:
         return pickle.loads(data)
 
     def watch(self, lost: Callable[[RanksApart], None]) -> None:
-        """Call ``lost`` if a rank ends that has not said so: of rank 0 any other one, of these rank 0."""
+        """Call ``lost`` if a rank ends without :meth:`bye`. Rank 0 watches all others, and they watch rank 0."""
         for other in self._others:
             name = f"hf-sparsekv-rank-{other}"
             threading.Thread(target=self._watch, args=(other, lost), name=name, daemon=True).start()
@@ -108,7 +108,7 @@ class Wire:
             lost(told)
 
     def bye(self, failed: bool = False) -> None:
-        """This rank ends, and says so to those that watch it; ``failed``: they have to end, too. Once."""
+        """Tell the watching ranks that this one ends; ``failed``: they have to end, too. A second call does nothing."""
         if self.closing:
             return
         self.closing = True
@@ -119,7 +119,7 @@ class Wire:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """What fails here leaves the others in the middle of it."""
+    """Inside, turn errors into :class:`RanksApart`: they leave the other ranks in the middle of an operation."""
     try:
         yield
     except RanksApart:
@@ -133,11 +133,11 @@ def _together() -> Iterator[None]:
 
 
 class Shared:
-    """Label channels that every rank has, of its own heads; messages name them by a number.
+    """Label channels of which every rank keeps those of its own heads; messages refer to them by a number.
 
     Args:
-        number: of this one.
-        here: rank 0's.
+        number: the number in messages.
+        here: rank 0's channels.
     """
 
     def __init__(self, number: int, here: Channels) -> None:
@@ -145,27 +145,27 @@ class Shared:
 
 
 class SharedWork(Work):
-    """What rank 0 does, and lets the others do.
+    """Rank 0's operations, which the other ranks repeat.
 
-    Operations for which ranks do not wait are noted when they have been done here; those in which the model is called
-    send the notes first, and so does :meth:`close`. An operation that fails here is not noted.
+    Operations without collectives are recorded after they have succeeded here. Operations that call the model send the
+    records first, and so does :meth:`close`.
     """
 
-    alone = False  # the others are in the middle of the same pass
+    alone = False  # the other ranks are in the middle of the same pass
 
     def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig, wire: Wire) -> None:
         super().__init__(model, rows, serving)
         self.wire = wire
-        self._notes: list[tuple[str, tuple, Any]] = []  # operation, arguments, what it gave
+        self._notes: list[tuple[str, tuple, Any]] = []  # operation, arguments, result
         self._numbers = itertools.count()
-        self._forgotten: deque[int] = deque()  # channels that nobody has any more, by whatever thread
+        self._forgotten: deque[int] = deque()  # numbers of channels without references; any thread appends
         self._waiting_for_tokens = False
 
     def _note(self, name: str, *args: Any, gave: Any = None) -> None:
         self._notes.append((name, args, gave))
 
     def _send(self, name: str, *args: Any) -> None:
-        """Let the others do what was noted, and then this."""
+        """Let the others repeat the recorded operations, and then this one."""
         while self._forgotten:
             self._note("forget", self._forgotten.popleft())
         notes, self._notes = self._notes, []
@@ -238,7 +238,7 @@ class SharedWork(Work):
     def step(self) -> Tensor:
         with _together():
             self._send("step")
-            self._waiting_for_tokens = True  # behind a step they wait without being told
+            self._waiting_for_tokens = True  # after a step they wait for tokens without a message
             return super().step()
 
     def tokens_are_there(self) -> None:
@@ -260,7 +260,7 @@ class SharedWork(Work):
 
 
 class FollowedWork(Work):
-    """What the other ranks do, as rank 0 says."""
+    """The operations of the other ranks, which repeat those of rank 0."""
 
     NAMES = frozenset(
         (
@@ -276,10 +276,10 @@ class FollowedWork(Work):
         self._row = -1
 
     def follow(self) -> None:
-        """Do what rank 0 sends, until it closes.
+        """Repeat rank 0's operations, until it closes.
 
         Raises:
-            RanksApart: an operation has failed, or came out otherwise than there, or rank 0 has ended.
+            RanksApart: an operation failed or had another result than on rank 0, or rank 0 has ended.
         """
         with _together():
             self._follow()
@@ -313,18 +313,18 @@ class FollowedWork(Work):
         self._row, _ = super().overtake(ids.tolist(), blocks, None if number is None else self._held[number])
 
     def overtook(self) -> int:
-        """The row of the last prompt that has overtaken another one."""
+        """The row of the last prompt that overtook another one."""
         return self._row
 
     def give(self, row: int, tokens: int) -> None:
-        """Here there may be fewer slots than on rank 0. Room says what is read over the link, not what is chosen."""
+        """Give at most the free slots, which may be fewer than on rank 0. This never changes what is selected."""
         super().give(row, min(tokens, self.rows.room(row) + self.rows.free_slots))
 
     def channels(self, row: int, number: int) -> None:
         self._held[number] = super().channels(row)
 
     def forget(self, number: int) -> None:
-        """No prompt will begin with these channels."""
+        """Drop channels with which no prompt will begin."""
         del self._held[number]
 
     def step(self) -> None:
@@ -332,7 +332,7 @@ class FollowedWork(Work):
         self.take_tokens()
 
     def take_tokens(self) -> None:
-        """Rank 0's tokens, on the device."""
+        """Receive rank 0's tokens on the device."""
         self.wire.ranks.send(self.tokens)
 
     def close(self) -> None:
@@ -349,16 +349,16 @@ def follow(
     serving: ServingConfig | None = None,
     lost: Callable[[RanksApart], None] | None = None,
 ) -> None:
-    """On all ranks but 0 of a tensor parallel model: work for the engine of rank 0 until it is closed.
+    """Work for the engine of rank 0 until it is closed, on any other rank of a tensor parallel model.
 
     Args:
-        model, config, offload, serving: as rank 0's engine gets them.
-        lost: is called in a thread of its own if rank 0 has ended or failed. This one may wait for it in the middle of
-            a pass, for ever, so ``lost`` has to end the process. None: say so on stderr, and end it with exit code 1.
+        model, config, offload, serving: the same arguments as those of rank 0's engine.
+        lost: called on a thread of its own if rank 0 has ended or failed. It has to end the process, because the
+            calling thread may wait for rank 0 forever. None: print the error and exit with code 1.
 
     Raises:
         TypeError, ValueError: as :class:`.Engine`.
-        RanksApart: as :meth:`FollowedWork.follow`. The replica is over.
+        RanksApart: as :meth:`FollowedWork.follow`. The replica has to end.
     """
     ranks = ranks_of(model)
     if ranks is None or ranks.rank == 0:

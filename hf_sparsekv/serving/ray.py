@@ -5,11 +5,11 @@
     serve.run(build({"model": "Qwen/Qwen3-8B", "replicas": 2}), blocking=True)
 
 or ``serve run config.yaml`` with ``import_path: hf_sparsekv.serving.ray:build`` (docs/serving-scale.md). Ray starts,
-watches and replaces replicas, and its proxies send requests to them; which one is said by :mod:`hf_sparsekv_ray`.
-Needs the extras ``ray`` and ``serve``.
+watches and replaces replicas. Its proxies send them requests, and :mod:`hf_sparsekv_ray` chooses the replica. Needs the
+extras ``ray`` and ``serve``.
 
-With ``tensor_parallel`` Ray gives a replica's actor all its GPUs. The actor is rank 0, with engine and application, and
-starts the other ranks as its child processes (:mod:`.rank_processes`), which nobody else knows of.
+With ``tensor_parallel`` Ray gives a replica's actor all its GPUs. The actor is rank 0, with engine and application. It
+starts the other ranks as its child processes (:mod:`.rank_processes`), of which Ray knows nothing.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from .turns import short_turns
 KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state
 WARM_UP = 64  # tokens
 RETRY_AFTER_S = 5.0
-LOST_S = 2.0  # from the loss of a rank to the replica's end: answers end with an error, health checks tell why
+LOST_S = 2.0  # from the loss of a rank to the replica's end: answers fail, and health checks report why
 
 logger = logging.getLogger("ray.serve")
 
 
 class Deployed(BaseModel, extra="forbid"):
-    """What :func:`build` takes: ``args`` of an application in Serve's YAML.
+    """Arguments of :func:`build`: ``args`` of an application in Serve's YAML.
 
     Attributes:
         model: a directory, a name on the hub, or ``small``.
-        model_id: the name that clients ask for; None: ``model``, of a directory its last part.
-        dtype: of the weights, as torch names it (``bfloat16``); ``auto``: as they are stored.
-        config: how steps choose: a preset's name, or fields of :class:`.TokenConfig`; None: its defaults.
+        model_id: the model name for clients. None: ``model``, or the last part of a directory.
+        dtype: dtype of the weights, as torch names it (``bfloat16``). ``auto``: as they are stored.
+        config: selection method: a preset's name, or fields of :class:`.TokenConfig`. None: its defaults.
         offload: keep full blocks in host memory: True, False, or fields of :class:`.OffloadConfig`.
         serving: fields of :class:`.ServingConfig`.
-        max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
-        max_body: bytes of a request's body.
-        allowed_hosts: names that clients may ask a proxy on a loopback address by, if there is no key.
-        tensor_parallel: GPUs of a machine that the model is spread over: ranks of a replica; 1: a GPU has all of it.
-        num_gpus: of a rank, 1, or 0 for the CPU.
-        num_cpus: that Ray reserves for a replica, all ranks together.
-        replicas: how many, without autoscaling.
-        autoscaling: as many replicas as are needed (:class:`.ByRows`): fields of Ray's ``AutoscalingConfig``, as
-            ``{"min_replicas": 1, "max_replicas": 8}``; None: always ``replicas``.
+        max_answer: most tokens of a chat's answer if the client sets no limit. None: the rest of the context.
+        max_body: most bytes of a request's body.
+        allowed_hosts: host names that requests to a proxy on a loopback address may use, if there is no key.
+        tensor_parallel: ranks of a replica, each on one GPU of a machine. 1: one GPU has the whole model.
+        num_gpus: GPUs of a rank: 1, or 0 for the CPU.
+        num_cpus: CPUs that Ray reserves for a replica, all ranks together.
+        replicas: number of replicas without autoscaling.
+        autoscaling: scale the number of replicas (:class:`.ByRows`): fields of Ray's ``AutoscalingConfig``, as
+            ``{"min_replicas": 1, "max_replicas": 8}``. None: always ``replicas``.
         target: share of a replica's rows that autoscaling aims at.
-        prefix_routing: requests whose prompts begin alike go to the same replica while it has room.
-        drain_s: seconds that answers may take when their replica is to go.
-        health_s: seconds between two looks at a replica's health.
+        prefix_routing: route requests with the same prefix to the same replica while it has room.
+        drain_s: seconds that running answers get when their replica is removed.
+        health_s: seconds between two health checks of a replica.
     """
 
     model: str = Field(min_length=1)
@@ -138,8 +138,8 @@ def build(args: Deployed | dict[str, Any]) -> Application:
         serve.ingress()(Replica),
         name="Replica",
         ray_actor_options={"num_gpus": args.num_gpus * args.tensor_parallel, "num_cpus": args.num_cpus},
-        # Some requests wait in the engine: it has the next one at hand, and autoscaling sees that they wait. With more
-        # of them a document's replica would be asked while others have nothing to do.
+        # Some requests wait in the engine, so that it has the next one at hand and autoscaling sees the queue. With
+        # more of them, prefix routing would queue at one replica while others are idle.
         max_ongoing_requests=serving.max_rows + max(1, serving.max_rows // 4),
         max_queued_requests=max(1, serving.max_waiting),
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
@@ -153,16 +153,16 @@ def build(args: Deployed | dict[str, Any]) -> Application:
 
 
 class Replica:
-    """One engine and its application, in a process of Ray's, and its ranks.
+    """One engine, its application and its ranks, in a process of Ray's.
 
-    Ray Serve calls the methods: it takes a replica whose health check fails for lost, and starts another. When one is
-    to go, no requests are sent to it any more, those there are come to their ends (``drain_s``), and it is deleted.
+    Ray Serve calls the methods. If a health check fails, it replaces the replica. To remove one, it stops sending
+    requests, waits for the running ones (``drain_s``), and deletes the replica.
 
-    One that has lost a rank ends by itself, too: Ray takes a process that has ended for lost at once, one that is
-    unhealthy after three looks, and sends it requests until then.
+    A replica that has lost a rank also ends its own process. Ray notices this at once. It would notice an unhealthy
+    replica only after three checks, and send it requests until then.
 
     Args:
-        args: of :class:`Deployed`.
+        args: fields of :class:`Deployed`.
     """
 
     def __init__(self, args: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Replica:
             self._ranks.when_lost(self._end)
 
     def __serve_build_asgi_app__(self):
-        """Ray Serve asks for it behind the constructor."""
+        """Ray Serve calls it after the constructor."""
         args = self._args
         path = Path(args.model).expanduser()
         name = args.model_id or (path.resolve().name if path.is_dir() else args.model)
@@ -195,7 +195,7 @@ class Replica:
         return create_app(self._engine, name, key, args.max_body, args.max_answer, args.allowed_hosts)
 
     async def check_health(self) -> None:
-        """Raises if a rank is lost, or the engine takes no requests. Asked regularly, so metrics are told here."""
+        """Raise if a rank is lost, or the engine takes no requests. Ray calls it regularly, so it exports metrics."""
         self._exported.tell(self._engine.stats())
         if self._ranks is not None and (lost := self._ranks.lost) is not None:
             raise lost from self._engine.failed
@@ -203,7 +203,7 @@ class Replica:
             raise RuntimeError("the engine takes no requests any more") from self._engine.failed
 
     def _end(self, lost: RanksApart) -> None:
-        """End this process, and with it the other ranks: the engine may wait for the lost one for ever."""
+        """End this process, and with it the other ranks: the engine may wait for the lost one forever."""
         logger.error("%s", lost, exc_info=self._engine.failed)
         time.sleep(LOST_S)
         os._exit(1)
@@ -233,7 +233,7 @@ class Exported:
         self._told = dict.fromkeys(self._counters, 0.0)
 
     def tell(self, stats: EngineStats) -> None:
-        """What it does now, and what it has done since the last time."""
+        """Export the current state, and the counts since the last call."""
         for field, gauge in self._gauges.items():
             gauge.set(getattr(stats, field))
         for field, counter in self._counters.items():

@@ -1,6 +1,6 @@
-"""The rows of the batch: who decodes, with how much memory for copies of chosen tokens, and in which rows.
+"""Shares the batch's rows: which requests decode, with how much memory for copies of selected tokens, in which rows.
 
-It is apart from prompts: those change the batch when they join it, this looks at all rows that are there.
+It is apart from prompts: these change the batch when they join it, but this looks at all rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .sampler import Sampler
 from .work import Work
 
 SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4 to 0.6 ms (rows.csv)
-SOON = 4  # tokens: the host knows of a row's tokens some steps late
+SOON = 4  # tokens by which the host may lag behind the device
 
 
 class Room:
     """Shares rows and their memory among the requests that have joined the batch.
 
-    Only the loop's thread may call it, but for :meth:`has_place`, which any thread may. Others may read ``running``.
+    Only the loop's thread may call it, except :meth:`has_place`, which any thread may. Others may read ``running``.
 
     Args:
-        work: on the model and its rows.
-        sampler: has the settings of each row.
+        work: operations on the model and its rows.
+        sampler: the sampling settings of each row.
 
     Attributes:
         running: requests that have a row, in the order of their arrival.
-        changed: somebody has come or gone since the last :meth:`choose`.
+        changed: whether requests have joined or left since the last :meth:`choose`.
     """
 
     def __init__(self, work: Work, sampler: Sampler) -> None:
@@ -42,13 +42,13 @@ class Room:
 
     @property
     def by_need(self) -> bool:
-        """Chosen tokens have copies on the device, whose memory is shared out by the working sets of the rows."""
+        """Whether rows share the memory for copies of selected tokens according to their working sets."""
         return bool(self.rows.slots) and self.serving.working_set
 
     # ------------------------------------------------------------------ coming and going
 
     def has_place(self, overtaken: int = 0) -> bool:
-        """There is a row for one more request, and after it for as many as it has ``overtaken``."""
+        """Whether there is a row for one more request, and for all requests that it has ``overtaken``."""
         taken = len(self.rows.rows)
         some_wait = taken > len(self.rows.active)
         some_may_wait = overtaken > 0 and self.by_need  # when the overtaken requests join
@@ -57,7 +57,7 @@ class Room:
         return taken + 1 + overtaken + kept_free <= self.rows.max_rows
 
     def enter(self, request: Request, row: int) -> None:
-        """A request has joined the batch in ``row``, which gets memory for copies as soon as it is to decode."""
+        """Enter a request that has joined in ``row``. The row gets memory for copies when it is chosen to decode."""
         request.row = row
         bisect.insort(self.running, request, key=lambda one: one.order)
         if not self.serving.working_set:
@@ -66,7 +66,7 @@ class Room:
         request.provisional = not request.cached and len(request.ids) < self.rows.calibration_tokens
 
     def leave(self, request: Request) -> None:
-        """A request needs its row no more."""
+        """Free the row of a request."""
         self.work.leave(request.row)
         self.sampler.clear(request.row)
         self.running.remove(request)
@@ -80,8 +80,8 @@ class Room:
     def to_calibrate(self) -> list[Request]:
         """Requests with short prompts whose label channels are due.
 
-        They are due before the first token of the row is left out, but not before there are enough to calibrate on.
-        Calibrating costs a pass over these tokens, for which all rows wait. Few answers become so long.
+        They are due before the row's first sparse step, but not before there are enough tokens to calibrate on.
+        Calibration costs a pass over these tokens, for which all rows wait. Few answers become so long.
         """
         provisional = [one for one in self.running if one.provisional and one.candidate.runs]
         if not provisional:
@@ -92,7 +92,7 @@ class Room:
     # ------------------------------------------------------------------ who decodes
 
     def choose(self) -> None:
-        """Who decodes from here on, with how much room for copies, and in which rows."""
+        """Choose the requests that decode from here on, their room for copies, and their rows."""
         self.changed = False
         rows = self.rows
         if self.by_need:
@@ -110,9 +110,9 @@ class Room:
         self._close_up()
 
     def measured(self, steps: int) -> bool:
-        """Every few steps the rows' working sets are counted; True: what they need has changed.
+        """Count the rows' working sets every few steps. True: what they need has changed.
 
-        ``steps``: that have been launched.
+        ``steps``: number of steps launched so far.
         """
         if not self.by_need:
             return False
@@ -134,21 +134,21 @@ class Room:
         return changed
 
     def _needed(self, request: Request) -> int:
-        """Room for copies that it should have to decode."""
+        """Room for copies that a request needs to decode."""
         tokens = len(request.ids) + len(request.tokens)
         return room_for(request.need, tokens) or self.rows.expected_working_set(tokens)
 
     # ------------------------------------------------------------------ how much memory
 
     def _even_room(self, row: int) -> None:
-        """As much for each row as for any other, whatever it needs."""
+        """Give a row the same room as every other row."""
         if self.rows.slots:
             self.work.give(row, min(self.rows.slots // self.rows.max_rows, self.rows.free_slots))
 
     def _share_room(self) -> None:
-        """Give each row the room that :func:`wanted_room` says. A quarter more or less is not worth the copies.
+        """Give each row the room of :func:`wanted_room`, except for changes of up to a quarter.
 
-        Rows shrink first, from the largest change on. Then rows grow as far as room is free.
+        Rows shrink first, largest change first. Then rows grow as far as room is free.
         """
         wanted = wanted_room(self.running, self.rows.slots, self.rows.cache.config.block_size)
         had = {row: self.rows.room(row) for row in wanted}
@@ -157,8 +157,8 @@ class Room:
         shrink = sorted((row for row in more if more[row] < 0), key=more.get)
         lacking = sum(more[row] for row in grow) - self.rows.free_slots
         for row in shrink:
-            # If another row lacks room, a quarter is worth it. A row that has just begun would find next to nothing
-            # free, and read what it chooses over the link until the needs of others change.
+            # If another row lacks room, also take less than a quarter. Otherwise a new row would find almost no free
+            # room, and read its selection over the link until the needs of others change.
             if lacking > 0 or -more[row] > had[row] // 4:
                 self.work.give(row, wanted[row])
                 lacking += more[row]
@@ -171,7 +171,7 @@ class Room:
     # ------------------------------------------------------------------ which rows
 
     def _close_up(self) -> None:
-        """Rows that decode move to the front, if a narrower step then serves them. Rows in their way move back."""
+        """Move active rows to the front if this makes the step narrower. Held rows in their way move back."""
         rows, active = self.rows, self.rows.active
         if not active:
             return
@@ -202,10 +202,10 @@ class Room:
 
 
 def wanted_room(running: Sequence[Request], slots: int, block_size: int) -> dict[int, int]:
-    """Tokens that each row should have room for: rows that decode share ``slots``, the others get none.
+    """Tokens that each row gets room for: rows that decode share ``slots``, the others get none.
 
-    A row gets what its request needs and an equal share of what is left over, but no more than prompt and answer may
-    have. The oldest row decodes even where it needs more than there is.
+    A row gets what its request needs and an equal share of the rest, but no more than its prompt and longest answer
+    have. The oldest row decodes even if it needs more than there is.
     """
     decoding = [request for request in running if request.candidate.runs]
     needed = sum(request.candidate.need for request in decoding)
@@ -213,6 +213,6 @@ def wanted_room(running: Sequence[Request], slots: int, block_size: int) -> dict
     wanted = {request.row: 0 for request in running}
     for request in decoding:
         most = len(request.ids) + request.sampling.max_tokens
-        # Whole blocks: room is given by them, and rounded up all rows together would want more than there is.
+        # Round down to whole blocks, the unit of room: rounded up, all rows together could want more than there is.
         wanted[request.row] = min(request.candidate.need + spare, most) // block_size * block_size
     return wanted

@@ -1,4 +1,4 @@
-"""Tokens from logits, each row by settings of its own; everything stays on the device.
+"""Sampling: draws tokens from logits with settings per row, all on the device.
 
     sampler = Sampler(max_rows=32, vocabulary=151936, device=model.device)
     sampler.set(row, sampling, prompt_ids)
@@ -6,18 +6,18 @@
     sampler.last  # [2, n]: the tokens, and 1 where they could not be drawn; for one copy to the host
     sampler.clear(row)
 
-The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. Each of the last three gives a
-lowest logit that stays, so that equal logits stay or go together, whatever order a sort leaves them in. One of what is
-left is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability ``p_i``.
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. Each of the last three computes
+a lowest logit to keep, so that equal logits are kept or dropped together, in whatever order a sort returns them. The
+token is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability ``p_i``.
 
-**Seeds.** A row with a seed draws its noise from a generator of its own, one vector a token: the noise of its token
-``t`` depends on the seed and on ``t`` alone, not on other rows, its place, or when it runs. Its tokens are the same
-wherever its logits are the same, on one kind of device with one version of torch. Logits may differ in their last bits
-between batches of different sizes, as products of different shapes round differently; a token changes by that only
-where the two best ``p / e`` are as close as that. Rows without a seed draw from the device's generator.
+**Seeds.** A row with a seed draws its noise from a generator of its own, one vector a token. The noise of token ``t``
+depends only on the seed and on ``t``, not on other rows, the row's place, or the time. So equal logits give equal
+tokens, on one kind of device with one version of torch. Logits may differ in their last bits between batches of
+different sizes, because products of different shapes round differently. This changes a token only if the two best
+``p / e`` are that close. Rows without a seed draw from the device's generator.
 
-**Logits that are no distribution.** A row whose largest logit is NaN, infinite, or -inf (all are masked) gets some
-valid token and a 1 in ``last[1]``. No other row is affected: its request fails when the host reads the tokens.
+**Invalid logits.** A row whose largest logit is NaN, infinite, or -inf (all are masked) gets some valid token and a 1
+in ``last[1]``. Its request fails when the host reads the tokens. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
 
 class Settings(Protocol):
-    """What a request asks for; names and meaning as vLLM's ``SamplingParams``."""
+    """Sampling settings of a request; names and meanings are those of vLLM's ``SamplingParams``."""
 
     temperature: float  # 0: the likeliest token
     top_p: float  # 1: all
@@ -47,21 +47,21 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch of rows needs, as index tensors on the device; None: no row needs it, or all do (``drawn``).
+    """The sampling operations that a batch of rows needs, as index tensors on the device. None: no row needs it.
 
     Args:
         rows: ``[n]`` rows of the table.
         penalised: ``[p]`` places in the batch with a repetition penalty.
         drawn: ``[d]`` places that are not greedy; None if all are drawn, or none is.
-        any_drawn: whether there are such.
-        settings: ``[d, 4]`` temperature, top-p, top-k, min-p of the drawn ones.
+        any_drawn: whether any place is drawn.
+        settings: ``[d, 4]`` temperature, top-p, top-k, min-p of the drawn places.
         few: ``[k]`` places among the drawn ones with a top-k.
-        most: the largest top-k of these.
-        few_mass: one of these has a top-p, too.
+        most: the largest top-k.
+        few_mass: whether a place with a top-k has a top-p, too.
         mass: ``[m]`` places among the drawn ones with a top-p and no top-k.
-        any_min: one of the drawn rows has a min-p.
+        any_min: whether one of the drawn places has a min-p.
         seeded: (place among the drawn ones, row) of rows with a seed.
-        unseeded: there are drawn rows without one.
+        unseeded: whether there are drawn rows without a seed.
     """
 
     rows: Tensor
@@ -79,19 +79,18 @@ class Plan:
 
 
 class Sampler:
-    """Settings of ``max_rows`` rows, and tokens drawn by them.
+    """Keeps the settings of ``max_rows`` rows, and draws tokens with them.
 
-    Settings are kept on the device and beside it: the host knows what a batch needs, the device the numbers. Nothing
-    here waits for the device.
+    The host knows which operations a batch needs, and the device has the numbers. Nothing here waits for the device.
 
     Args:
         max_rows: rows of the table.
         vocabulary: logits of a row.
-        device: where logits are.
+        device: device of the logits.
 
     Attributes:
-        last: int64 ``[2, n]``, what the last call gave: tokens, and 1 where a row's logits were no distribution. A
-            new tensor every call.
+        last: int64 ``[2, n]``, result of the last call: tokens, and 1 where a row's logits were invalid. Each call
+            creates a new tensor.
     """
 
     @no_inference_mode
@@ -102,7 +101,7 @@ class Sampler:
         self.max_rows, self.vocabulary, self.device = max_rows, vocabulary, torch.device(device)
         self._asked: list[Settings | None] = [None] * max_rows
         self._generators: list[torch.Generator | None] = [None] * max_rows
-        # Temperature, top-p, top-k, min-p, penalty. The row behind the last one is for logits that mean nothing.
+        # Temperature, top-p, top-k, min-p, penalty. One additional row is for logits of inactive rows.
         self._settings = torch.ones(max_rows + 1, 5, device=self.device)
         self._true = torch.ones((), dtype=torch.bool, device=self.device)  # a Python bool would wait for the device
         self._seen: Tensor | None = None  # bool [max_rows + 1, vocabulary], once a row has a penalty
@@ -114,11 +113,11 @@ class Sampler:
     @no_inference_mode
     @torch.no_grad()
     def set(self, row: int, sampling: Settings, prompt_ids: Sequence[int] | Tensor = ()) -> None:
-        """A request begins, or begins again, in a row.
+        """Set the sampling settings of a row whose request begins, or begins again.
 
         Args:
-            sampling: what it asks for.
-            prompt_ids: ``[n]`` what it has read, and generated if it begins again. Looked at only if it has a
+            sampling: the request's settings.
+            prompt_ids: tokens ``[n]`` of the prompt, and of the answer if the request begins again. Used only for a
                 repetition penalty.
 
         Raises:
@@ -144,7 +143,7 @@ class Sampler:
 
     @torch.no_grad()
     def move(self, row: int, to: int) -> None:
-        """A row's request goes on in row ``to``, which is free. Raises ValueError if it is not, or there is none."""
+        """Move a row's request to the free row ``to``. Raises ValueError if that is taken, or there is no request."""
         self._check(row)
         self._check(to)
         if self._asked[row] is None:
@@ -159,7 +158,7 @@ class Sampler:
         self.clear(row)
 
     def clear(self, row: int) -> None:
-        """A row's request is over. Raises ValueError if there is no such row."""
+        """Clear the settings of a row. Raises ValueError if there is no such row."""
         self._check(row)
         self._asked[row] = self._generators[row] = None
         self._plan = None
@@ -169,7 +168,7 @@ class Sampler:
             raise ValueError(f"there is no row {row}: rows are 0 to {self.max_rows - 1}")
 
     def _ids(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Ids ``[n]`` on the device; checked unless they are there already, where that would wait."""
+        """Ids ``[n]`` on the device. Checked only on the host, because a check on the device would wait for it."""
         found = torch.as_tensor(ids, dtype=torch.long).view(-1)
         if found.device.type == "cpu" and len(found):
             low, high = found.aminmax()
@@ -181,17 +180,17 @@ class Sampler:
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """One token of each row.
+        """Draw one token for each row.
 
         Args:
             logits: ``[n, vocabulary]``, of any dtype; not changed.
-            rows: whose they are; -1 for logits that mean nothing, whose token means nothing either.
+            rows: their rows; -1 for inactive ones, whose tokens are meaningless.
 
         Returns:
             int64 ``[n]``: row 0 of :attr:`last`.
 
         Raises:
-            ValueError: these are no such logits, or a row has no settings.
+            ValueError: the logits have the wrong shape, or a row has no settings.
         """
         key = tuple(rows)
         if logits.shape != (len(key), self.vocabulary):
@@ -216,7 +215,7 @@ class Sampler:
         return tokens
 
     def _planned(self, rows: tuple[int, ...]) -> Plan:
-        """What these rows need: made anew when they, or their settings, change."""
+        """The plan for these rows, made again when the rows or their settings change."""
         missing = [row for row in rows if row != -1 and (not 0 <= row < self.max_rows or self._asked[row] is None)]
         if missing:
             raise ValueError(f"rows {missing} have no settings: set() them first")
@@ -247,7 +246,7 @@ class Sampler:
         return sent(numbers, torch.long, self.device)
 
     def _penalise(self, logits: Tensor, plan: Plan) -> Tensor:
-        """Logits of tokens that a row has read or generated, divided by its penalty if positive, times it if not."""
+        """Apply the repetition penalty: divide positive logits of tokens seen by it, and multiply negative ones."""
         rows = plan.rows[plan.penalised]
         found, penalty = logits[plan.penalised], self._settings[rows, 4:]
         lowered = torch.where(found < 0, found * penalty, found / penalty)
@@ -283,9 +282,9 @@ def _penalised(sampling: Settings) -> bool:
 
 
 def _lowest(scores: Tensor, settings: Tensor, most: int, mass: bool) -> Tensor:
-    """The lowest score that top-k, and then top-p, leave: ``[n]``.
+    """The lowest score that top-k, and then top-p, keep: ``[n]``.
 
-    A token stays if fewer than k are better, and if those that are, of what top-k leaves, hold less than p.
+    A token stays if fewer than k are better, and if the better ones together have less than p of what top-k keeps.
 
     Args:
         scores: ``[n, vocabulary]``, the largest of each row 0.

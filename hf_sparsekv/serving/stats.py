@@ -1,4 +1,4 @@
-"""Counts of an engine as others read them: a snapshot, and histograms of times.
+"""Statistics of an engine: a snapshot, and histograms of times.
 
 Apart from requests and handles: the server's metrics, Ray's replicas and benchmarks read these alone.
 """
@@ -16,7 +16,7 @@ TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 mi
 
 @dataclass(frozen=True)
 class Samples:
-    """What a Prometheus histogram is made of.
+    """The data of a Prometheus histogram.
 
     Attributes:
         bounds: upper bounds of the buckets, ascending, without infinity.
@@ -74,7 +74,7 @@ def _times() -> SampleCounter:
 
 @dataclass
 class Counts:
-    """What an engine counts for :class:`EngineStats`, from its start.
+    """Counters of an engine for :class:`EngineStats`, from its start.
 
     The loop's thread counts. Threads that submit count ``requests``, one at a time; the output thread counts ends.
     """
@@ -96,31 +96,32 @@ class Counts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot of an engine; counts since its start unless it says "now".
+    """A snapshot of an engine: counts since its start, except where it says "now".
 
     Attributes:
         running: rows that decode, now.
         waiting: requests that have not begun, now.
-        held: rows that are held back, now: their working set does not fit beside the others'.
-        prefilling: prompts that are being read, now.
-        requests: that were accepted.
-        finished: that came to their end by themselves.
-        cancelled: that were cancelled.
-        failed: that ended with an error.
-        refused: that were not accepted, by reason: ``"waiting"``, ``"wait_s"``, ``"closed"``.
-        prompt_tokens: of requests whose prompts were read.
-        generated_tokens: of all answers.
-        cached_tokens: of prompts, found in the prefix cache.
+        held: rows that are held back because their working set does not fit, now.
+        prefilling: requests in prefill, now.
+        requests: accepted requests.
+        finished: requests that finished.
+        cancelled: requests that were cancelled.
+        failed: requests that ended with an error.
+        refused: requests that were not accepted, by reason: ``"waiting"``, ``"wait_s"``, ``"closed"``.
+        prompt_tokens: tokens of prompts, after their prefill.
+        generated_tokens: tokens of all answers.
+        cached_tokens: tokens of prompts that were in the prefix cache.
         steps: decode steps.
-        step_s: seconds in them.
-        prefill_s: seconds in prompts.
-        captures: captured graphs, those made at the start included.
+        step_s: seconds in decode steps.
+        prefill_s: seconds in prefill.
+        captures: captured graphs, including those at the start.
         device_tokens: slots for copies of tokens on the device, now (offloaded).
-        device_tokens_used: of them in use, now.
-        host_bytes: of keys and values in host memory, now.
-        host_limit: bytes that they may take; ``None``: no limit.
-        link_bytes: of keys and values, between host and device both ways: copied, or read in host memory (offloaded).
-            Of this process, as last counted: asking has the loop count anew, once a second at most.
+        device_tokens_used: slots that rows have, now.
+        host_bytes: bytes of keys and values in host memory, now.
+        host_limit: most bytes of keys and values in host memory; ``None``: no limit.
+        link_bytes: bytes of keys and values between host and device, in both directions: copied, or read in host memory
+            (offloaded). It covers this process, and is the last count. Reading it makes the loop count again, at most
+            once a second.
         queue_s: seconds from arrival to prefill.
         ttft_s: seconds from arrival to the first token.
         between_s: seconds between two tokens of a request.

@@ -1,11 +1,12 @@
-"""Text of an answer as its tokens come: whole characters only, cut before a stop string.
+"""Incremental detokenisation: whole characters only, cut before a stop string.
 
-A token's text depends on its neighbours: a character may be spread over several tokens, and some decoders drop the
-first space of what they are given. So new tokens are decoded behind those whose text is known, and what is longer than
-before is new: the prefix and read offsets of TGI and vLLM, and of ``tokenizers.decoders.DecodeStream``. That class is
-not used: it raises if bytes make an earlier character invalid, keeps what it holds back at the end, decodes special
-tokens that it skips again with each token behind them, and is for fast tokenizers only. transformers' streamers decode
-the whole text again until a line ends.
+A token's text depends on its neighbours: a character may span several tokens, and some decoders drop the first space of
+their input. So new tokens are decoded together with the tokens before them, and the additional text is new. These are
+the prefix and read offsets of TGI, vLLM and ``tokenizers.decoders.DecodeStream``.
+
+We do not use that class. It raises if bytes make an earlier character invalid, and never returns the text that it holds
+back at the end. It decodes skipped special tokens again with each later token, and supports fast tokenizers only.
+transformers' streamers decode the whole text again until a line ends.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no character, or not yet
-CONTEXT = 6  # tokens of the prompt that the first tokens are decoded behind
-LAST_BYTES = 4  # tokens that a character's beginning may take at the end; UTF-8 has four bytes at most
-PENDING = 16  # tokens that are held back before it is tried to part with the first of them
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are no character, or not yet
+CONTEXT = 6  # last tokens of the prompt that are decoded together with the first tokens of the answer
+LAST_BYTES = 4  # most tokens of an incomplete character at the end; UTF-8 has four bytes at most
+PENDING = 16  # tokens that are held back before we try to release the first of them
 
 
 class Detokenizer:
-    """Decodes for many requests with one tokenizer; any number of threads may use it.
+    """Decodes many requests with one tokenizer; any number of threads may use it.
 
     Args:
         tokenizer: of transformers, fast or slow.
@@ -57,30 +58,30 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 class TextStream:
     """The text of one answer.
 
-    What :meth:`push` and :meth:`end` return is, together, what decoding prompt and answer at once has behind the
-    prompt (without special tokens, up to a stop string). One difference is left: where byte tokens are no UTF-8, some
-    decoders replace valid characters beside them, too; here these stay, since they may have been shown.
+    The results of :meth:`push` and :meth:`end`, joined, equal the text after the prompt when prompt and answer are
+    decoded at once (without special tokens, up to a stop string). There is one difference. Where byte tokens are no
+    UTF-8, some decoders also replace valid characters next to them. Here these stay, since they may have been shown.
 
     Args:
-        detokenizer: of the tokenizer.
-        prompt: its ids, whose last ones are context for the first tokens: a sentencepiece model's first word keeps its
-            space if it goes on with the prompt. Without it the answer is decoded by itself.
+        detokenizer: the tokenizer's decoder.
+        prompt: token ids of the prompt. The last ones are context for the first tokens of the answer: a sentencepiece
+            model's first word keeps its space if it continues the prompt. Without them the answer is decoded alone.
         stop: strings that end the answer.
 
     Attributes:
-        stopped: a stop string has come; nothing may be pushed any more.
+        stopped: whether a stop string has appeared; nothing may be pushed afterwards.
     """
 
     def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._decode = detokenizer.decode
         self._special = detokenizer.special
-        self._known, self._prefix = self._context(prompt)  # tokens whose text is out, and that text
-        self._pending: list[int] = []  # behind them: no text is out
+        self._known, self._prefix = self._context(prompt)  # tokens whose text has been returned, and that text
+        self._pending: list[int] = []  # later tokens, without text so far
         self._stops = StopStrings(stop) if stop else None
         self.stopped = False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The prompt's last tokens and their text; not from within a character, which would spoil what follows."""
+        """The prompt's last tokens and their text. They start at a character, because part of one would be invalid."""
         last = [token for token in map(int, prompt[-2 * CONTEXT :]) if token not in self._special][-CONTEXT:]
         for begin in range(len(last)):
             text = self._decode(last[begin:])
@@ -109,9 +110,9 @@ class TextStream:
         return self._seen(new)
 
     def end(self) -> str:
-        """What was held back, when no token follows: half a character, or the beginning of a stop string.
+        """The text that was held back, when no token follows: half a character, or the beginning of a stop string.
 
-        Nothing if a stop string has come, or a second time.
+        Empty after a stop string, or at a second call.
         """
         if self.stopped:
             return ""
@@ -122,9 +123,9 @@ class TextStream:
         return shown
 
     def _take(self, count: int, text: str) -> str:
-        """What the first ``count`` pending tokens add; ``text``: of all that is kept, up to these."""
+        """Text that the first ``count`` pending tokens add; ``text``: that of all kept tokens, up to these."""
         taken, prefix = self._pending[:count], self._prefix
-        if not text.startswith(prefix):  # bytes that are no character have taken one before with them
+        if not text.startswith(prefix):  # invalid bytes have also replaced an earlier character
             text, prefix = self._decode(taken), ""
         if len(text) == len(prefix):
             return ""  # kept: the space that a decoder drops at the beginning may still be dropped
@@ -133,10 +134,10 @@ class TextStream:
         return text[len(prefix) :]
 
     def _part(self) -> str:
-        """Text of pending tokens that end with no character, again and again: of those that cannot become one.
+        """Text of pending tokens that cannot become a character any more, when the last tokens never complete one.
 
-        A place where both sides decode to the same as together is between two characters, unless the end of the left
-        one and the right one are a character's beginning.
+        A split whose sides decode to the same text as together is between two characters. The exception is an
+        incomplete character around the split.
         """
         whole = self._decode(self._known + self._pending)
         for count in range(len(self._pending) - LAST_BYTES, 0, -1):

@@ -1,4 +1,4 @@
-"""How threads of a process that serves take turns."""
+"""Thread scheduling in a serving process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ASIDE = threading.local()
 
 @contextlib.contextmanager
 def short_turns() -> Iterator[None]:
-    """Python's threads take turns of 1 ms, not 5: the engine waits for one each time that it comes back to Python.
+    """Inside, Python's threads switch every 1 ms instead of 5: the engine waits for a turn each time it enters Python.
 
-    Two threads that compute in Python beside a tiny model made the longest gap between two of its tokens 152 ms, and
-    46 ms with short turns.
+    With two other threads computing in Python, the longest gap between two tokens of a tiny model was 152 ms, and 46 ms
+    with short turns.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(TURN_S)
@@ -29,9 +29,9 @@ def short_turns() -> Iterator[None]:
 
 
 def step_aside() -> None:
-    """Give the calling thread, for good, a lower priority than the engine's thread has.
+    """Permanently give the calling thread a lower priority than the engine's thread.
 
-    Texts are scanned and tokenised beside decode steps. On a CPU both want all cores, and tokens should keep coming.
+    Texts are scanned and tokenised during decode steps. On a CPU both want all cores, and decoding should go first.
     The main thread keeps its priority, and so do all threads where priorities belong to processes (not Linux).
     """
     if sys.platform != "linux" or getattr(_ASIDE, "done", False):

@@ -1,7 +1,7 @@
-"""What the loop does to the model, its rows and the tokens of the next step: everything that costs the GPU time.
+"""The loop's operations on the model, its rows and the tokens of the next step: all work on the GPU.
 
-The loop decides, this does. So a loop may serve a model that is spread over several processes, whose other ranks do the
-same at the same time (:mod:`.ranks`).
+The loop decides, and this carries it out. So a loop can serve a tensor parallel model whose other ranks repeat the same
+operations (:mod:`.ranks`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Work:
 
     Args:
         model: in ``eval()`` mode, prepared for sparse decoding.
-        rows: of a cache for it.
-        serving: how prompts are read.
+        rows: the rows of its cache.
+        serving: limits and scheduling.
 
     Attributes:
-        tokens: int64 ``[max_rows]``, of each row its next one.
-        reading: the prompt that is being read, if there is one.
-        alone: what fails while a prompt is read is of that prompt only.
+        tokens: each row's next token, int64 ``[max_rows]``.
+        reading: the prefill in progress, if there is one.
+        alone: whether an error in a prefill ends only that request.
     """
 
     alone = True
@@ -49,8 +49,8 @@ class Work:
         layers = decoder_layers(model, text.num_hidden_layers)
         self.segments = Segments(layers, partial(unnoticed, model))  # its hooks do nothing in captured steps
         self.reading: Reading | None = None
-        self._moved = 0  # bytes over the link, of prompts that are over
-        self._read_there: list[Tensor] = []  # and those that the device knows of
+        self._moved = 0  # bytes over the link of prefills that have ended
+        self._read_there: list[Tensor] = []  # further bytes of these, in counters on the device
         try:
             self._make_plans()
         except BaseException:
@@ -58,7 +58,7 @@ class Work:
             raise
 
     def _make_plans(self) -> None:
-        """In the thread that reads prompts, what the first ones would otherwise wait for: cuDNN's start, and plans."""
+        """Start cuDNN and make its plans in the prefill thread, or the first prompts would wait for them."""
         layer = self.rows.cache.sparse_layers[0]
         store = layer.store
         if store is None or store.latent or not self.serving.layer_segments:
@@ -77,11 +77,11 @@ class Work:
     # ------------------------------------------------------------------ a prompt
 
     def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> None:
-        """Begin to read a prompt of tokens ``ids``.
+        """Begin the prefill of a prompt of tokens ``ids``.
 
         Args:
-            blocks: int32 ``[n]``, ids of full blocks that it begins with, which are not read.
-            channels: of these blocks, as :meth:`channels` gave them; None if there are none.
+            blocks: int32 ``[n]``, ids of full blocks with its cached prefix, which is not read again.
+            channels: the label channels of these blocks, from :meth:`channels`; None if there are none.
         """
         cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
         try:
@@ -100,18 +100,18 @@ class Work:
             raise
 
     def read(self, n: int) -> bool:
-        """Read on by ``n`` layers, or tokens (:meth:`.Reading.share`); True: the prompt is read."""
+        """Continue the prefill by ``n`` layers, or tokens (:meth:`.Reading.share`). True: it is complete."""
         return self.reading.read(n)
 
     @torch.no_grad()
     def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> tuple[int, Tensor]:
-        """Read a prompt at once, also where another one waits in the middle of its own, and let it :meth:`join`.
+        """Read a prompt in one pass, even while another prefill is paused, and let it :meth:`join`.
 
         Args:
-            ids, blocks, channels: as :meth:`begin` takes them.
+            ids, blocks, channels: as in :meth:`begin`.
 
         Returns:
-            Its row, and the logits ``[1, vocabulary]`` of its end.
+            Its row, and the logits ``[1, vocabulary]`` of its last token.
         """
         cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
         try:
@@ -132,7 +132,7 @@ class Work:
         return row, out.logits[:, -1]
 
     def give_up(self) -> None:
-        """The prompt that is being read is not wanted any more."""
+        """Drop the prompt in prefill."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.cancel()
@@ -140,7 +140,7 @@ class Work:
             self.rows.drop(reading.cache)
 
     def join(self) -> int:
-        """The prompt that has been read takes a row, without room for copies; gives the row."""
+        """Move the prefilled prompt into a row, without room for copies. Returns the row."""
         cache = self.reading.cache
         self.rows.adopt(cache)
         row = self.rows.join(cache, room=0)
@@ -151,13 +151,13 @@ class Work:
     # ------------------------------------------------------------------ the link
 
     def _count_link(self, cache: Batch) -> None:
-        """A prompt's cache is over: what it has moved is counted here. Nothing waits."""
+        """Count the bytes that an ended prompt's cache has moved. It does not wait for the device."""
         for layer in cache.sparse_layers:
             if layer.store is None or layer.store.pool.host is None:
                 continue
             counters = layer.store.counters
             self._moved += counters.to_host_bytes + counters.to_device_bytes
-            if counters.steps:  # of the prompt one token was left to read, behind blocks that were there
+            if counters.steps:  # a single token was left to read after the cached prefix: a decode step
                 self._read_there.append(counters.from_host.sum() * layer.store.stored_bytes)
 
     def link_bytes(self) -> int:
@@ -172,24 +172,24 @@ class Work:
     # ------------------------------------------------------------------ rows
 
     def leave(self, row: int) -> None:
-        """A row is over."""
+        """End a row."""
         self.rows.leave(row)
 
     def hold(self, row: int) -> None:
-        """A row waits."""
+        """Pause a row."""
         self.rows.hold(row)
 
     def resume(self, row: int) -> None:
-        """A row that was held goes on."""
+        """Continue a held row."""
         self.rows.resume(row)
 
     def give(self, row: int, tokens: int) -> None:
-        """A row has room for copies of so many tokens."""
+        """Give a row room for copies of so many tokens."""
         self.rows.give(row, tokens)
 
     @torch.no_grad()
     def calibrate(self, row: int, ids: Sequence[int]) -> None:
-        """A row gets the label channels that tokens ``ids``, its first ones, give. They are read anew for that."""
+        """Give a row the label channels of its first tokens ``ids``, which are prefilled again for that."""
         read = self.rows.prefill(self.model, sent([ids], torch.long, self.device), self.serving.chunk)
         try:
             self.rows.calibrate(row, read)
@@ -198,7 +198,7 @@ class Work:
             self.rows.drop(read)
 
     def move(self, row: int, to: int) -> None:
-        """A row and its next token take place ``to``, which is free."""
+        """Move a row and its next token to the free place ``to``."""
         self.rows.move(row, to)
         self.tokens[to : to + 1].copy_(self.tokens[row : row + 1])
 
@@ -209,29 +209,29 @@ class Work:
         return self.rows.channels(row)
 
     def share(self, ids: np.ndarray) -> None:
-        """One more reference to each of these blocks, int32 ``[n]``."""
+        """Add a reference to each of these blocks, int32 ``[n]``."""
         self.rows.cache.row_table.ids.share(ids)
 
     def drop(self, ids: np.ndarray) -> None:
-        """One reference less to each of these blocks, int32 ``[n]``."""
+        """Remove a reference from each of these blocks, int32 ``[n]``."""
         self.rows.cache.row_table.ids.drop(ids)
 
     # ------------------------------------------------------------------ steps
 
     def step(self) -> Tensor:
-        """A step of all active rows; gives logits ``[n, vocabulary]`` of the first rows."""
+        """Run a step of all active rows. Returns logits ``[n, vocabulary]`` of the first rows."""
         return self.rows.step(self.model, self.tokens)
 
     def tokens_are_there(self) -> None:
-        """:attr:`tokens` has been written, behind a step or a join."""
+        """Called when :attr:`tokens` has been written after a step or a join."""
 
     # ------------------------------------------------------------------ the end
 
     def failed(self) -> None:
-        """Nothing that is cached can be relied on any more."""
+        """Called when a step has failed, after which cached state cannot be relied on."""
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self.segments.close()
 
 
@@ -239,7 +239,7 @@ def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
     """The model's decoder layers, in order.
 
     Raises:
-        ValueError: they cannot be told.
+        ValueError: they were not found.
     """
     for module in model.get_decoder().modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
