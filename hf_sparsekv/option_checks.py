@@ -1,6 +1,6 @@
-"""What options may be: each function raises ``ValueError`` with the option's name and what it got.
+"""Checks of options: each function raises ``ValueError`` with the option's name and its value.
 
-Apart from the configurations because each method has its own in another file, and all check with these.
+Apart from the configurations because each method has its own in another file, and all use these checks.
 """
 
 from __future__ import annotations

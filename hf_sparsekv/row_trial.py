@@ -120,7 +120,7 @@ class _Trial:
         return _Pass(list(cache.given), out.logits)
 
     def failed(self) -> str | None:
-        """What does not hold, in words."""
+        """The property that does not hold; None: all hold."""
         return self._at_other_positions() or self._in_rows()
 
     def _at_other_positions(self) -> str | None:

@@ -72,7 +72,7 @@ _LOWERED = torch.float32, torch.float16, torch.bfloat16
 def as_called(function: Callable[[], Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
     """``function``, to be called inside :func:`no_autocast`, computes in the autocast that is on now.
 
-    What it gives is then :func:`lowered` to ``dtype``.
+    The result is then :func:`lowered` to ``dtype``.
     """
     kinds = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)] if any_autocast() else ()
     if not kinds:

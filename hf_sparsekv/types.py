@@ -1,4 +1,4 @@
-"""What several folders hand to each other. Imports nothing of ours."""
+"""Types that several folders share. Imports nothing of ours."""
 
 from __future__ import annotations
 

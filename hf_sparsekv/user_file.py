@@ -17,7 +17,7 @@ from .whole_file import replacing
 
 T = TypeVar("T")
 
-# What reading a broken file may raise: RecursionError for deep JSON, OverflowError for numbers that no float holds.
+# Errors of reading a broken file: RecursionError for deep JSON, OverflowError for numbers that no float holds.
 _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 
 
@@ -28,7 +28,7 @@ def cache_directory() -> Path:
 
 
 def read(path: Path, version: int, parse: Callable[[dict], T]) -> dict[str, T]:
-    """What ``parse`` makes of each entry; empty if there is no file, and with a warning if it cannot be used."""
+    """All entries, parsed by ``parse``. Empty if there is no file, or, with a warning, if it cannot be used."""
     try:
         return {name: parse(entry) for name, entry in _entries(path, version).items()}
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Long own output: how far a cache drifts from full attention along full attention's own greedy answer.
 
-Full attention writes the answer, however often it would have ended it; then the answer is fed to each cache token by
-token. Up to the first token that a cache would have chosen otherwise, that is the greedy text of the cache. After it
-two texts have little to do with each other, and only teacher forcing still compares steps with steps.
+Full attention writes the answer, and may not end it early. Then the answer is fed to each cache token by token. Up to
+the first token that a cache would have chosen differently, the answer is the cache's own greedy text. From there two
+free-running texts would diverge, and only teacher forcing still compares steps with steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def windows(tokens: int, width: int) -> list[tuple[int, int]]:
 
 
 def window_task(start: int, end: int) -> str:
-    """What a window's records are called: its first and last token, counted from 1."""
+    """The name of a window's records: its first and last token, counted from 1."""
     return f"{start + 1}-{end}"
 
 
@@ -111,7 +111,7 @@ def evaluate(
     stop: set[int],
     advance: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Compare every cache that has not been along full attention's answer to each prompt.
+    """Compare every cache along full attention's answer to each prompt, except pairs that have results.
 
     Args:
         prompts: ids of each.

@@ -1,6 +1,6 @@
-"""What the extra ``eval`` installs, and what is said where it is missing.
+"""Errors for missing packages of the extra ``eval``.
 
-Apart because most tasks run without it: only who needs one of its packages asks for it.
+Apart because most tasks run without it: only code that needs one of its packages imports it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ MEASURES = {
 
 
 def compare(reference: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a step against the reference's: whether the likeliest token is the same, and the KL divergence in nats.
+    """Compare a step with the reference's: whether the likeliest token is the same, and the KL divergence in nats.
 
     Args:
         reference, logp: log-probabilities ``[batch, vocab]``, float32.
@@ -77,7 +77,7 @@ def evaluate(
     against: bool = True,
     advance=lambda n: None,
 ) -> None:
-    """Measure every passage with every cache that has not been.
+    """Measure every passage with every cache, except pairs that have results.
 
     Args:
         words: ids ``[n]`` of the text.

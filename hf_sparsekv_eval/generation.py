@@ -79,7 +79,7 @@ def evaluate(
     prefilled: bool = True,
     against: bool = False,
 ) -> None:
-    """Answer every sample with every cache that has not.
+    """Answer every sample with every cache, except pairs that have results.
 
     Args:
         samples: those of a task and length one after the other; they are batched together.

@@ -1,4 +1,4 @@
-"""What was measured of a sample, and the figures over samples with their intervals: numbers, no files.
+"""Measurements of a sample, and figures over samples with their intervals: numbers, no files.
 
 Apart from the directory of a run because reports and tables need no more than this.
 """
@@ -33,7 +33,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What identifies it."""
+        """The key that identifies the record."""
         return self.task, self.length, self.index, self.cache
 
 

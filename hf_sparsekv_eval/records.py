@@ -1,7 +1,7 @@
-"""What evaluations give: a line of JSON a sample and cache as it is measured, tables at the end.
+"""Results of evaluations: a line of JSON for each sample and cache as it is measured, and tables at the end.
 
-A run that was interrupted goes on where it stopped: what ``samples.jsonl`` holds is not measured again. Lines of it
-that are damaged are skipped with a warning, and one run at a time writes to a directory.
+An interrupted run continues where it stopped: samples in ``samples.jsonl`` are not measured again. Damaged lines are
+skipped with a warning. One run at a time writes to a directory.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .cache_specs import FULL
 from .measures import RESAMPLES, Figure, Measure
 
-# Of the summary: part, measure, heading. What has not been measured has no column; what is beside it shares its cell.
+# Columns of the summary: part, measure, heading. Measures without results have no column; `beside` ones share a cell.
 _SUMMARY = (
     ("ruler", "score", "RULER, %"),
     ("needle", "score", "needles, %"),

@@ -1,4 +1,4 @@
-"""What a generation task is made of."""
+"""Samples of generation tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sample:
     items: Callable[[str, tuple[str, ...]], tuple[float, ...]] | None = None
 
     def parts(self, output: str) -> tuple[float, ...]:
-        """What an answer gets right, part by part (each 0 to 1), so that two answers can be compared in parts."""
+        """Score of each part of an answer, from 0 to 1, so that two answers can be compared in parts."""
         return (
             (float(self.score(output, self.references)),) if self.items is None else self.items(output, self.references)
         )

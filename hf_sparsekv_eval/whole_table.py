@@ -21,7 +21,7 @@ _PREFILL = 16  # prompt tokens that take about as long as one decode step: for t
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The plan of a run: its measurements.
 
     Args:
         lengths: of prompts, in tokens.
@@ -84,7 +84,7 @@ def default_caches() -> list[CacheSpec]:
     specs = [FULL]
     for name, method in methods().items():
         specs.append(name)
-        # What ``level="auto"`` means with offloading is measured more quickly without it.
+        # ``level="auto"`` means two_level with offloading, which is faster to measure without offloading.
         if getattr(method.config(), "level", None) == "auto":
             specs.append(f"{name}:level=two_level")
     return [parse_cache(spec) for spec in specs]

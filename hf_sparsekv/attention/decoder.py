@@ -1,6 +1,6 @@
-"""The structure of a model's decoder, found from its modules: its layers, and what mixes tokens in each.
+"""The structure of a model's decoder, found from its modules: its layers, and the token mixers of each.
 
-Apart from :mod:`.points` because it knows of models alone, not of queries or streams.
+Apart from :mod:`.points` because it knows only models, not queries or streams.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _attends(module: nn.Module) -> bool:
 
 
 def returns_tuple(mixer: nn.Module) -> bool:
-    """What mixes tokens returns more than one tensor: attention its weights, which linear attention has not."""
+    """Whether a token mixer returns a tuple. Attention also returns its weights; linear attention has none."""
     returns = inspect.signature(inspect.unwrap(type(mixer).forward)).return_annotation
     return _attends(mixer) or get_origin(returns) is tuple
 
 
 def mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What mixes tokens in a decoder layer: attention of any kind."""
+    """The token mixers of a decoder layer: attention of any kind."""
     for name, child in layer.named_children():
         if hasattr(child, "layer_idx"):
             yield name, child

@@ -1,4 +1,4 @@
-"""What cannot be differentiated says so."""
+"""An error for attempts to differentiate sparse attention."""
 
 from __future__ import annotations
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-# What to do about a cache that holds more than the caller thinks.
+# Advice for a cache that holds more than the caller thinks.
 _SECOND_PROMPT = (
     ". For another prompt, or the same one after an error, call cache.reset() or make a new cache; to go on with a "
     "conversation, pass the whole of it and its mask, what is cached included"
 )
 
 
-_WHOLE = "_sparsekv_whole"  # an attribute of masks that hide nothing: asking these themselves waits for the GPU
+_WHOLE = "_sparsekv_whole"  # attribute of masks that hide nothing: reading the mask itself would wait for the GPU
 
 
 def is_whole(mask: Tensor) -> bool:
-    """This mask of columns was made here, of a pass without padding."""
+    """Whether this mask of columns was made here, for a pass without padding."""
     return getattr(mask, _WHOLE, False)
 
 
@@ -41,7 +41,7 @@ def sparsekv_mask(
     local_size: int | None = None,
     **kwargs,
 ) -> Tensor | None:
-    """Mask of a forward pass, in the cheapest form that says everything.
+    """Mask of a forward pass, in the cheapest sufficient form.
 
     Returns:
         For plain causal attention over a growing cache: ``None`` where nothing is padding and causality is clear
@@ -104,10 +104,10 @@ def sparsekv_mask(
 
 
 def check_not_empty(batch: int, tokens: int, cached: int = 0) -> None:
-    """Raise for an input without rows or columns, which models meet with an error about shapes.
+    """Raise for an input without rows or columns, for which models raise an error about shapes.
 
-    ``generate()`` leaves out as many first tokens as the cache holds (``cached``), whatever they are: of a second
-    prompt that is no longer than that, nothing may be left.
+    ``generate()`` skips as many first tokens as the cache holds (``cached``), whatever they are. So a second prompt
+    that is no longer than that may become empty.
     """
     if not batch or not tokens:
         if batch and cached:

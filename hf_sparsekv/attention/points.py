@@ -71,7 +71,7 @@ class Point:
 
     @property
     def width(self) -> int:
-        """Of the stream."""
+        """Width of the stream."""
         return self.module.config.hidden_size
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ class _Factors:
         self._views: dict[torch.device, _View] = {}
 
     def on(self, device: torch.device) -> _View:
-        """What :func:`_plain` takes for the module."""
+        """The stand-in for the module that :func:`_plain` runs on."""
         if device not in self._views:
             self._views[device] = _View(self.module, self._own(device))
         return self._views[device]
@@ -115,7 +115,7 @@ class _Factors:
             if self.length <= tokens:  # as transformers: the very numbers that the model began with
                 inv_freq, scaling = getattr(self.module, f"{prefix}original_inv_freq").to(device), None
             else:
-                # Of growing ones a tensor, as transformers gives it: its arithmetic is that of 32 bits.
+                # Growing factors need a tensor, as transformers passes it: its arithmetic has 32 bits.
                 length = torch.tensor(self.length, device=device) if one.grows else tokens + 1
                 inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length, **given)
                 inv_freq = inv_freq.to(device)

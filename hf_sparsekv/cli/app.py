@@ -50,7 +50,7 @@ def _common(
 for command in (generate, serve, plan, calibrate, calibrate_device, doctor, fetch, demo):
     app.command()(output.one_line_errors(command))
 app.add_typer(evaluate)
-# What follows these names is the benchmark's or lm-eval's own.
+# Arguments after these names belong to the benchmark or to lm-eval.
 for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
     own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(name, context_settings=own)(output.one_line_errors(command))

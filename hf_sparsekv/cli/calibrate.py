@@ -15,7 +15,7 @@ from .output import CommandError, messages, note, results
 
 
 class Importance(str, Enum):
-    """What ``--importance`` takes."""
+    """Values of ``--importance``."""
 
     max = "max"
     mean = "mean"

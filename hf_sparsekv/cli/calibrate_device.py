@@ -32,7 +32,7 @@ FEW = replace(BLOCKS, num_blocks=16)
 
 
 class Precision(str, Enum):
-    """What ``--dtype`` takes."""
+    """Values of ``--dtype``."""
 
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -87,7 +87,7 @@ def calibrate_device(
 
 
 def _origin() -> dict:
-    """What is kept beside measured numbers."""
+    """Versions and date to store with measured numbers."""
     from ..results import versions
 
     return {"versions": versions(), "date": datetime.date.today().isoformat()}

@@ -89,7 +89,7 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _crossover(name: str, index: int) -> str:
-    """Whether it was measured up to which length dense attention is as quick, by the default's method."""
+    """Whether the length up to which dense attention is as fast was measured, for the default method."""
     if lookup(name, METHOD):
         return "measured"
     there = gpu(torch.device("cuda", index)) if has_triton() else None

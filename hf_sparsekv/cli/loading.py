@@ -17,7 +17,7 @@ from ..small_model import is_fetched, small_model_path
 from ..tuning.shapes import HUB, SHAPES, known_shape
 from .output import CommandError
 
-HUB_SECONDS = 5  # that the hub may take to answer at all
+HUB_SECONDS = 5  # how long the hub may take to answer
 
 
 def resolve_model(name: str, known: Iterable[str] = ()) -> str:
@@ -81,7 +81,7 @@ def hub_answers() -> bool:
 
 
 def _without(known: Iterable[str]) -> str:
-    """What a command knows without the hub."""
+    """Models that a command knows without the hub."""
     names = ", ".join(known)
     return f". Known without the hub: {names}" if names else ""
 

@@ -24,7 +24,7 @@ CacheKind = Enum("CacheKind", {name: name for name in (*called(), DENSE)}, type=
 
 
 class Level(str, Enum):
-    """What ``--level`` takes."""
+    """Values of ``--level``."""
 
     auto = "auto"
     two_level = "two_level"
@@ -33,13 +33,13 @@ class Level(str, Enum):
 
 
 class KVDType(str, Enum):
-    """What ``--kv-dtype`` takes."""
+    """Values of ``--kv-dtype``."""
 
     int8 = "int8"
 
 
 class DType(str, Enum):
-    """What ``--dtype`` takes."""
+    """Values of ``--dtype``."""
 
     auto = "auto"
     float32 = "float32"
@@ -81,7 +81,7 @@ def _field(name: str, help: str) -> typer.models.OptionInfo:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What describes a sparse cache; a field is an option, None where it is not given."""
+    """Options that describe a sparse cache. Each field is an option; None: it is not given."""
 
     offload: Annotated[
         bool | None,

@@ -1,4 +1,4 @@
-"""What the user sees: results on standard output, progress and errors on standard error."""
+"""Output of the commands: results on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 

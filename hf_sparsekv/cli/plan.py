@@ -95,7 +95,7 @@ def plan(
 
 
 def _more_host(given: str | None) -> str:
-    """What to do if host memory does not suffice."""
+    """Advice if host memory does not suffice."""
     if given is not None:
         return f"give more than --host-memory {given}"
     return "give --host-memory, as 256GiB, if it is for another machine (default: 80 % of this one's memory)"
@@ -116,7 +116,7 @@ def _shortage(lacks: Shortage, gpu: int, host: int, given: str | None) -> str:
 
 
 def _config(model: str):
-    """Of a known shape by its name, however spelled, without any file; of everything else as :func:`load_config`."""
+    """Configuration of a known shape by its name, in any spelling and without files; otherwise :func:`load_config`."""
     from ..tuning.shapes import SHAPES, known_shape
 
     shape = None if Path(model).expanduser().exists() else known_shape(model)

@@ -20,7 +20,7 @@ from .output import CommandError, messages
 
 @dataclass(frozen=True)
 class Run:
-    """What one run gave: ``tokens`` without the prompt."""
+    """Result of one run: ``tokens`` without the prompt."""
 
     name: str
     prompt_tokens: int

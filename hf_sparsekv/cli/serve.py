@@ -30,8 +30,8 @@ from .output import CommandError, note
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 WARM_UP = 64  # tokens
-FAILED_S = 2  # that /ready says so before a replica that has lost a rank ends
-GRACE_S = 10  # that clients have to take the ends of their answers
+FAILED_S = 2  # how long /ready reports the loss of a rank before the replica ends
+GRACE_S = 10  # how long clients have to read the ends of their answers
 HURRY_S = 2  # the same, at the second signal
 OTHER_FILES = 256  # beside connections: libraries, the model's weights
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -332,7 +332,7 @@ def _server(app, engine, max_connections=2048):
             time.sleep(HURRY_S)
             self.force_exit = True  # it may have begun to wait before
 
-    # Of clients that were left: their tasks are cancelled, and uvicorn shows where.
+    # Hides errors of clients that were cut off: their tasks are cancelled, and uvicorn would show where.
     logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
     options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
     options |= {"http": protocol(_connections(max_connections)), "proxy_headers": False}

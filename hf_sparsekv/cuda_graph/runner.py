@@ -282,5 +282,5 @@ class StepRunner:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of its message; of one without, as of NotImplementedError, its name."""
+    """First line of an error's message; the error's name if it has none, as NotImplementedError."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""What rows need of the cache that decodes them, and what a prompt is once it has been read.
+"""The protocol of the cache that decodes rows, and the result of a prefill.
 
 Apart from the rows because their parts hand these to each other.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """What rows need of the cache that decodes them, and of caches that are prefilled for it."""
+    """The attributes of a cache that rows use, also of caches that are prefilled for a batch."""
 
     config: SparseConfig
     offload_config: OffloadConfig | None
@@ -48,7 +48,7 @@ class Batch(Protocol):
         ...
 
     def joined_rows(self) -> Rows:
-        """What all layers hold; from here on they follow the table."""
+        """The rows that all layers hold; from here on the layers follow the table."""
         ...
 
     def bind(self, model_config) -> None:

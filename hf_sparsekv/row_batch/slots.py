@@ -59,7 +59,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Of all rows together."""
+        """Slots of all rows together."""
         return 0 if self.tokens is None else self.tokens.lanes.slots
 
     @property

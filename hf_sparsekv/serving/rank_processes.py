@@ -45,7 +45,7 @@ LOOPBACK = "lo"
 WORDS_S = 2.0  # how long the end of a child may come after the error that it causes
 CLOSE_S = 10.0  # how long children may take to end after the engine is closed
 
-# What a child runs. First of all, before torch is imported, it asks to be killed when its parent ends: prctl(1) is
+# The program of a child. First, before torch is imported, it asks to be killed when its parent ends: prctl(1) is
 # PR_SET_PDEATHSIG, of the thread that has started it. A parent that has ended before that is not its parent any more.
 CHILD = """
 import ctypes, os, signal, sys
@@ -179,7 +179,7 @@ class RankProcesses:
             process.wait()
 
     def _unless_lost(self, make: Callable[[], T]) -> T:
-        """What ``make`` gives, or an error as soon as a child ends: ``make`` may wait for it for ever."""
+        """The result of ``make``, or an error as soon as a child ends, for which ``make`` may wait forever."""
         made: Future[T] = Future()
 
         def run() -> None:

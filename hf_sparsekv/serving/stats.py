@@ -37,7 +37,7 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """Of all samples."""
+        """Number of samples."""
         return sum(self.counts)
 
 

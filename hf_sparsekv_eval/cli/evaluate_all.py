@@ -192,7 +192,7 @@ def everything(
 
 
 def _section(part, held, caches, lengths):
-    """What the report says of a part: of the caches and lengths of this run."""
+    """The report's section for a part, with the caches and lengths of this run."""
     from ..report import Section
 
     names = {spec.name for spec in caches}

@@ -1,4 +1,4 @@
-"""What all commands of ``hf-sparsekv eval`` share: their options, a loaded model, and where results go."""
+"""Parts that all commands of ``hf-sparsekv eval`` share: their options, a loaded model, and the results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ TextFile = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What every task takes."""
+    """Options of every task."""
 
     config: Annotated[
         Path | None,

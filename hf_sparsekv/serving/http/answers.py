@@ -1,4 +1,4 @@
-"""From handles, which the engine's threads write to, to responses, which a client reads at its own pace."""
+"""Responses from handles: the engine's threads write, and each client reads at its own pace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .errors import ApiError, dumped, told
 
 JOIN = 256  # texts that wait for a reader before they become one
 TICK_S = 1.0
-KEEP_ALIVE_S = 15.0  # without anything to tell: proxies and clients give up on silent connections
-STALL_S = 60.0  # that a client may take nothing for
+KEEP_ALIVE_S = 15.0  # silence until a keep-alive: proxies and clients give up on silent connections
+STALL_S = 60.0  # how long a client may stop reading
 READING = 2  # threads that read tool calls
 
 _READING: WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = WeakKeyDictionary()
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class News(NamedTuple):
-    """What has come of one request: text, and its end if it has ended."""
+    """News of one request: text, and its end if it has ended."""
 
     which: int
     text: str
@@ -39,18 +39,18 @@ class News(NamedTuple):
 
 
 class Answers:
-    """What comes of several handles, for one coroutine; whatever the reader does not take is joined.
+    """Collects news of several handles for one coroutine. Text that the reader has not taken yet is joined.
 
     Args:
-        handles: of the requests; each is listened to.
-        text: False if only their ends are of interest.
+        handles: the requests' handles, to which it listens.
+        text: False if only the ends are needed.
     """
 
     def __init__(self, handles: Sequence[Handle], text: bool = True) -> None:
         self.handles = list(handles)
         self._text = text
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # of what follows; the event belongs to the loop
+        self._lock = threading.Lock()  # guards the attributes below; the event belongs to the loop
         self._texts: list[list[str]] = [[] for _ in handles]
         self._ends: list[Output | BaseException | None] = [None] * len(self.handles)
         self._woken = False
@@ -59,7 +59,7 @@ class Answers:
             handle.listen(partial(self._hear, which))
 
     def _hear(self, which: int, news: Piece | Output | BaseException) -> None:
-        """On the engine's thread: wakes the loop once until it has looked."""
+        """Take news on the engine's thread, and wake the event loop unless that is pending already."""
         with self._lock:
             if not isinstance(news, Piece):
                 self._ends[which] = news
@@ -76,11 +76,11 @@ class Answers:
         self._loop.call_soon_threadsafe(self._event.set)
 
     def wake(self) -> None:
-        """Let :meth:`news` come back with what there is, nothing perhaps."""
+        """Let :meth:`news` return with the news so far, perhaps none."""
         self._event.set()
 
     async def news(self) -> list[News]:
-        """Wait for what has come since the last call."""
+        """Wait for news since the last call."""
         await self._event.wait()
         self._event.clear()
         with self._lock:
@@ -98,7 +98,7 @@ class Answers:
         """Wait for all ends.
 
         Raises:
-            BaseException: what the first one failed with.
+            BaseException: the error of the first request that failed.
         """
         outputs: dict[int, Output] = {}
         while len(outputs) < len(self.handles):
@@ -108,13 +108,13 @@ class Answers:
         return [outputs[which] for which in range(len(self.handles))]
 
     def cancel(self) -> None:
-        """All of them; those that have ended do not mind."""
+        """Cancel all requests. It does nothing to those that have ended."""
         for handle in self.handles:
             handle.cancel()
 
 
 def finished(end: Output | BaseException, id: str) -> Output:
-    """The output of request ``id``, or what a client is told instead, raised."""
+    """The output of request ``id``. Raises the error for the client if there is none."""
     if isinstance(end, BaseException):
         log.error("%s has failed", id, exc_info=end)
         raise told(end, id)
@@ -124,13 +124,13 @@ def finished(end: Output | BaseException, id: str) -> Output:
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the client is gone; to be called when its body has been read."""
+    """Wait until the client disconnects; to be called after its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_there(receive: Receive, answers: Answers) -> list[Output] | None:
-    """All outputs, or None if the client has gone before; then the requests are cancelled, as after an error."""
+    """All outputs, or None if the client disconnects first. Then the requests are cancelled, as after an error."""
     tasks = [asyncio.ensure_future(answers.outputs()), asyncio.ensure_future(gone(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +143,7 @@ async def while_there(receive: Receive, answers: Answers) -> list[Output] | None
 
 
 async def on_thread(call: Callable[[], Any]) -> Any:
-    """What it gives; the loop goes on meanwhile. Two at a time, or they would take the interpreter from the engine."""
+    """Run ``call`` on a thread. Two may run at a time; more would take the interpreter from the engine."""
     loop = asyncio.get_running_loop()
     limiter = _READING.get(loop)
     if limiter is None:
@@ -152,36 +152,36 @@ async def on_thread(call: Callable[[], Any]) -> Any:
 
 
 class Format:
-    """How the pieces of answers look; one object for each stream.
+    """Format of the pieces of answers; one object for each stream.
 
     Attributes:
-        reads: :meth:`last` reads the answer, which takes time: it is called on another thread.
+        reads: whether :meth:`last` parses the answer. This takes time, so it is called on another thread.
     """
 
     reads = False
 
     def first(self, which: int) -> list[object]:
-        """Told before the first text."""
+        """Events before the first text."""
         return []
 
     def text(self, which: int, text: str) -> list[object]:
-        """Text has come."""
+        """Events for new text."""
         raise NotImplementedError
 
     def last(self, which: int, output: Output) -> list[object]:
-        """One answer is complete."""
+        """Events at the end of one answer."""
         raise NotImplementedError
 
     def usage(self, outputs: Sequence[Output]) -> list[object]:
-        """All are."""
+        """Events at the end of all answers."""
         return []
 
 
 class EventStream(Response):
     """Pieces of answers as server-sent events.
 
-    A client that goes away, or takes nothing for a minute, cancels its requests. A slow one gets several pieces as one;
-    what waits for it is no more than its answers.
+    If a client disconnects, or reads nothing for a minute, its requests are cancelled. A slow client gets several
+    pieces as one, so no more than its answers is ever buffered.
     """
 
     media_type = "text/event-stream"
@@ -195,7 +195,7 @@ class EventStream(Response):
         self._sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all, while somebody takes it."""
+        """Send all events, while the client reads them."""
         tasks = [asyncio.ensure_future(self._stream(send)), asyncio.ensure_future(gone(receive))]
         ticking = asyncio.ensure_future(self._tick(tasks[0]))
         try:
@@ -209,7 +209,7 @@ class EventStream(Response):
             raise results[0]
 
     async def _tick(self, streaming: asyncio.Task) -> None:
-        """Looks after a stream: one timer for it, not one for each piece."""
+        """Watch a stream with one timer, instead of one for each piece."""
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()

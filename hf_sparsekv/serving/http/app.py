@@ -1,6 +1,6 @@
-"""The server: OpenAI's chat and completions, and what an operator asks for.
+"""The server: OpenAI's chat and completions, and endpoints for operators.
 
-Only endpoints are here. Who is let in, bodies, prompts and the look of answers are in modules of their own.
+Only endpoints are here. Access, bodies, prompts and the format of answers are in modules of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .scan import Scan
 from .shapes import Chat, Completion, Shape
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
-MAX_ANSWER = 4096  # tokens of a chat's answer if the client does not say: memory is reserved for it
+MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
 SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
 OPENMETRICS = "application/openmetrics-text"
@@ -48,26 +48,26 @@ def create_app(
     max_answer: int | None = MAX_ANSWER,
     allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """An application for any ASGI server around an engine, which stays its caller's to close.
+    """An application for any ASGI server around an engine. The caller has to close the engine.
 
     Args:
         engine: serves the requests.
-        model_id: the name that clients ask for.
-        api_key: that clients have to give as ``Authorization: Bearer ...``, whitespace around it left out; ``None``:
-            everybody may ask.
-        max_body: bytes of a request's body.
-        max_answer: tokens of a chat's answer if the client does not say; ``None``: what is left of the context.
-        allowed_hosts: names of this server, beside ``localhost`` and IP addresses, that requests to a loopback address
-            may be for if there is no key; ``"*"``: any. Otherwise any page in a browser on this machine could ask,
-            once its name leads here (DNS rebinding).
+        model_id: the model name for clients.
+        api_key: key that clients send as ``Authorization: Bearer ...``; surrounding whitespace is ignored. ``None``:
+            no key is needed.
+        max_body: most bytes of a request's body.
+        max_answer: most tokens of a chat's answer if the client sets no limit. ``None``: the rest of the context.
+        allowed_hosts: host names, besides ``localhost`` and IP addresses, that requests to a loopback address may use
+            if there is no key. ``"*"``: any. The check keeps web pages in a browser on this machine from sending
+            requests by DNS rebinding.
 
     Raises:
         ValueError: ``api_key`` is empty.
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty: give one, or None to let everybody in")
-    # No pages that describe the interface: they would load scripts from elsewhere.
-    # Nor redirects to an address with a slash more or less, which would be made of the client's Host header.
+    # No documentation pages: they would load scripts from elsewhere.
+    # No redirects that add or remove a slash: they would contain the client's Host header.
     app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api = _Api(engine, model_id, max_body, max_answer)
     app.post("/v1/chat/completions")(api.chat)
@@ -119,16 +119,16 @@ class _Api:
         known = ("/v1/chat/completions", "/v1/completions", "/v1/models", *OPEN)
         self._answered.labels(path if path in known else "other", str(status)).inc()
 
-    # What an operator asks for.
+    # For operators.
 
     async def health(self) -> Response:
-        """The process answers, and its engine has not failed."""
+        """``/health``: the process answers, and its engine has not failed."""
         if (error := self._engine.failed) is not None:
             return ApiError(503, f"the engine has failed: {type(error).__name__}: {error}", code="failed").response()
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Requests are taken."""
+        """``/ready``: the engine takes requests."""
         if self._engine.failed is not None:
             return await self.health()
         if not self._engine.ready:
@@ -139,17 +139,17 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        # Of what the client accepts only the kind is looked at: versions that are none would be an error.
+        # Use only the media types of the Accept header: an invalid version in it would be an error.
         kinds = [one.partition(";")[0].strip() for one in request.headers.get("accept", "").split(",")]
         encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in kinds else "")
         return Response(encode(self._registry), media_type=None, headers={"content-type": content_type})
 
     async def models(self) -> Response:
-        """The one that is served."""
+        """The served model."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
-        """The one that is served, by its name."""
+        """The served model, by its name."""
         schema.check_model({"model": name}, self._model_id)
         return json_response(self._model())
 
@@ -179,7 +179,7 @@ class _Api:
                 limiter, submit = self._threads[len(body) > LARGE], self._prompts.submit
                 asked, tools = await anyio.to_thread.run_sync(submit, body, scan, parse, handles, limiter=limiter)
             answers = Answers(handles, text=asked.stream)
-        except BaseException:  # also a server that ends while the thread is at it
+        except BaseException:  # also if the server ends while the thread submits
             for handle in handles:
                 handle.cancel()
             raise
@@ -188,5 +188,5 @@ class _Api:
             return EventStream(answers, shape)
         outputs = await while_there(request.receive, answers)
         if outputs is None:
-            return Response(status_code=499)  # which reaches nobody
+            return Response(status_code=499)  # the client has gone
         return json_response(await on_thread(partial(shape.whole, outputs)) if shape.reads else shape.whole(outputs))

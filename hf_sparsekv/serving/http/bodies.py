@@ -18,10 +18,10 @@ from ..turns import step_aside
 from .errors import ApiError
 from .scan import PIECE, Scan
 
-BODY_S = 60.0  # that a client may take to send its body
-OPEN_BODIES = 16  # of the largest size, which may be held in memory at a time
-INLINE = 1 << 13  # bytes that are looked at where they arrive: a thread costs more
-SMALL_BODY = 1 << 16  # bytes that each may have beside that, so that large bodies do not keep small ones out
+BODY_S = 60.0  # how long a client may take to send its body
+OPEN_BODIES = 16  # bodies of the largest size that may be in memory at a time
+INLINE = 1 << 13  # bytes that are scanned on the event loop: a thread costs more
+SMALL_BODY = 1 << 16  # bytes of each body that do not count, so that large bodies do not keep small ones out
 
 
 class Bodies:
@@ -43,7 +43,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, scan: Scan) -> AsyncIterator[bytes]:
-        """The body, looked at as it comes. Its bytes are counted among those that are held until this is left."""
+        """The body, scanned as it arrives. Its bytes count as held until this context ends."""
         _check_type(request)
         too_large = ApiError(413, f"the body has more than {self._max_body:,} bytes", code="body_too_large")
         length = request.headers.get("content-length", "")
@@ -65,7 +65,7 @@ class Bodies:
             parts: list[bytes] = []
             refused, unread = None, self._max_body
             async for part in request.stream():
-                if refused is not None:  # whoever is still sending does not read, and would not hear why
+                if refused is not None:  # read on: a client that is still sending would not read the error
                     unread -= len(part)
                     if unread < 0:
                         break
@@ -89,14 +89,14 @@ class Bodies:
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body has not come within {BODY_S:g} s") from None
             except ClientDisconnect:
-                raise ApiError(400, "the body has not come whole") from None  # which reaches nobody
+                raise ApiError(400, "the body has not come whole") from None  # the client has gone
             yield body
         finally:
             self._held -= max(0, total - SMALL_BODY)
 
 
 def _look(scan: Scan, part: bytes) -> None:
-    """On a thread: streams have the event loop, and steps the cores."""
+    """Scan on a thread of low priority, because streams need the event loop, and steps the cores."""
     step_aside()
     for at in range(0, len(part), PIECE):
         scan.feed(part[at : at + PIECE])

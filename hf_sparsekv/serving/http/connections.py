@@ -1,7 +1,7 @@
-"""Connections, before a request is there: their number, the time of a head, and pieces of a body that are too small.
+"""Limits of connections: their number, the time for a request's head, and the number of tiny chunks of a body.
 
-uvicorn bounds none of these. It waits for ever for a connection's first head, and each chunk of a body costs it 20 us
-of the event loop, however small the chunk is.
+uvicorn bounds none of these. It waits forever for a connection's first head, and each chunk of a body costs it 20 us of
+the event loop, however small the chunk is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 10.0  # that a client may take to send a request's head
+HEAD_S = 10.0  # how long a client may take to send a request's head
 MAX_CONNECTIONS = 2048
 CHUNKS = 1000  # of a body, of any size; as many more as it has times CHUNK bytes
 CHUNK = 64

@@ -1,6 +1,6 @@
 """The part of an engine that the server uses.
 
-It is a protocol, so that the server runs without a model: replicas and tests put other engines behind it.
+It is a protocol, so that the server runs without a model: replicas and tests use other engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..stats import EngineStats
 
 
 class Engine(Protocol):
-    """What the server needs of :class:`hf_sparsekv.Engine`."""
+    """The attributes of :class:`hf_sparsekv.Engine` that the server uses."""
 
     tokenizer: PreTrainedTokenizerBase | None
     max_length: int

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ..request import Busy, Closed
 
-MOST = 800  # characters of a message: what a client sends is quoted in it
+MOST = 800  # characters of a message, which may quote the client's input
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -74,7 +74,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def told(error: BaseException, id: str | None = None) -> ApiError:
-    """What a client is told of an error of the engine's; ``id``: of the request, as the log has it."""
+    """The client's version of an error of the engine; ``id``: the request's id, as in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):

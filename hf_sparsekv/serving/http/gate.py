@@ -1,4 +1,4 @@
-"""Who is let in: the API key, and the names that a server without a key answers to. Counts answers by status.
+"""Access: the API key, and the host names that a server without a key accepts. Counts answers by status.
 
 It is ASGI middleware, apart from the endpoints: a request without the key is refused before its body is read.
 """
@@ -18,9 +18,9 @@ OPEN = ("/health", "/ready", "/metrics")  # without a key
 
 
 class Gate:
-    """Keeps those without the key out, before a body is read, and counts answers by their status.
+    """Refuses requests without the key before their body is read, and counts answers by status.
 
-    Without a key, on a loopback address, it keeps out those who have another name for this machine: pages of a browser.
+    Without a key, on a loopback address, it refuses requests to other host names: a browser's pages (DNS rebinding).
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._hosts = {host.lower().rstrip(".") for host in allowed_hosts}
-        self._key = None if api_key is None else api_key.strip().encode()  # of a file, its line's end is none of it
+        self._key = None if api_key is None else api_key.strip().encode()  # a key from a file may end with a newline
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +53,7 @@ class Gate:
         return await error.response()(scope, receive, counting)
 
     def _foreign(self, scope: Scope) -> str | None:
-        """The name that a request is for, if it came to a loopback address and that is not its name."""
+        """The host name of a request to a loopback address, if that name is not allowed."""
         address = (scope.get("server") or ("",))[0] or ""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if "*" in self._hosts or not _is_loopback(address):
@@ -71,7 +71,7 @@ class Gate:
 
 
 def _host_name(header: str) -> str:
-    """Of a Host header: without its port, and without the brackets of IPv6."""
+    """The name in a Host header, without its port and without the brackets of IPv6."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0].lower().rstrip(".") if ":" in header else header.lower().rstrip(".")
@@ -90,23 +90,23 @@ def _is_loopback(address: str) -> bool:
 
 
 class Counting:
-    """``send`` of one answer, which is counted once: when it ends, by the status that it began with or failed with."""
+    """Wraps ``send`` for one answer, and counts it once at its end, by its first status or that of a failure."""
 
     def __init__(self, send: Send, count: Callable[[int], None]) -> None:
         self._send = send
         self._count = count
-        self._status: int | None = None  # that it began with
+        self._status: int | None = None  # first status
         self._over = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
         elif not message.get("more_body", False):
-            self.ended()  # before who asked has all of it, and looks at the metrics
+            self.ended()  # first: a client that has the whole answer finds it in the metrics
         await self._send(message)
 
     def ended(self, status: int | None = None) -> None:
-        """It has come to its end, with ``status`` if that is another one; nobody counts what has not begun."""
+        """Count the answer with ``status``, or with its first status. Does nothing if it has neither."""
         status = status or self._status
         if status is not None and not self._over:
             self._over = True

@@ -1,4 +1,4 @@
-"""An engine's counts as Prometheus reads them: made when they are asked for, nothing global."""
+"""An engine's statistics for Prometheus: created at each scrape, without global state."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ TIMES = {
 
 
 class EngineCollector(Collector):
-    """Makes metrics of a snapshot each time Prometheus asks.
+    """Creates metrics from a snapshot at each scrape.
 
     Args:
-        stats: gives the snapshot.
-        ready: the engine takes requests.
+        stats: returns the snapshot.
+        ready: returns whether the engine takes requests.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool]) -> None:
@@ -80,7 +80,7 @@ class EngineCollector(Collector):
 
 
 def histogram(name: str, about: str, samples: Samples) -> HistogramMetricFamily:
-    """Counts of buckets alone as Prometheus has them: each with those below it."""
+    """A Prometheus histogram, whose buckets are cumulative, from counts of single buckets."""
     buckets, total = [], 0
     for bound, count in zip((*map(str, samples.bounds), "+Inf"), samples.counts):
         total += count

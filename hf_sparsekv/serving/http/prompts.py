@@ -1,6 +1,6 @@
-"""From a parsed body to submitted requests: chat templates, tokenising, and limits of length.
+"""Submits the requests of a parsed body: chat templates, tokenising, and limits of length.
 
-All of it runs on a thread, apart from the event loop: with a long prompt it takes long.
+All of it runs on a thread, apart from the event loop, because it takes long with a long prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .errors import ApiError, told
 from .scan import Scan
 from .tools import ToolReader
 
-LIKELY = 8  # characters a token: a text with more of them than that for the whole context is counted in pieces first
+LIKELY = 8  # characters a token: a text longer than this times the context is tokenised in pieces first
 COUNTED = 1 << 18  # characters of a piece
 CUT = 16  # tokens that a piece may have more because it is cut out
 
@@ -42,7 +42,7 @@ class Prompts:
         parse: Callable[[dict[str, Any], Scan], schema.Asked],
         handles: list[Handle],
     ) -> tuple[schema.Asked, ToolReader | None]:
-        """On a thread: all that takes long with a long prompt. Adds to ``handles``."""
+        """Parse, tokenise and submit, on a thread. Appends to ``handles``."""
         step_aside()
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
@@ -66,7 +66,7 @@ class Prompts:
         return asked, tools
 
     def _check_count(self, prompts: int) -> None:
-        """400 for a list that would never be taken, as 429 says that it will be later."""
+        """Raise 400 for a list that would never fit the queue; 429 would make the client try again."""
         most = max(1, self._engine.max_waiting)
         if prompts > most:
             message = f"prompt has {prompts:,} prompts: {most:,} may wait here at a time. Send them in several requests"
@@ -81,7 +81,7 @@ class Prompts:
         return self._engine.tokenizer(prompt, verbose=False)["input_ids"]
 
     def _check_length(self, text: str) -> None:
-        """400 for a text of far more tokens than the context has.
+        """Raise 400 for a text with far more tokens than the context.
 
         Tokenising it whole takes some hundred bytes a token: 16 MB of text for a context of 2,000 tokens took 400 MB.
         """

@@ -1,7 +1,7 @@
-"""What the endpoints take: bodies as Python has them from JSON, checked and made into settings.
+"""The fields of requests: checks parsed bodies, and makes settings from them.
 
-Every field is known, refused with a reason, or an error: a client that asks for something must not get an answer as if
-it had not. ``null`` is the same as a field that is not there.
+Every field is known, refused with a reason, or an error, so that no option of a client is silently ignored. ``null`` is
+the same as a missing field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import ApiError
 from .scan import Scan
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
-# Who asks, for what, and which prompts begin alike: taken, and not used.
+# User, purpose and prefix hints: accepted, and not used.
 LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key"}
 BOTH = {"model", "max_tokens", "stream", "stream_options", *LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
@@ -30,8 +30,8 @@ MAX_PROMPTS = 1024  # of one request
 MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for each of them
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_NAME = 64  # characters of a field's name that may be a misspelt one
-# Of a message, beside role and content: who speaks, and what OpenAI's client sends back of an answer. Templates take
-# them or leave them; everything else has to be known to the template.
+# Fields of a message. Besides role and content: the speaker's name, and fields of an answer that OpenAI's client sends
+# back. Templates may ignore them; a template must know every other field.
 MESSAGE_LABELS = {"role", "content", "name", "tool_call_id", "tool_calls", "refusal", "reasoning_content"}
 EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
 COMPLETION_TOKENS = 16  # of /v1/completions if none are asked for, as OpenAI's
@@ -87,7 +87,7 @@ REFUSED = {
     "include_stop_str_in_output": Refused(_false, "is not there: the text ends before the stop string"),
     "use_beam_search": Refused(_false, "is not there: a request gives one answer"),
 }
-# Of stream_options, beside include_usage: OpenAI's padding and vLLM's counts in each chunk.
+# Fields of stream_options besides include_usage: OpenAI's padding and vLLM's counts in each chunk.
 STREAM_REFUSED = {
     "include_obfuscation": Refused(_false, "is not there: chunks are as long as their text"),
     "continuous_usage_stats": Refused(_false, "is not there: include_usage counts at the end"),
@@ -149,7 +149,7 @@ def loads(body: bytes) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """What JSON says. A field that is there twice is an error: others may have read the first one."""
+    """Parse JSON. A field that appears twice is an error, because other parsers may have read the first one."""
     return json.loads(text, object_pairs_hook=_once_each)
 
 
@@ -417,6 +417,6 @@ def _whole(text: str, name: str) -> None:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls it."""
+    """The JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value)) or shown(value)

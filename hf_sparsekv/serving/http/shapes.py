@@ -30,7 +30,7 @@ class Shape(Format):
         self._cut = bool(asked.sampling.stop)
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
-        """A whole one."""
+        """One whole answer."""
         raise NotImplementedError
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Shape(Format):
         return {**self._about, "object": self.object_name, "choices": choices, "usage": _usage(outputs)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Of a stream."""
+        """One chunk of a stream."""
         return {**self._about, "object": self.chunk_name, "choices": choices, **self._null}
 
     def usage(self, outputs: Sequence[Output]) -> list[object]:
@@ -47,7 +47,7 @@ class Shape(Format):
 
 
 class Completion(Shape):
-    """Of ``/v1/completions``."""
+    """Answers of ``/v1/completions``."""
 
     prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -65,7 +65,7 @@ class Completion(Shape):
 
 
 class Chat(Shape):
-    """Of ``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``."""
 
     prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 

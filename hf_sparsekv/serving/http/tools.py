@@ -85,7 +85,7 @@ class ToolReader:
             read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
             calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
         except Exception as error:  # of a model that has written something else
-            # Its message quotes the answer, which is nobody's but the client's.
+            # Do not log the message: it quotes the answer, which is private to the client.
             log.warning("an answer's tool calls cannot be read (%s): it is given as text", type(error).__name__)
             return {"content": output.text}
         content = read.get("content") or ""
