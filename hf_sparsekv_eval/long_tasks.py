@@ -97,9 +97,9 @@ _KINDS = ("place", "thing", "person", "town", "number")
 
 
 def _chain(hops: int) -> Callable[[random.Random, int], Draft]:
-    """Each fact names what the next one is about: a building's key, its owner, the owner's town, the town's number.
+    """A chain of facts: a building's key, the key's owner, the owner's town, the town's number.
 
-    The answer goes from fact to fact, and each is looked up for what the one before has named; a part each.
+    Each fact names the subject of the next one. The answer follows the chain, and each fact is one part of the score.
     """
 
     def build(rng: random.Random, size: int) -> Draft:
@@ -167,7 +167,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Keywords:
-    """The arguments that a call, whose beginning was given, names; what it names besides counts neither way."""
+    """Checks the arguments of a call whose beginning was given. Additional arguments do not count."""
 
     def __call__(self, output: str, references: tuple[str, ...]) -> tuple[float, ...]:
         """A part an argument."""
@@ -212,7 +212,7 @@ _SAYS = (
 
 
 def _dialogue(rng: random.Random, size: int) -> Draft:
-    """Something that the user mentions in the first half of a dialogue is asked for at its end."""
+    """A question at the end of a dialogue about a fact that the user mentioned in its first half."""
     pairs = [(relative, vehicle) for relative in _RELATIVES for vehicle in _VEHICLES]
     asked, *others = rng.sample(pairs, 1 + OTHERS)
     times = rng.sample(range(6 * 60, 23 * 60), 1 + OTHERS)
@@ -277,7 +277,7 @@ def _extract(rng: random.Random, size: int) -> Draft:
 
 @dataclass(frozen=True)
 class JsonFields:
-    """Which fields of a JSON object are right; text around the object, further fields and its cut-off end are no harm.
+    """Checks the fields of a JSON object. Text around it, further fields and a cut-off end do not matter.
 
     Args:
         keys: names of the fields, in the order of the references.

@@ -1,9 +1,9 @@
 """One prefill, many caches: compare configurations without paying for the prompt each time.
 
-Prompts are read in passes of at most :data:`PASS` tokens, all rows together, so that activations and masks do not grow
-with the number and length of the rows. Results do not depend on it: label channels are made from the whole prompt.
-(Exception: caches of models with sliding or linear layers, which read prompts longer than a pass on their own, make
-them from the first pass, as ``generate(prefill_chunk_size=...)`` does.)
+A pass over prompts has at most :data:`PASS` tokens of all rows, which bounds activations and masks. Results do not
+depend on it, because label channels are computed from the whole prompt. There is an exception. Caches of models with
+sliding or linear layers read prompts longer than a pass on their own. They compute channels from the first pass, as
+``generate(prefill_chunk_size=...)`` does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Prefix:
         return new
 
     def cut(self, length: int) -> Prefix:
-        """The first ``length`` columns. What follows them must be fed: there are no logits after the last one."""
+        """The first ``length`` columns. The next tokens must be fed, because there are no logits after the last one."""
         mask = None if self.mask is None else self.mask[:, :length]
         if self.cache is None:
             return Prefix(self.ids[:, :length], [], None, None, mask)
@@ -107,7 +107,7 @@ class Prefix:
         ``begin`` is called with the first column of each pass.
         """
         start, n = 0, self.ids.shape[1]
-        for part in self.ids.tensor_split(-(-n // columns), dim=1):  # of one size: a single last column were a step
+        for part in self.ids.tensor_split(-(-n // columns), dim=1):  # equal sizes: one last column would be a step
             end = start + part.shape[1]
             begin(start)
             more = self.inputs(start, end)
@@ -164,7 +164,7 @@ def pass_columns(model, prefix: Prefix, name: str) -> int:
 
 @torch.no_grad()
 def prefill(model, ids: Tensor, chunk: int | None = None, mask: Tensor | None = None) -> Prefix:
-    """Run full attention over ``ids [batch, n]`` and keep what caches are filled from.
+    """Run full attention over ``ids [batch, n]`` and keep the tensors that caches are filled from.
 
     Models with layers that cannot be filled (sliding windows) are prefilled for each cache instead.
 

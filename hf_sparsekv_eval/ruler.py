@@ -1,9 +1,9 @@
 """RULER's synthetic tasks for any tokenizer and length, made offline (Hsieh et al. 2024, arXiv 2404.06654, section 3).
 
-The families, their numbers of needles, keys, hops and repetitions, and the scores are the paper's; sentences and
-haystack are this project's: the essays are Python's language reference (repeated where a prompt is longer than it),
-words come from it, too. So scores compare caches with each other, not with published ones. Question answering (SQuAD,
-HotpotQA) is left out: it needs data that is not here; LongBench has both kinds.
+Families, numbers of needles, keys, hops and repetitions, and scores are the paper's. Sentences and haystack are this
+project's: essays and words come from Python's language reference, which is repeated for longer prompts. So scores
+compare caches with each other, but not with published results. Question answering (SQuAD, HotpotQA) is left out,
+because its data is not included. LongBench has both kinds.
 """
 
 from __future__ import annotations

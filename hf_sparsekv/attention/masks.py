@@ -49,8 +49,8 @@ def sparsekv_mask(
         (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
 
     Raises:
-        ValueError: the input is empty, ``attention_mask`` covers fewer columns than there are (often a second prompt
-            over a cache that holds the first), or the model computes its attention itself.
+        ValueError: the input is empty, or the model computes its attention itself. Or ``attention_mask`` has too few
+            columns, often because a second prompt comes over a cache that holds the first.
     """
     if not _calls_interface(type(kwargs.get("config"))):
         raise ValueError(

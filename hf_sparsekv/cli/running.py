@@ -29,13 +29,13 @@ class Run:
 
 
 class OtherWork:
-    """What this machine's processors do for others, virtual machines beside this one included, while a run is timed.
+    """Measures the processor time of other work, including other virtual machines, while a run is timed.
 
-    In a ``with`` statement around the run. The load average would tell less: it is of the last minute, and counts the
-    command's own start and a run just before.
+    Use it in a ``with`` statement around the run. The load average says less: it covers the last minute, and counts the
+    command's own start and the previous run.
     """
 
-    processors = 0.0  # taken by others, on average
+    processors = 0.0  # average number of processors used by other work
 
     def __enter__(self) -> OtherWork:
         self._began, self._all, self._own = time.perf_counter(), _busy(), _own()

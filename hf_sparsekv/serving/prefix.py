@@ -1,8 +1,8 @@
 """The prefix cache: full blocks of prompts and answers, for prompts with the same prefix.
 
-A block's key is the hash of its parent's key and its own tokens, so a chain of keys tells how far two prompts agree (as
-in vLLM's automatic prefix caching and SGLang's radix tree). Blocks are never copied. The index holds a reference to
-each (:class:`.Counted`), and so does every row with the block in its table.
+A block's key is the hash of its parent's key and its own tokens. So a chain of keys tells how far two prompts agree, as
+in vLLM's automatic prefix caching and SGLang's radix tree. Blocks are never copied. The index holds a reference to each
+(:class:`.Counted`), and so does every row with the block in its table.
 
 An index belongs to one engine, so to one model and one configuration. Labels depend on channels that are calibrated on
 a prompt's first tokens (:attr:`.RowBatch.alike_tokens`). All blocks of a chain have the same channels, and so has a

@@ -133,7 +133,7 @@ def _together() -> Iterator[None]:
 
 
 class Shared:
-    """Label channels of which every rank keeps those of its own heads; messages refer to them by a number.
+    """Label channels. Every rank keeps those of its own heads, and messages refer to them by a number.
 
     Args:
         number: the number in messages.

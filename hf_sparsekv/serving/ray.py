@@ -9,7 +9,7 @@ watches and replaces replicas. Its proxies send them requests, and :mod:`hf_spar
 extras ``ray`` and ``serve``.
 
 With ``tensor_parallel`` Ray gives a replica's actor all its GPUs. The actor is rank 0, with engine and application. It
-starts the other ranks as its child processes (:mod:`.rank_processes`), of which Ray knows nothing.
+starts the other ranks as its child processes (:mod:`.rank_processes`). Ray does not know them.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 class TextStream:
     """The text of one answer.
 
-    The results of :meth:`push` and :meth:`end`, joined, equal the text after the prompt when prompt and answer are
-    decoded at once (without special tokens, up to a stop string). There is one difference. Where byte tokens are no
-    UTF-8, some decoders also replace valid characters next to them. Here these stay, since they may have been shown.
+    The joined results of :meth:`push` and :meth:`end` equal the text after the prompt, if prompt and answer are decoded
+    at once. They have no special tokens, and end before a stop string. There is one difference. Where byte tokens are
+    no UTF-8, some decoders also replace valid characters next to them. Here these stay, as they may have been shown.
 
     Args:
         detokenizer: the tokenizer's decoder.
