@@ -49,10 +49,10 @@ def save(path: Path, version: int, parse: Callable[[dict], object], name: str, e
         OSError: the file cannot be written.
     """
     devices = {}
-    with contextlib.suppress(*_UNUSABLE):  # what cannot be used goes
+    with contextlib.suppress(*_UNUSABLE):  # unusable entries are dropped
         for other, there in _entries(path, version).items():
             parse(there)
-            json.dumps(there, indent=1)  # which recurses earlier than reading does
+            json.dumps(there, indent=1)  # its recursion limit is lower than that of reading
             devices[other] = there
     devices[name] = entry
     text = json.dumps({"format": version, "devices": devices}, indent=1)

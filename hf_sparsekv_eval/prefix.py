@@ -33,7 +33,7 @@ from hf_sparsekv.types import AttentionParams
 PASS = 32_768  # tokens of all rows in one forward pass: 3 GB in an MLP of 14,336 channels, bfloat16
 _LEAST = 64  # columns of a pass: fewer would be drafts for a sparse cache
 _ON_CPU = 1024  # columns of a pass that fills all caches, on a CPU
-_MASK_BYTES = 4 << 30  # of masks or scores that transformers' own attention makes in one pass
+_MASK_BYTES = 4 << 30  # most bytes of masks or scores in one pass of transformers' own attention
 _RECORDER = "sparsekv_recorder"
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ class Lock:
         self.path = out / LOCK
         self.made = [path for path in (out, *out.parents) if not path.exists()]
         self.held: int | None = None
-        for _ in range(100):  # who ends removes its lock file and a directory without results, perhaps just now
+        for _ in range(100):  # a run that ends may just now remove its lock file and an empty directory
             with contextlib.suppress(FileNotFoundError):
                 out.mkdir(parents=True, exist_ok=True)
                 if fcntl is None or self._take():

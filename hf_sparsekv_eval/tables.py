@@ -47,7 +47,7 @@ def markdown(figures: list[Figure], measures: list[Measure], title: str) -> str:
             if f.high > f.low:
                 text += f" ({measure.show(f.low)}-{measure.show(f.high)})"
             name = f.measure
-            if several:  # what is printed beside another shares its table, if that has been measured, too
+            if several:  # a `beside` measure shares the other one's table, if that has results
                 pair = [m.name for m in measures if m.name == measure.beside or measure.name in (m.name, m.beside)]
                 name = " / ".join(one for one in pair if any(g.measure == one for g in here))
             unit = f"{name}, %" if measure.percent else name

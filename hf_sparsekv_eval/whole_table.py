@@ -143,7 +143,7 @@ def parts(model, tokenizer, words: Tensor, text: str | None, plan: Plan, caches:
             return long_tasks.make_sample(tokenizer, name, length, index, plan.seed, plan.chat)
 
         for name in long_tasks.FAMILIES:
-            task(name, min(plan.lengths), 0)  # what does not fit the shortest is said now
+            task(name, min(plan.lengths), 0)  # raises now if a task does not fit the shortest length
         count = len(long_tasks.FAMILIES) * plan.samples * len(plan.lengths)
         answered(
             "tasks", "Tasks that nothing was trained on", _samples(task, long_tasks.FAMILIES, plan), count, 32, shared

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..cache_name import declared_name
 
-_STATE = {"update_conv_state", "update_recurrent_state"}  # what linear attention calls of a cache
+_STATE = {"update_conv_state", "update_recurrent_state"}  # cache methods that linear attention calls
 
 
 def parameters(module: nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ import sys
 
 from ..cache_name import given_cache
 
-_LOOP = "_assisted_decoding"  # of GenerationMixin: prompt lookup, assistants
+_LOOP = "_assisted_decoding"  # method of GenerationMixin for prompt lookup and assistants
 
 
 def verified_tokens(cache: object) -> int:

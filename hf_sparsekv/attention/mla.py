@@ -155,7 +155,7 @@ class Absorbed:
             and type(weight) is nn.Parameter
             and weight.dtype in _PLAIN
             and not weight.is_meta
-            and "forward" not in linear.__dict__  # which may multiply by something else
+            and "forward" not in linear.__dict__  # a replaced forward may use another matrix
         )
 
     def matrix(self, like: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class Absorbed:
         if q < n and not dropout and 2 * q * (2 * self.rank + self.rope) < q * each + self.rank * (each - self.rope):
             return self.outputs(_on_latents(self.queries(query), latent, rotary, params, columns, mask))
         batch, heads = query.shape[:2]
-        size = n * each * query.dtype.itemsize  # of one row and head
+        size = n * each * query.dtype.itemsize  # bytes of one row and head
         n_heads = min(heads, max(1, _PIECE // (batch * size)))
         n_rows = batch if n_heads > 1 else min(batch, max(1, _PIECE // size))
         if n_heads == heads and n_rows == batch:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-LEAST = 512  # queries over a past; below, several launches and a merge cost more than they save
-SHORT = 1024  # tokens of a prompt that the flash kernels take: .05 ms of 500, padded .22
-LONG = 1 << 28  # pairs with the past; beyond, what is left of it costs all layers more than a plan
-# Products of queries and keys, of all heads and channels, on which the flash kernels, at 370 instead of 590 TFLOP/s,
-# lose the 60 ms of a plan. One layer that has a 32nd of them is of a forward pass that has nearly all.
+LEAST = 512  # least queries over a past; with fewer, several launches and a merge cost more than they save
+SHORT = 1024  # most tokens of a prompt for the flash kernels: 500 take 0.05 ms, padded for cuDNN 0.22 ms
+LONG = 1 << 28  # pairs with the past; above, the rest that flash takes would cost all layers more than a plan
+# Products of queries and keys (all heads and channels) on which the flash kernels lose the 60 ms of a plan: they reach
+# 370 TFLOP/s instead of 590. If one layer has a 32nd of these products, its forward pass has nearly all.
 PLAN = 1.3e13
 LAYERS = 32
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
@@ -70,7 +70,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     Returns:
         ``[batch, Hq, q, Dv]`` in the dtype of ``out``.
     """
-    weight = torch.sigmoid(lse - other_lse)[..., None]  # of `out`
+    weight = torch.sigmoid(lse - other_lse)[..., None]  # weight of `out`
     return torch.lerp(other.float(), out.float(), weight).to(out.dtype)
 
 

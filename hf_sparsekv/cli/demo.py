@@ -12,7 +12,7 @@ import typer
 from . import options as opt
 from .output import CommandError
 
-ROOT = Path(__file__).resolve().parent.parent.parent  # of a checkout
+ROOT = Path(__file__).resolve().parent.parent.parent  # root of a checkout
 
 
 def demo(

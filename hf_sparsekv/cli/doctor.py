@@ -32,7 +32,7 @@ _OPERATORS = {
     "token_select": "topk_select",
     "sparse_decode": "sparse_decode",
 }
-METHOD = "token_only"  # what a cache does by default, in the table of crossovers
+METHOD = "token_only"  # the default method, as the crossover table names it
 _QUERY = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
 
 

@@ -75,7 +75,7 @@ def hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # of whatever client there is
+    except Exception:  # from any HTTP client
         return False
     return True
 
@@ -178,7 +178,7 @@ def _load_random(config, dtype: torch.dtype | None, device: torch.device, tensor
         )
         del whole
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # of the whole model: the engine asks the device how much is free
+            torch.cuda.empty_cache()  # frees the whole model: the engine reads the device's free memory
     model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends an answer
     return _numbers(config.get_text_config(decoder=True).vocab_size), model.eval()
 

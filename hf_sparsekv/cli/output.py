@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 results = Console(highlight=False, soft_wrap=True)
-ALL = 0.9995  # of the context, which is shown as 100.0 %
+ALL = 0.9995  # share of the context that is shown as 100.0 %
 messages = Console(highlight=False, soft_wrap=True, stderr=True)
 
 

@@ -107,7 +107,7 @@ def run_sparse(
     server reads them, so that activations are bounded.
     """
     if (n := inputs["input_ids"].shape[1]) > CHUNK:
-        kwargs["prefill_chunk_size"] = -(-n // -(-n // CHUNK))  # of one size: a single last token were a step
+        kwargs["prefill_chunk_size"] = -(-n // -(-n // CHUNK))  # equal sizes: a single last token would be a step
     model.set_attn_implementation("sparsekv")
     if capture:
         optimize(model)

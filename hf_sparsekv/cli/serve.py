@@ -152,7 +152,7 @@ def serve(
         raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
     config = options.config(cache)
     if options.offload is None and (device_kv is not None or host_kv is not None):
-        options = replace(options, offload=True)  # which they are for
+        options = replace(options, offload=True)  # these options need it
     place = loading.pick_device(device)
     options = opt.placed(options, place)
     opt.check_place(cache, config, options)
@@ -173,7 +173,7 @@ def serve(
         _begin_ranks(place)
         if rank:
             _follow(model, (config, offload, serving, dtype, device))
-    listener = _listen(host, port)  # first: that a port is taken is told before a model is loaded
+    listener = _listen(host, port)  # first: report a taken port before the model is loaded
     try:
         _serve(
             model,
@@ -304,11 +304,11 @@ def _server(app, engine, max_connections=2048):
     from ..serving.http.connections import protocol
 
     class Server(uvicorn.Server):
-        signals = 0  # that have come
+        signals = 0  # received so far
 
         def handle_exit(self, sig, frame) -> None:
             self.signals += 1
-            if self.signals > 2:  # what the second one has asked for does not come to its end
+            if self.signals > 2:  # the second one did not end the server
                 _leave(128 + sig)
             what = self.drain if self.signals == 1 else self.stop
             threading.Thread(target=what, name=what.__name__, daemon=True).start()

@@ -240,7 +240,7 @@ class StepRunner:
         room = min(layer.store.pool.capacity for layer in layers)
         held = rows if drafts is None else drafts.taken.after
         now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new, autocast)
-        if drafts is not None:  # what a pass does follows from the rows alone
+        if drafts is not None:  # a draft pass depends on the rows alone
             self.replayer.expect(cache, width, now)
             return self.replayer.replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)
         if self.replayer.planned_twice(cache, step) and not each:

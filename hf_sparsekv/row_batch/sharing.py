@@ -15,7 +15,7 @@ from ..layers.joining import open_rows
 from ..policies.label_index import LabelIndex
 from .protocol import Batch
 
-Channels = Sequence[Tensor | None]  # of each layer, int32 ``[H, r]``; None where there are no labels
+Channels = Sequence[Tensor | None]  # label channels of each layer, int32 ``[H, r]``; None: no labels
 
 
 class Calibration(NamedTuple):

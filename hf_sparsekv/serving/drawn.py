@@ -24,7 +24,7 @@ class Record:
     requests: list[tuple[int, Request]]  # place among the tokens
     host: Tensor  # [2, n]
     event: torch.cuda.Event | None
-    marks: tuple | None = None  # of the clock: the step's beginning and end
+    marks: tuple | None = None  # clock marks of the step's start and end
 
 
 class DrawnTokens:

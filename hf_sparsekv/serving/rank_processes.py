@@ -191,9 +191,9 @@ class RankProcesses:
         threading.Thread(target=run, name="hf-sparsekv-begin", daemon=True).start()
         wait((made, self._lost), return_when=FIRST_COMPLETED)
         if not (made.done() and made.exception() is None):
-            wait((made, self._lost), WORDS_S)  # if both have failed, the one may be the reason of the other
+            wait((made, self._lost), WORDS_S)  # if both have failed, one may have caused the other
         error = made.exception() if made.done() else None
-        if error is not None and not isinstance(error, RuntimeError):  # which those of a broken connection are
+        if error is not None and not isinstance(error, RuntimeError):  # a broken connection raises RuntimeError
             raise error
         if (lost := self.lost) is not None:
             raise lost from error
@@ -222,18 +222,18 @@ class RankProcesses:
         code = process.wait()
         if self._closing or code == 0:  # rank 0 has told it to end
             return
-        listener.join(WORDS_S)  # what it has started may still hold its output
+        listener.join(WORDS_S)  # its own children may still hold its output
         how = f"been killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        last = f" ({words[0]})" if words[0] and code != -signal.SIGKILL else ""  # which comes without a word
+        last = f" ({words[0]})" if words[0] and code != -signal.SIGKILL else ""  # SIGKILL leaves no message
         error = RanksApart(f"rank {rank} of the model has {how}{last}, and with it the replica: start it again")
-        with contextlib.suppress(Exception):  # of several children the first one counts
+        with contextlib.suppress(Exception):  # the first lost child counts
             self._lost.set_result(error)
 
 
 def _listen(rank: int, process: subprocess.Popen, words: list[str]) -> None:
     """Pass on what a child says, and keep its last line."""
     for line in process.stdout:
-        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]  # of a progress bar its end
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]  # the latest state of a progress bar
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         words[0] = text.strip() or words[0]
 

@@ -199,7 +199,7 @@ class Sampler:
             self._plan = key, self._planned(key)
         plan = self._plan[1]
         most, tokens = logits.max(-1)
-        bad = ~most.isfinite()  # of the model's own logits: a client's penalty does not make a row fail
+        bad = ~most.isfinite()  # before the penalty: a client's penalty must not make a row fail
         if plan.penalised is not None:
             logits = self._penalise(logits.float(), plan)
             most, tokens = logits.max(-1)

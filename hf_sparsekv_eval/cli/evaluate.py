@@ -64,7 +64,7 @@ def ruler(
     from .. import ruler_probe
 
     sizes = lengths_of(lengths)
-    names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both is known with the model
+    names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
     with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
         names = names_of(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")

@@ -129,7 +129,7 @@ def everything(
     short = Path(model.rstrip("/")).name
     out = options.out or Path("eval-results") / f"all-{short}"
 
-    names_of(families, (*ruler.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both is known with the model
+    names_of(families, (*ruler.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
     loaded = Loaded(model, options)
     probe = loaded.probe
     known = ruler_probe.FAMILIES if probe else ruler.FAMILIES

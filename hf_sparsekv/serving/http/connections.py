@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0  # how long a client may take to send a request's head
 MAX_CONNECTIONS = 2048
-CHUNKS = 1000  # of a body, of any size; as many more as it has times CHUNK bytes
+CHUNKS = 1000  # chunks of any size that a body may have, plus one for each CHUNK bytes
 CHUNK = 64
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -34,12 +34,12 @@ def protocol(most: int = MAX_CONNECTIONS, head_s: float = HEAD_S) -> type[asynci
 class _Bounded(H11Protocol):
     most: int
     head_s: float
-    silent: dict[_Bounded, asyncio.TimerHandle]  # of one server: those without a request, in the order of their timers
+    silent: dict[_Bounded, asyncio.TimerHandle]  # connections of a server without a request, by timer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Counting(h11.SERVER, self.conn._max_incomplete_event_size)
-        self._some = False  # of a head has come
+        self._some = False  # part of a head has arrived
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

@@ -15,12 +15,12 @@ from .errors import ApiError
 PIECE = 1 << 16  # bytes that are looked at in one go
 MAX_DEPTH = 64
 MAX_NESTED = 20_000  # lists and objects
-MAX_FIELDS = 50_000  # of all objects together
-MAX_VALUES = 100_000  # beside as many token ids as the context has
+MAX_FIELDS = 50_000  # in all objects together
+MAX_VALUES = 100_000  # besides one token id for each token of the context
 MAX_TEXTS = 200_000  # names of fields count, too
 MAX_ESCAPES = 500_000  # backslashes in texts
 MAX_FRACTIONS = 10_000  # numbers with a fraction or an exponent; true and false count, too
-MAX_DIGITS = 100  # of a number
+MAX_DIGITS = 100  # digits of a number
 
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 
@@ -48,7 +48,7 @@ class Scan:
         self._depth = 0
         self._inside = False  # a string
         self._escaped = False  # the next byte follows an odd number of backslashes
-        self._digits = 0  # of a number, that the last piece ends with
+        self._digits = 0  # digits of a number at the end of the last piece
 
     def text(self, text: bytes) -> None:
         """Look at JSON of its own, beside what was looked at before.

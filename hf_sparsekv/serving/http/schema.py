@@ -26,7 +26,7 @@ BOTH = {"model", "max_tokens", "stream", "stream_options", *LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_PROMPTS = 1024  # of one request
+MAX_PROMPTS = 1024  # prompts of one request
 MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for each of them
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_NAME = 64  # characters of a field's name that may be a misspelt one
@@ -34,7 +34,7 @@ MAX_NAME = 64  # characters of a field's name that may be a misspelt one
 # back. Templates may ignore them; a template must know every other field.
 MESSAGE_LABELS = {"role", "content", "name", "tool_call_id", "tool_calls", "refusal", "reasoning_content"}
 EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
-COMPLETION_TOKENS = 16  # of /v1/completions if none are asked for, as OpenAI's
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
 
 
 class Refused(NamedTuple):

@@ -84,7 +84,7 @@ class ToolReader:
             self._check(text)
             read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
             calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
-        except Exception as error:  # of a model that has written something else
+        except Exception as error:  # the answer may not follow the format
             # Do not log the message: it quotes the answer, which is private to the client.
             log.warning("an answer's tool calls cannot be read (%s): it is given as text", type(error).__name__)
             return {"content": output.text}
