@@ -20,7 +20,7 @@ from ..policies.registry import Method, called, methods
 from ..predictor.query import PREDICTORS
 
 DENSE = "dense"
-CacheKind = Enum("CacheKind", {name: name for name in (*methods(), DENSE)}, type=str)  # values of --cache
+CacheKind = Enum("CacheKind", {name: name for name in (*called(), DENSE)}, type=str)  # values of --cache
 
 
 class Level(str, Enum):

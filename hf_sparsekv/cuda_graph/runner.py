@@ -164,7 +164,7 @@ class StepRunner:
         layers = cache.sparse_layers
         if any(layer.broken for layer in layers):
             return self._eagerly(*args, **kwargs)  # it raises the error
-        cache._check_complete()
+        check_complete(cache.layers)
         rows = cache.joined_rows()
         if new > 1:
             with self.lock:
