@@ -225,7 +225,7 @@ class Engine:
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int] | Tensor], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Output]:
-        """Answer all prompts, in their order. It submits no more than may wait, and the rest as others start.
+        """Answer all prompts, in their order. It submits as many as the queue takes, and more as others finish.
 
         Args:
             sampling: one for all prompts, or one for each.
