@@ -40,19 +40,18 @@ passes_on(__name__)
 class SparseCache(LayerOwner):
     """A KV cache whose full-attention layers decode sparsely; every other layer is transformers' own.
 
-    Prefill is exact. What a decode step attends to is up to the method that ``config`` belongs to.
+    Prefill is exact. The method of ``config`` decides which tokens a decode step attends to.
 
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsekv")
         out = model.generate(**inputs, past_key_values=SparseCache(StreamingConfig(window=1024)))
 
-    Without ``model_config`` the layers' kinds are learned from the first attention call. Models with
-    linear-attention layers need it, because those touch the cache before any attention does.
+    Without ``model_config`` the first attention call tells the layers' kinds.
 
     Args:
         config: what to select, and by which method: a :class:`TokenConfig`, :class:`ProgressiveConfig`, ...
         offload: how to keep full blocks in host memory; ``None`` keeps all KV on the device, unless ``config`` says
             otherwise.
-        model_config: the model's configuration. Needed for models with linear-attention layers only.
+        model_config: the model's configuration. Needed only for linear-attention layers: they use the cache first.
         changes: options of the configuration, in place of those in ``config``: ``token_budget=512``.
 
     Raises:
@@ -116,7 +115,7 @@ class SparseCache(LayerOwner):
             self._drafts = before
 
     def rows(self, max_rows: int, max_length: int) -> RowBatch:
-        """Make this empty cache a batch of rows that come and go (:mod:`.row_batch`), until :meth:`reset`.
+        """Use this empty cache for continuous batching (:mod:`.row_batch`), until :meth:`reset`.
 
         Args:
             max_rows: rows that there is room for.
@@ -297,8 +296,8 @@ class SparseCache(LayerOwner):
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
 
-        Costs a few small kernels per layer and step while it is on, nothing otherwise. Captured steps are captured
-        anew when it changes.
+        Costs a few small kernels per layer and step while it is on, nothing otherwise.
+        Captured steps are captured again when it changes.
         """
         if on == self._watched:
             return
@@ -343,7 +342,7 @@ class SparseCache(LayerOwner):
         model_config: PreTrainedConfig | None = None,
         device: torch.device | str | None = None,
     ) -> SparseCache:
-        """Read a cache that :meth:`save` wrote. Counters begin anew.
+        """Read a cache that :meth:`save` wrote. Counters start at zero.
 
         Args:
             config: ``None`` takes the saved one. Another may differ in what only later steps depend on
@@ -367,8 +366,8 @@ class SparseCache(LayerOwner):
 class OffloadedSparseCache(SparseCache):
     """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
 
-    Each decode step chooses tokens by quantised label channels among all, wherever their blocks are, and attends to
-    those tokens, the sinks and the recent window. What was chosen lately has a copy on the device. The same as
+    Each decode step scores all tokens by quantised label channels. It attends to the best ones, the sinks and the
+    recent window. Recently chosen tokens have copies on the device. The same as
     ``SparseCache(TokenConfig(...), OffloadConfig())``.
 
     Args:
@@ -397,8 +396,7 @@ class ProgressiveCache(SparseCache):
     """Sparse decoding over as many tokens as it takes to cover a share of the attention mass (PSA, Twilight).
 
     Each decode step estimates the mass of every token by its label and attends to the largest ones, for each row, layer
-    and KV head until the wanted share is covered; ``stats()`` tells how many that took. The same as
-    ``SparseCache(ProgressiveConfig(...))``.
+    and KV head until the wanted share is covered (see ``stats()``). Same as ``SparseCache(ProgressiveConfig(...))``.
 
     Args:
         config: how much to cover.
@@ -422,9 +420,9 @@ class ProgressiveCache(SparseCache):
 class AsyncPredictiveCache(SparseCache):
     """Sparse decoding over tokens that were chosen a step before, for a predicted query (AsyncSpade).
 
-    Beside each decode step the next step's query is predicted from the latest ones, all tokens in full blocks are
-    scored for it, and the best are handed to the next step, which attends to them, to the sinks and to everything
-    newer. The same as ``SparseCache(PredictiveConfig(...))``.
+    During each decode step the next step's query is predicted from the latest ones. All tokens in full blocks are
+    scored for it. The next step attends to the best ones, the sinks and everything newer.
+    The same as ``SparseCache(PredictiveConfig(...))``.
 
     Args:
         config: what to predict and to select, and where.

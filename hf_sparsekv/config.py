@@ -38,7 +38,7 @@ class SparseConfig(Options):
             storage grow in steps.
         dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer
             hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
-            tokens come on top). ``"auto"``: while that is measured to be as quick as selecting on this GPU, or guessed
+            tokens come on top). ``"auto"``: while that is measured to be as fast as selecting on this GPU, or guessed
             (:mod:`hf_sparsekv.policies.crossover`; ``hf-sparsekv calibrate-device`` measures), so never with blocks in
             host memory that a GPU reads, for predicted queries over keys and values (over latents it is measured), or
             with progressive selection, which takes as long as the data want. ``None``: never. A number

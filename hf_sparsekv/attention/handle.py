@@ -51,7 +51,7 @@ class HandingLayer(Protocol):
 
 @dataclass
 class Step:
-    """New tokens on their way into a layer.
+    """New tokens that enter a layer.
 
     ``update()`` sees them before the query and the mask are known; ``attend()`` commits them.
 

@@ -71,7 +71,7 @@ class LayerOwner(Cache):
         under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
         copy_streams: ways to and from the host.
         block_pools: of the layers, where several caches share them.
-        row_batch: rows that come and go; None: they do not.
+        row_batch: continuous batching; None: fixed rows.
         changes: counts what may make the next captured step another one than the last.
         going_on: see :meth:`all_go_on`.
         linear_passes: forward passes of models with linear-attention layers.
@@ -141,7 +141,7 @@ class LayerOwner(Cache):
         if not any(isinstance(layer, SparseLayer) for layer in stock):
             why = why_dense(model_config, stock)
             warnings.warn(f"{why}: {type(self).__name__} has nothing to make sparse", stacklevel=3)
-        # Both at the end: after an interrupt in between the next call binds anew.
+        # Both at the end: after an interrupt in between the next call binds again.
         self.layers = stock
         self._last_layer = max((i for i, layer in enumerate(stock) if isinstance(layer, SparseLayer)), default=-1)
         self.linear_passes.learn(stock)

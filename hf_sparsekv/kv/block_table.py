@@ -117,7 +117,7 @@ class BlockTable:
                     if (pending := self._pending.get(device)) is not None:
                         pending.wait(device)
                     there(held)
-        except BaseException:  # copies are made anew
+        except BaseException:  # copies are made again
             self.moved += 1
             self._old += self.on.values()
             self.on.clear()
@@ -134,7 +134,7 @@ class BlockTable:
     # ------------------------------------------------------------------ its entries
 
     def reserve(self, rows: Sequence[int], first: Sequence[int], end: Sequence[int]) -> None:
-        """Have ids ready for blocks ``first .. end - 1`` of these rows: their own, which nobody shares."""
+        """Have ids ready for blocks ``first .. end - 1`` of these rows: their own, not shared."""
         if max(end, default=0) > self.capacity:
             self.grow(bucket(max(end)))
         with self.ids.lock:

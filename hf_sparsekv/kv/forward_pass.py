@@ -17,7 +17,7 @@ from .rows import Drafts, Rows, Taken
 
 
 class Pass:
-    """New tokens of all rows, on their way through the layers.
+    """New tokens of all rows, for one pass through the layers.
 
     The cache makes it when the first layer attends, and hands it down with each layer's tokens. It ends when the last
     layer has stored them; and with an error, and with every change of the rows that is no forward pass.

@@ -28,7 +28,7 @@ def _pins(host: HostBudget, device: torch.device) -> bool:
 def room(blocks: int, device: torch.device) -> int:
     """Capacity of a pool that is to hold so many blocks.
 
-    On a GPU 16 at least: captured steps are captured anew when a pool has grown. On a CPU a short prompt takes little.
+    On a GPU 16 at least: captured steps are captured again when a pool has grown. On a CPU a short prompt takes little.
     """
     return bucket(blocks, least=1) if device.type == "cpu" else bucket(blocks)
 

@@ -100,7 +100,7 @@ class RowTable:
     # ------------------------------------------------------------------ passes
 
     def follow(self, rows: Rows, columns: int, valid: Tensor | None) -> Rows:
-        """The rows behind ``columns`` more columns, ``valid [batch, columns]`` bool or None, with ids for their blocks.
+        """The rows after ``columns`` more columns, ``valid [batch, columns]`` bool or None, with ids for their blocks.
 
         The layers of a pass ask one after the other and get the same answer.
         """
@@ -125,7 +125,7 @@ class RowTable:
         return [at.stop - at.start if isinstance(at, slice) else len(at) for at in self.picks(valid)]
 
     def tokens_are(self, valid: Tensor, given: Sequence[bool]) -> None:
-        """``valid [batch, 1]`` says of one column what the host knows as ``given``, so nobody has to wait for it."""
+        """``valid [batch, 1]`` says of one column what the host knows as ``given``, without a wait."""
         self._picks = valid, [slice(0, int(one)) for one in given]
 
     def picks(self, valid: Tensor) -> list[slice | Tensor]:
@@ -298,7 +298,7 @@ class RowTable:
         self._followed = _NOTHING
 
     def padded_in_front(self, rows: Rows) -> bool:
-        """No row has padding behind a token."""
+        """No row has padding after a token."""
         if rows.valid is None:
             return True
         if self._front[0] is not rows.valid:

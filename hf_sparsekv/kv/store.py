@@ -151,7 +151,7 @@ class LayerStore(LayerRows):
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``; of drafts several.
 
         ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it, or the
-        pass over drafts. What a captured pass writes behind its last draft lands where no row holds a token, for the
+        pass over drafts. What a captured pass writes after its last draft lands where no row holds a token, for the
         ring has room for all (:func:`.ring.ring_tokens`), and is written over by the next tokens.
         """
         if taken is None:
@@ -357,7 +357,7 @@ class LayerStore(LayerRows):
     def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
         """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
 
-        What is there behind a row's last token means nothing. ``out``: of :meth:`_shape`, with the full blocks
+        Contents after a row's last token mean nothing. ``out``: of :meth:`_shape`, with the full blocks
         in it.
         """
         rows = self.held

@@ -425,7 +425,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 self.policy.reopened()
                 self.next_step.query = None
         else:
-            self.reset()  # the next prompt calibrates anew
+            self.reset()  # the next prompt calibrates again
 
     @no_autocast
     def shorten(self, rows: Rows) -> None:

@@ -55,7 +55,7 @@ class Policy(Indexing):
     method.
 
     Attributes:
-        watch: a sparse step marks there which blocks it attends to; None: nobody asked.
+        watch: a sparse step marks there which blocks it attends to; None: disabled.
         labels: of the tokens in full blocks, by which they are scored.
         tokens: copies of chosen tokens on the device.
         foresight: the query that the layer before expects of this one, in the same step.
@@ -103,7 +103,7 @@ class Policy(Indexing):
 
     @property
     def follows_crops(self) -> bool:
-        """A crop that takes back no block has to call :meth:`cropped`, too, behind the account of the steps before it.
+        """A crop that takes back no block has to call :meth:`cropped`, too, after the account of the steps before it.
 
         False: nothing that the policy keeps says how many tokens there were. So it is of one that overrides neither
         :meth:`cropped` nor :meth:`replayed`; others say so.

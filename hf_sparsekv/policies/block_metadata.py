@@ -42,12 +42,12 @@ class BlockMetadata:
     def scores(self, q: Tensor, store: LayerStore) -> Tensor:
         """Scores of all full blocks for ``q [batch, Hq, Dk]``, reduced over the heads of a group: ``[batch, H, n]``.
 
-        The best part counts for a block of several parts. What is behind a row's sealed blocks may be anything.
+        The best part counts for a block of several parts. Contents after a row's sealed blocks may be anything.
         """
         return self._scores(q, store, None, fill=False)
 
     def head_scores(self, q: Tensor, store: LayerStore) -> tuple[Tensor, Tensor]:
-        """The same, and those of each query head, ``[batch, Hq, n]``; ``-inf`` behind a row's sealed blocks."""
+        """The same, and those of each query head, ``[batch, Hq, n]``; ``-inf`` after a row's sealed blocks."""
         each = empty_rows((*q.shape[:2], store.table.shape[1] * self.parts), torch.float32, q.device)
         scores = self._scores(q, store, each, fill=True)
         return scores, self._best(each)

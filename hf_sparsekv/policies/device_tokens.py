@@ -154,7 +154,7 @@ class DeviceTokens(State):
         self.stamps.fill_(EMPTY)
 
     def reset(self) -> None:
-        """Forget everything, and count anew."""
+        """Forget everything, and reset the counters."""
         self.forget()
         self.counters.zero_()
 

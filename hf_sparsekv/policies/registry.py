@@ -41,7 +41,7 @@ class Method:
         config: class of its configurations; ``SparseCache(config)`` makes the cache.
         policy: class of what chooses in each layer.
         about: one line, with the source.
-        knob: what to turn for a quicker or a more exact step.
+        knob: what to turn for a faster or a more exact step.
         aliases: earlier names of the same.
         variants: further names, and the settings that each stands for.
         reference: a yardstick: evaluation offers it, the command line, benchmarks and the demo do not.

@@ -29,7 +29,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     """Tokens of all full blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step. A step attends to what the last one has chosen and
-    to everything that is not sealed; sealing a block chooses anew, so every token is either recent or could have been
+    to everything that is not sealed; sealing a block chooses again, so every token is either recent or could have been
     chosen.
     """
 

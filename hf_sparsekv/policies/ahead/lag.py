@@ -46,7 +46,7 @@ class LaggingBlockPolicy(ChosenBefore, BlockPolicy):
         few = self.is_few(store) or (labels is None and not many)
         if few and not many:
             return DENSE
-        if self.crossover.below(store):  # nothing is chosen; sealing the block that ends it chooses anew
+        if self.crossover.below(store):  # nothing is chosen; sealing the block that ends it chooses again
             return DENSE if few else CROSSOVER
         chosen = self.chosen and not few
         attends = "chosen" if chosen else "dense" if few or labels is None else "every"

@@ -54,7 +54,7 @@ class PredictedTokens(LabelledPolicy):
     def scores(self, q: Tensor, store: LayerStore, out: Tensor | None = None) -> Tensor:
         """Scores of all tokens in full blocks for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
 
-        What is behind a row's sealed tokens may be anything.
+        Contents after a row's sealed tokens may be anything.
         """
         return self.labels.scores(q, store, out=out, fill=False)
 
