@@ -366,7 +366,7 @@ class SparseCache(LayerOwner):
 class OffloadedSparseCache(SparseCache):
     """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
 
-    Each decode step scores all tokens by quantised label channels. It attends to the best ones, the sinks and the
+    Each decode step scores all tokens in full blocks by label channels. It attends to the best ones, the sinks and the
     recent window. Recently chosen tokens have copies on the device. The same as
     ``SparseCache(TokenConfig(...), OffloadConfig())``.
 
