@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
-from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.token import TokenPolicy
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.sparse_layer import SparseLayer
-from hf_sparsekv.ops.topk_select import token_select
+from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.earlier_queries import EarlierQueriesPolicy
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 from hf_sparsekv.policies.ahead.second_device.packed import Packed

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.kv.store import LayerStore
-from hf_sparsekv.ops.topk_select.reference import topk_ids
+from hf_sparsekv.ops.selection.topk_select.reference import topk_ids
 from hf_sparsekv.option_checks import not_negative, positive
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.selector import Selector

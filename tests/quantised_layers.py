@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, dequantise
+from hf_sparsekv.ops.layers.quantised_linear import QuantisedWeight, dequantise
 
 FP8 = torch.float8_e4m3fn
 NF4 = torch.tensor([-1.0, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_sparsekv.offload.device_pool import DevicePool, free_bytes
-from hf_sparsekv.ops.residency import FREE
+from hf_sparsekv.ops.storage.residency import FREE
 
 SIZE, WIDTH = 2, 4  # of a block
 LAYERS = ((40, 2), (25, 1), (60, 3))  # physical blocks and KV heads
@@ -233,9 +233,9 @@ def test_many_steps(pages, window, steps):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off where there is a GPU")
 @pytest.mark.parametrize("pages, window", [(70, 32), (30, 64)])
 def test_kernels(monkeypatch, pages, window):
-    from hf_sparsekv.ops.block_copy import triton as copying
-    from hf_sparsekv.ops.block_copy.config import Config
-    from hf_sparsekv.ops.residency import triton as residing
+    from hf_sparsekv.ops.storage.block_copy import triton as copying
+    from hf_sparsekv.ops.storage.block_copy.config import Config
+    from hf_sparsekv.ops.storage.residency import triton as residing
 
     def block_copy(kv, pages, copies, n_copies):
         copying.block_copy(kv, pages, copies, n_copies, config=Config(2, 4))

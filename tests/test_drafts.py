@@ -18,9 +18,9 @@ from transformers import DynamicCache
 from hf_sparsekv import sparse
 from hf_sparsekv.attention.drafts import verified_tokens
 from hf_sparsekv.cache_name import given_cache, over, without_cache
-from hf_sparsekv.ops.mass_select import mass_select
-from hf_sparsekv.ops.sparse_decode import sparse_decode
-from hf_sparsekv.ops.token_score import token_score
+from hf_sparsekv.ops.attention.sparse_decode import sparse_decode
+from hf_sparsekv.ops.selection.mass_select import mass_select
+from hf_sparsekv.ops.selection.token_score import token_score
 
 MOST = SMALL["max_draft"] + 1
 TIGHT = {**USUAL, "token_budget": 16}  # of 144 and more tokens: less than all even for MOST queries

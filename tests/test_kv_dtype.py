@@ -16,7 +16,7 @@ from test_token_copies import feed, life
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TokenConfig
 from hf_sparsekv.kv.store import LayerStore
-from hf_sparsekv.ops.quantise.reference import dequantise, quantise
+from hf_sparsekv.ops.storage.quantise.reference import dequantise, quantise
 
 WITHOUT = OffloadConfig()
 EXACT = 1 + 2**-10, 4e-6  # what float16 makes of a scale: relative, and where it is below the finest step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv.ops.query_predict.reference import query_predict
+from hf_sparsekv.ops.selection.query_predict.reference import query_predict
 from hf_sparsekv.predictor.query import PREDICTORS, CustomPredictor, QueryPredictor, make_predictor
 
 FORMS = {  # windows averaged, softmax

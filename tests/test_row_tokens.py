@@ -23,8 +23,8 @@ from hf_sparsekv import (
     QueryTap,
     TokenConfig,
 )
-from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
-from hf_sparsekv.ops.device_tokens.reference import bring_tokens
+from hf_sparsekv.ops.storage.device_tokens import EMPTY, TokenSlots
+from hf_sparsekv.ops.storage.device_tokens.reference import bring_tokens
 from hf_sparsekv.policies.device_tokens import DeviceTokens
 from hf_sparsekv.policies.row_tokens import needed_room
 

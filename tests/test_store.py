@@ -24,8 +24,8 @@ from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.offload.host_limit import HostBudget
-from hf_sparsekv.ops.seal import Index
-from hf_sparsekv.ops.seal.reference import key_bounds
+from hf_sparsekv.ops.storage.seal import Index
+from hf_sparsekv.ops.storage.seal.reference import key_bounds
 from hf_sparsekv.types import AttentionParams
 
 HEADS, KEY, VALUE, SIZE = 2, 4, 6, 16

@@ -24,7 +24,7 @@ from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.fusion.joined_linear import quantised
 from hf_sparsekv.fusion.quantised_weight import Kept, found
-from hf_sparsekv.ops.quantised_linear import dequantise
+from hf_sparsekv.ops.layers.quantised_linear import dequantise
 
 pytestmark = pytest.mark.quick
 GO = {"do_sample": False, "max_new_tokens": 24}

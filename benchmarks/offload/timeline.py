@@ -22,6 +22,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from hf_sparsekv import ops
+
 from ..baselines import find, make_cache, prepare
 from ..decoding import Steps, generate
 from ..filling import ReplayedSource, fill_layers
@@ -44,8 +46,9 @@ MOST_LANES = 5  # a graph may use any number of streams
 
 
 def kernel_names(operator: str) -> set[str]:
-    """Names of the Triton functions that the modules of ``hf_sparsekv.ops.<operator>`` define, as a trace has them."""
-    package = importlib.import_module(f"hf_sparsekv.ops.{operator}")
+    """Names of the Triton functions that the modules of an operator define, as a trace has them."""
+    (group,) = (path.parent.name for path in Path(ops.__path__[0]).glob(f"*/{operator}"))
+    package = importlib.import_module(f"{ops.__name__}.{group}.{operator}")
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     functions = [f for module in modules for f in vars(module).values() if type(f).__module__.startswith("triton.")]
     mine = [f.fn for f in functions if getattr(f, "fn", None) and f.fn.__module__.startswith(package.__name__)]

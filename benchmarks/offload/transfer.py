@@ -1,9 +1,9 @@
 """How fast blocks cross the link, each way.
 
-To the GPU: scattered blocks of 32 KB and rows of 4 KB by ``ops.block_copy`` (``uva``: a kernel that reads pinned memory
-in place), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and values of a prompt as one
-large copy (the limit), permuted into blocks and then copied, written into their blocks by a kernel, and one
-``cudaMemcpy`` a block. How many programs the kernel needs: docs/offloading.md.
+To the GPU: scattered blocks of 32 KB and rows of 4 KB by ``ops.storage.block_copy`` (``uva``: a kernel that reads
+pinned memory in place), by one ``cudaMemcpy`` each, and one large copy as the limit. From the GPU: keys and values of a
+prompt as one large copy (the limit), permuted into blocks and then copied, written into their blocks by a kernel, and
+one ``cudaMemcpy`` a block. How many programs the kernel needs: docs/offloading.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_sparsekv.ops.block_copy.triton import block_copy
+from hf_sparsekv.ops.storage.block_copy.triton import block_copy
 from hf_sparsekv.tuning.timing import gbps
 
 from ..report import Report

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.block_score.reference import block_score
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode
-from hf_sparsekv.ops.token_score.reference import token_score
-from hf_sparsekv.ops.topk_select.reference import block_select, token_select
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode
+from hf_sparsekv.ops.selection.block_score.reference import block_score
+from hf_sparsekv.ops.selection.token_score.reference import token_score
+from hf_sparsekv.ops.selection.topk_select.reference import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
 
 # Largest RMS of the difference over the RMS of the reference, as in the tests of the operators.

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.experts.reference import experts as reference
-from hf_sparsekv.ops.experts.triton import DOWN, UP, Tile, experts_down, experts_up
+from hf_sparsekv.ops.layers.experts.reference import experts as reference
+from hf_sparsekv.ops.layers.experts.triton import DOWN, UP, Tile, experts_down, experts_up
 
 from ..report import Report
 from .sweep import Variant, compare, tile_name

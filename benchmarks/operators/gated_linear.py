@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.gated.triton import gated
-from hf_sparsekv.ops.small_linear.triton import Tile, small_linear
+from hf_sparsekv.ops.layers.gated.triton import gated
+from hf_sparsekv.ops.layers.small_linear.triton import Tile, small_linear
 from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_sparsekv.ops.small_linear.triton import Tile, small_linear, tile
+from hf_sparsekv.ops.layers.small_linear.triton import Tile, small_linear, tile
 
 from ..report import Report
 from .sweep import Variant, compare, tile_name

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, dequantise, lookup, quantised_linear
-from hf_sparsekv.ops.quantised_linear.lookup import Form
-from hf_sparsekv.ops.quantised_linear.reference import FP8
-from hf_sparsekv.ops.quantised_linear.triton import Tile
-from hf_sparsekv.ops.quantised_linear.triton import quantised_linear as by_triton
-from hf_sparsekv.ops.small_linear import small_linear
+from hf_sparsekv.ops.layers.quantised_linear import QuantisedWeight, dequantise, lookup, quantised_linear
+from hf_sparsekv.ops.layers.quantised_linear.lookup import Form
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8
+from hf_sparsekv.ops.layers.quantised_linear.triton import Tile
+from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear as by_triton
+from hf_sparsekv.ops.layers.small_linear import small_linear
 
 from ..report import Report
 from .sweep import Variant, compare, tile_name

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.ops._cuda import why_not
-from hf_sparsekv.ops.sparse_decode.config import config as decode_config
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
-from hf_sparsekv.ops.token_score.config import config as label_config
-from hf_sparsekv.ops.token_score.labels import score_all
-from hf_sparsekv.ops.token_score.triton import token_score
-from hf_sparsekv.ops.topk_select.config import Config as Select
-from hf_sparsekv.ops.topk_select.triton import block_select, token_select
+from hf_sparsekv.ops.attention.sparse_decode.config import config as decode_config
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.selection.token_score.config import config as label_config
+from hf_sparsekv.ops.selection.token_score.labels import score_all
+from hf_sparsekv.ops.selection.token_score.triton import token_score
+from hf_sparsekv.ops.selection.topk_select.config import Config as Select
+from hf_sparsekv.ops.selection.topk_select.triton import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
 from hf_sparsekv.tuning.timing import captured
 

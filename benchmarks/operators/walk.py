@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_sparsekv.ops.mass_select import mass_select
-from hf_sparsekv.ops.mass_select.reference import take
-from hf_sparsekv.ops.token_score import token_score
-from hf_sparsekv.ops.token_score.reference import token_score as scored
+from hf_sparsekv.ops.selection.mass_select import mass_select
+from hf_sparsekv.ops.selection.mass_select.reference import take
+from hf_sparsekv.ops.selection.token_score import token_score
+from hf_sparsekv.ops.selection.token_score.reference import token_score as scored
 from hf_sparsekv.tuning.layer_step import Layer
 from hf_sparsekv.tuning.timing import captured
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import PredictiveConfig, TokenConfig
-from hf_sparsekv.ops.seal import quantise_labels
-from hf_sparsekv.ops.token_score.reference import unpack_labels
+from hf_sparsekv.ops.selection.token_score.reference import unpack_labels
+from hf_sparsekv.ops.storage.seal import quantise_labels
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.predictor.channels import ChannelStats
 

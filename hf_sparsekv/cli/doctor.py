@@ -17,7 +17,7 @@ from ..offload.link import link_name, measured_rate
 from ..ops._cuda import why_not
 from ..ops._device import gpu
 from ..ops._dispatch import has_triton
-from ..ops.quantised_linear.lookup import AMPERE
+from ..ops.layers.quantised_linear.lookup import AMPERE
 from ..policies.crossover import guess, lookup
 from .output import messages, results, size
 

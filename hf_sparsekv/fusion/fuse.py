@@ -27,9 +27,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from ..ops.add_norm import MAX_WIDTH
-from ..ops.quantised_linear import serves as serves_quantised
-from ..ops.small_linear import small_linear
+from ..ops.layers.add_norm import MAX_WIDTH
+from ..ops.layers.quantised_linear import serves as serves_quantised
+from ..ops.layers.small_linear import small_linear
 from ..ranks import tensor_parallel
 from . import layers as fused_layers
 from .joined_linear import JoinedLinear, has_plain_weights, is_plain, quantised
@@ -260,9 +260,9 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
         model: a transformers model with layers of an architecture in ``ARCHS``.
         linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
             which needs memory for one layer's weights at a time. Quantised, LoRA and sharded layers are unchanged.
-        small_batch: also multiply up to ``ops.small_linear.MAX_ROWS`` rows by our own kernel. This covers the joined
-            projections, the other projections of each layer and the output embedding. It also covers, one by one, the
-            layers whose weights :mod:`.quantised_weight` supports.
+        small_batch: also multiply up to ``ops.layers.small_linear.MAX_ROWS`` rows by our own kernel. This covers
+            the joined projections, the other projections of each layer and the output embedding. It also covers, one by
+            one, the layers whose weights :mod:`.quantised_weight` supports.
 
     Returns:
         The changes, to undo them; ``None`` if the model cannot be fused, for the reason that ``why_not`` gives.

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache_name import given_cache, without_cache
-from ..ops.add_norm import add_norm
-from ..ops.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
-from ..ops.experts import experts
-from ..ops.gated import gated
-from ..ops.latent_rope import latent_rope
-from ..ops.qk_rope import qk_rope
-from ..ops.quantised_linear import MAX_ROWS, QuantisedWeight, quantised_linear
-from ..ops.quantised_linear import serves as serves_quantised
-from ..ops.route import MAX_TOKENS as MAX_ROUTED_TOKENS
-from ..ops.route import route
-from ..ops.small_linear import serves, small_linear
+from ..ops.attention.latent_rope import latent_rope
+from ..ops.attention.qk_rope import qk_rope
+from ..ops.layers.add_norm import add_norm
+from ..ops.layers.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
+from ..ops.layers.experts import experts
+from ..ops.layers.gated import gated
+from ..ops.layers.quantised_linear import MAX_ROWS, QuantisedWeight, quantised_linear
+from ..ops.layers.quantised_linear import serves as serves_quantised
+from ..ops.layers.route import MAX_TOKENS as MAX_ROUTED_TOKENS
+from ..ops.layers.route import route
+from ..ops.layers.small_linear import serves, small_linear
 from .joined_linear import JoinedLinear, is_observed
 from .quantised_weight import Kept, found
 

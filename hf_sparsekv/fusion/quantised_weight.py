@@ -1,4 +1,4 @@
-"""Read the codes and scales of quantisation libraries as :class:`.ops.quantised_linear.QuantisedWeight`.
+"""Read the codes and scales of quantisation libraries as :class:`.ops.layers.quantised_linear.QuantisedWeight`.
 
 Supported are bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``, torchao's ``Int8Tensor`` and ``Float8Tensor`` in
 torch's own layer, and transformers' ``FP8Linear`` and ``CompressedTensorsFP8Linear``. They are recognised by names of
@@ -7,8 +7,8 @@ copied to float32: the 8-bit ones of bitsandbytes' double quantisation, and thos
 large.
 
 Some libraries also round the inputs to 8 bits: bitsandbytes' 8 bits, dynamic formats of torchao and transformers' two.
-:func:`.ops.quantised_linear` leaves inputs in 16 bits. Its results are closer to those of the dequantised weights, and
-differ from the library's in the last bits.
+:func:`.ops.layers.quantised_linear` leaves inputs in 16 bits. Its results are closer to those of the dequantised
+weights, and differ from the library's in the last bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..ops.quantised_linear import QuantisedWeight
-from ..ops.quantised_linear.reference import CODES, FP8, check
+from ..ops.layers.quantised_linear import QuantisedWeight
+from ..ops.layers.quantised_linear.reference import CODES, FP8, check
 
 _LEVELS = 127  # largest int8 code in bitsandbytes, whose scales are the largest numbers of each row
 

@@ -14,8 +14,8 @@ from ..offload.copy_streams import Pending
 from ..offload.host_limit import HostBudget
 from ..offload.host_pages import PAGE
 from ..offload.host_pool import HostArena
-from ..ops.block_copy import block_copy, gather_blocks
-from ..ops.quantise import quantise
+from ..ops.storage.block_copy import block_copy, gather_blocks
+from ..ops.storage.quantise import quantise
 from ..tensors import no_inference_mode
 from .block_ids import BlockIds, bucket
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ..ops.quantise import dequantise
+from ..ops.storage.quantise import dequantise
 from .pool import BlockPool
 from .ring import Ring
 from .rows import Rows

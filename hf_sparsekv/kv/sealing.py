@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.seal import Index, seal, seal_range
+from ..ops.storage.seal import Index, seal, seal_range
 from .block_writer import BlockWriter
 from .pool import BlockPool
 from .rows import Rows, Taken

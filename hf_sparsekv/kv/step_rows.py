@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.begin_step import begin_step
+from ..ops.storage.begin_step import begin_step
 from ..tensors import no_inference_mode, sent
 from .rows import Rows
 
 
 class StepRows:
-    """The rows of captured steps, at fixed addresses; each step takes them further by itself (:mod:`..ops.begin_step`).
+    """The rows of captured steps, at fixed addresses; each step advances them (:mod:`..ops.storage.begin_step`).
 
     Attributes:
         past: int32 ``[batch]``, tokens before the step.

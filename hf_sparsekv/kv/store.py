@@ -19,9 +19,9 @@ from ..config import SparseConfig
 from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
-from ..ops.append import append
-from ..ops.seal import Index
-from ..ops.sparse_decode import sparse_decode
+from ..ops.attention.sparse_decode import sparse_decode
+from ..ops.storage.append import append
+from ..ops.storage.seal import Index
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .block_writer import BlockWriter
@@ -125,8 +125,8 @@ class LayerStore(LayerRows):
     def keep_means(self, tokens: int) -> None:
         """Keep the mean key and value of every ``tokens`` tokens, a multiple of the block size, for sparse attention.
 
-        In the pool's field ``means``, of each block a running mean: :func:`..ops.seal.reference.running_means`. To be
-        called before blocks are stored.
+        The pool's field ``means`` has :func:`..ops.storage.seal.reference.running_means`. Call it before any block is
+        stored.
         """
         self.mean_tokens = tokens
         if "means" not in self.pool.fields:
@@ -259,7 +259,7 @@ class LayerStore(LayerRows):
         used: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query per row over the recent tokens and ``ids`` (see :func:`..ops.sparse_decode`).
+        """Attention of one query per row over the recent tokens and ``ids`` (:func:`..ops.attention.sparse_decode`).
 
         If means are kept and the ids are tokens, means stand for the tokens of full blocks that are not among them.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention.handle import KVHandle, Step
-from ..ops.append import append
-from ..ops.sparse_decode import sparse_decode
+from ..ops.attention.sparse_decode import sparse_decode
+from ..ops.storage.append import append
 from ..tensors import no_inference_mode, take_rows
 from ..types import AttentionParams
 from .owned import Owned, Owner

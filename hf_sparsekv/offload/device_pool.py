@@ -1,7 +1,7 @@
 """Device pages for blocks in host memory: one slab, shared by all layers and rows of a cache.
 
-Pages are assigned on the device, without the host: ``ops.residency`` keeps the page tables, ``ops.block_copy``
-brings the blocks. Sinks and the recent window are never in the pool.
+Pages are assigned on the device, without the host: ``ops.storage.residency`` keeps the page tables,
+``ops.storage.block_copy`` brings the blocks. Sinks and the recent window are never in the pool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..ops.block_copy import block_copy
-from ..ops.residency import COUNTERS, FREE, WINDOW, PageState, residency
+from ..ops.storage.block_copy import block_copy
+from ..ops.storage.residency import COUNTERS, FREE, WINDOW, PageState, residency
 from ..tensors import no_inference_mode, sent
 from .copy_streams import wait
 
@@ -39,7 +39,7 @@ class DevicePool:
     Attributes:
         pages: ``[F, B, W]``: a page holds one block of one KV head of one layer.
         state: owners, stamps and page tables, see ``PageState``.
-        window: pages that are compared when the oldest are looked for, see ``ops.residency``.
+        window: pages that are compared when the oldest are looked for, see ``ops.storage.residency``.
     """
 
     @no_inference_mode
@@ -176,7 +176,7 @@ class DevicePool:
             block_table: int32 ``[batch, cap]``, physical id of each block of each row.
             kv: ``[num_blocks, H, B, W]``, the layer's blocks.
             keep: preceding steps whose pages may still be in use: 1 if blocks are chosen a step ahead, else 0.
-            coded: arguments of ``ops.block_copy`` for a ``kv`` of int8 codes; None for other dtypes.
+            coded: arguments of ``ops.storage.block_copy`` for a ``kv`` of int8 codes; None for other dtypes.
 
         Returns:
             page ids int32 ``[batch, H, K]``, in ``out`` if given: page ``f``, ``-(physical_id + 2)`` for a block to

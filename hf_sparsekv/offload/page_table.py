@@ -30,7 +30,7 @@ class Blocks(Protocol):
 
     Attributes:
         kv: ``[capacity, H, block_size, Dk + Dv]``, in host memory.
-        coded: arguments of ``ops.block_copy`` for a ``kv`` of int8 codes.
+        coded: arguments of ``ops.storage.block_copy`` for a ``kv`` of int8 codes.
         dtype: dtype of the pages.
         device: device on which the layer computes.
         capacity: current number of physical blocks.

@@ -1,4 +1,4 @@
-"""Operators on cached keys and values, one folder each.
+"""Operators on cached keys and values, one folder each, in four: attention, selection, storage, layers.
 
 * ``reference.py`` is the definition in plain torch, with the public signature and docstring.
 * ``triton.py`` has the kernels and launches them, from arguments of the same names.

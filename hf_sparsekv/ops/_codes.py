@@ -1,12 +1,12 @@
-"""8-bit codes of keys and values, inside kernels: see :mod:`.quantise.reference`."""
+"""8-bit codes of keys and values, inside kernels: see :mod:`.storage.quantise.reference`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .quantise.reference import MOST as _MOST
-from .quantise.reference import MOST_SCALE as _MOST_SCALE
+from .storage.quantise.reference import MOST as _MOST
+from .storage.quantise.reference import MOST_SCALE as _MOST_SCALE
 
 MOST, MOST_SCALE = tl.constexpr(_MOST), tl.constexpr(_MOST_SCALE)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even

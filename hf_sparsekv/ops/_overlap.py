@@ -20,8 +20,8 @@ def wait(PDL: tl.constexpr):
     """Wait for the kernels before this one. Every kernel calls this, or :func:`begin`, before it reads or writes.
 
     Data that no earlier kernel writes, such as weights, may be read before the wait. So may the data that the
-    predecessor waited for, bypassing L1, if the predecessor releases after its wait: see :mod:`.experts`. Each kernel
-    waits for its predecessor's end, and that one waited for its own, so all earlier kernels are done.
+    predecessor waited for, bypassing L1, if the predecessor releases after its wait: see :mod:`.layers.experts`. Each
+    kernel waits for its predecessor's end, and that one waited for its own, so all earlier kernels are done.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..kv.store import LayerStore
 from ..ops._layout import empty_rows
-from ..ops.block_score import block_score
-from ..ops.seal import Index
+from ..ops.selection.block_score import block_score
+from ..ops.storage.seal import Index
 from .memory import Request
 
 SIDES = {"min_max": 2, "cuboid_mean": 2, "mean": 1}  # vectors that each kind keeps

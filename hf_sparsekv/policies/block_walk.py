@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
-from ..ops.seal import Index
-from ..ops.sparse_decode.reference import gather
+from ..ops.attention.sparse_decode.reference import gather
+from ..ops.storage.seal import Index
 from ..policies.progressive_config import ProgressiveConfig
 from ..tensors import no_inference_mode
 from ..types import AttentionParams

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
-from ..ops.place_tokens import place_tokens
-from ..ops.seal import Index
-from ..ops.topk_select import block_select, token_select
+from ..ops.selection.topk_select import block_select, token_select
+from ..ops.storage.place_tokens import place_tokens
+from ..ops.storage.seal import Index
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams

@@ -11,7 +11,7 @@ from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..offload.lanes import even_lanes
 from ..offload.page_table import TOKEN_SELECTIONS
-from ..ops.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
+from ..ops.storage.device_tokens import EMPTY, TokenSlots, bring_tokens, locate_tokens
 from ..tensors import no_inference_mode, take_rows
 from .measured import PackStats
 from .memory import Memory, Request
@@ -28,7 +28,7 @@ class DeviceTokens(State):
     Steps that follow each other choose nearly the same tokens. What is held decides where tokens are read, never which.
 
     Attributes:
-        kv, columns, stamps, slots, now, lanes: see ``ops.device_tokens.TokenSlots``.
+        kv, columns, stamps, slots, now, lanes: see ``ops.storage.device_tokens.TokenSlots``.
         enabled: int32 ``[1]``; 0: nothing is copied.
         counters: int64 ``[2]``: tokens chosen, and of these copied.
         room: tokens of each row and KV head that there is room for; 0: rows come and go, and each has room of its own
@@ -129,11 +129,11 @@ class DeviceTokens(State):
 
     @property
     def pages(self) -> Tensor:
-        """The copies as ``ops.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
+        """The copies as ``ops.attention.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
         return self.kv.view(-1, self.block_size, self.kv.shape[-1])
 
     def locate(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> Tensor:
-        """Where the tokens ``ids`` are: among :attr:`pages`, or in host memory. See ``ops.device_tokens``."""
+        """Where the tokens ``ids`` are: among :attr:`pages`, or in host memory. See ``ops.storage.device_tokens``."""
         slots, lanes = self.slots, self.lanes
         if len(ids) != len(slots):  # several queries of the only row
             slots, lanes = slots.expand(len(ids), -1, -1), lanes.expand(len(ids), -1).contiguous()

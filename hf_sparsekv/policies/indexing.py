@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kv.state import State
 from ..kv.store import LayerStore
-from ..ops.seal import Index
+from ..ops.storage.seal import Index
 
 
 class Indexing(State):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
-from ..ops.seal import Index
-from ..ops.token_score import token_score
+from ..ops.selection.token_score import token_score
+from ..ops.storage.seal import Index
 from ..predictor.channels import ChannelStats, LabelChannels
 from ..tensors import sent
 from .label_options import LabelOptions

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
-from ..ops.seal import Index
-from ..ops.topk_select import token_select
+from ..ops.selection.topk_select import token_select
+from ..ops.storage.seal import Index
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams

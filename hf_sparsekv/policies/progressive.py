@@ -13,10 +13,10 @@ from ..kv.counters import Tally
 from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
-from ..ops.mass_select import MASS_ONE, TOTALS, Selection, mass_select
-from ..ops.mass_select.reference import LENGTHS
-from ..ops.sparse_decode.reference import gather
-from ..ops.topk_select import token_select
+from ..ops.attention.sparse_decode.reference import gather
+from ..ops.selection.mass_select import MASS_ONE, TOTALS, Selection, mass_select
+from ..ops.selection.mass_select.reference import LENGTHS
+from ..ops.selection.topk_select import token_select
 from ..policies.progressive_config import ProgressiveConfig
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kv.store import LayerStore
 from ..offload.lanes import Lanes, Move, moved
-from ..ops.device_tokens import EMPTY, TokenSlots, young_tokens
+from ..ops.storage.device_tokens import EMPTY, TokenSlots, young_tokens
 from ..tensors import no_inference_mode, sent
 from .base import Policy
 from .device_tokens import REUSED, DeviceTokens, empty_slots, slot_bytes

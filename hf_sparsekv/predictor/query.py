@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops.query_predict import query_predict
-from ..ops.query_predict.reference import MAX_WINDOW, MIN_EPSILON
+from ..ops.selection.query_predict import query_predict
+from ..ops.selection.query_predict.reference import MAX_WINDOW, MIN_EPSILON
 from ..option_checks import is_int, one_of, require
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,13 +16,13 @@ from torch import Tensor
 from ..kv.block_ids import bucket
 from ..kv.ring import ring_tokens
 from ..ops._device import gpu
-from ..ops.append import append
-from ..ops.block_score import block_score
-from ..ops.quantise import quantise
-from ..ops.seal import quantise_labels
-from ..ops.sparse_decode import sparse_decode
-from ..ops.token_score import token_score
-from ..ops.topk_select import block_select, token_select
+from ..ops.attention.sparse_decode import sparse_decode
+from ..ops.selection.block_score import block_score
+from ..ops.selection.token_score import token_score
+from ..ops.selection.topk_select import block_select, token_select
+from ..ops.storage.append import append
+from ..ops.storage.quantise import quantise
+from ..ops.storage.seal import quantise_labels
 from ..policies.label_index import default_channels
 from ..policies.token_config import TokenConfig
 

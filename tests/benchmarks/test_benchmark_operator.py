@@ -20,8 +20,8 @@ from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
 from benchmarks.report import Report
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.ops.small_linear.triton import tile
-from hf_sparsekv.ops.token_score.triton import token_score
+from hf_sparsekv.ops.layers.small_linear.triton import tile
+from hf_sparsekv.ops.selection.token_score.triton import token_score
 from hf_sparsekv.tuning.layer_step import MODELS, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 

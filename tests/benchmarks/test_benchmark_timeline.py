@@ -43,7 +43,7 @@ def trace(two_streams: bool) -> list[dict]:
 def test_kinds_follow_the_kernels():
     """Names come from the operators' own functions; none belongs to two kinds."""
     pytest.importorskip("triton")
-    from hf_sparsekv.ops.sparse_decode.split import sparse_decode_split_kernel
+    from hf_sparsekv.ops.attention.sparse_decode.split import sparse_decode_split_kernel
 
     by_kind = [set().union(*map(timeline.kernel_names, operators)) for _, operators in timeline.KINDS.values()]
     names = [name for names in by_kind for name in names if name.endswith("kernel")]  # others are called by these

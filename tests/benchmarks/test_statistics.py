@@ -14,7 +14,7 @@ from models import model, prompt
 
 from benchmarks.synthetic import statistics as st
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.ops.topk_select import block_select
+from hf_sparsekv.ops.selection.topk_select import block_select
 
 CONFIG = TokenConfig(block_size=16, sinks=3, window=10, max_draft=2)
 TWO = {Fraction(1, 8): 1, Fraction(1, 4): 2}

@@ -41,40 +41,40 @@ from triton.runtime.jit import JITFunction
 
 from hf_sparsekv import ops
 from hf_sparsekv.ops import _cuda, _device, _overlap
-from hf_sparsekv.ops.add_norm.triton import add_norm
-from hf_sparsekv.ops.append.triton import append
-from hf_sparsekv.ops.begin_step.triton import begin_step
-from hf_sparsekv.ops.block_copy.triton import block_copy, gather_blocks
-from hf_sparsekv.ops.block_score.triton import block_score
-from hf_sparsekv.ops.device_tokens import TokenSlots
-from hf_sparsekv.ops.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
-from hf_sparsekv.ops.experts.triton import experts
-from hf_sparsekv.ops.gated.triton import gated
-from hf_sparsekv.ops.latent_rope.triton import latent_rope
-from hf_sparsekv.ops.mass_select.reference import LENGTHS, TOTALS
-from hf_sparsekv.ops.mass_select.triton import mass_select
-from hf_sparsekv.ops.pack.triton import pack
-from hf_sparsekv.ops.place_tokens.triton import place_tokens
-from hf_sparsekv.ops.qk_rope.triton import qk_rope
-from hf_sparsekv.ops.quantise.reference import quantise as quantised
-from hf_sparsekv.ops.quantise.triton import quantise
-from hf_sparsekv.ops.quantised_linear import lookup
-from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
-from hf_sparsekv.ops.quantised_linear.triton import quantised_linear
-from hf_sparsekv.ops.query_predict.triton import query_predict
-from hf_sparsekv.ops.query_ring.triton import push
-from hf_sparsekv.ops.residency import PageState
-from hf_sparsekv.ops.residency.triton import residency
-from hf_sparsekv.ops.route.triton import route
-from hf_sparsekv.ops.seal.triton import seal, seal_range
-from hf_sparsekv.ops.small_linear.triton import small_linear
-from hf_sparsekv.ops.sparse_decode import cluster as decode
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
-from hf_sparsekv.ops.token_score import labels
-from hf_sparsekv.ops.token_score.triton import token_score
-from hf_sparsekv.ops.topk_select import cluster
-from hf_sparsekv.ops.topk_select.config import Config
-from hf_sparsekv.ops.topk_select.triton import block_select, token_select
+from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
+from hf_sparsekv.ops.attention.sparse_decode import cluster as decode
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.layers.add_norm.triton import add_norm
+from hf_sparsekv.ops.layers.experts.triton import experts
+from hf_sparsekv.ops.layers.gated.triton import gated
+from hf_sparsekv.ops.layers.quantised_linear import lookup
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
+from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
+from hf_sparsekv.ops.layers.route.triton import route
+from hf_sparsekv.ops.layers.small_linear.triton import small_linear
+from hf_sparsekv.ops.selection.block_score.triton import block_score
+from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS, TOTALS
+from hf_sparsekv.ops.selection.mass_select.triton import mass_select
+from hf_sparsekv.ops.selection.query_predict.triton import query_predict
+from hf_sparsekv.ops.selection.query_ring.triton import push
+from hf_sparsekv.ops.selection.token_score import labels
+from hf_sparsekv.ops.selection.token_score.triton import token_score
+from hf_sparsekv.ops.selection.topk_select import cluster
+from hf_sparsekv.ops.selection.topk_select.config import Config
+from hf_sparsekv.ops.selection.topk_select.triton import block_select, token_select
+from hf_sparsekv.ops.storage.append.triton import append
+from hf_sparsekv.ops.storage.begin_step.triton import begin_step
+from hf_sparsekv.ops.storage.block_copy.triton import block_copy, gather_blocks
+from hf_sparsekv.ops.storage.device_tokens import TokenSlots
+from hf_sparsekv.ops.storage.device_tokens.triton import bring_tokens, locate_tokens, young_tokens
+from hf_sparsekv.ops.storage.pack.triton import pack
+from hf_sparsekv.ops.storage.place_tokens.triton import place_tokens
+from hf_sparsekv.ops.storage.quantise.reference import quantise as quantised
+from hf_sparsekv.ops.storage.quantise.triton import quantise
+from hf_sparsekv.ops.storage.residency import PageState
+from hf_sparsekv.ops.storage.residency.triton import residency
+from hf_sparsekv.ops.storage.seal.triton import seal, seal_range
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 MISSING = "NVRTC is not installed (nvidia-cuda-nvrtc, cuda-bindings): kernels in CUDA C++"

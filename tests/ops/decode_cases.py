@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_sparsekv.ops.quantise.reference import quantise
-from hf_sparsekv.ops.sparse_decode.config import Config, config
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.attention.sparse_decode.config import Config, config
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.storage.quantise.reference import quantise
 
 RATIO = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # that of results
 

@@ -9,14 +9,16 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
-from hf_sparsekv.ops.pack.reference import pack as pack_reference
-from hf_sparsekv.ops.quantise.reference import quantise as quantise_reference
-from hf_sparsekv.ops.quantised_linear.reference import FP8, QuantisedWeight
-from hf_sparsekv.ops.seal import Index
-from hf_sparsekv.ops.token_score.config import config as label_config
+from hf_sparsekv import ops
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
+from hf_sparsekv.ops.selection.token_score.config import config as label_config
+from hf_sparsekv.ops.storage.pack.reference import pack as pack_reference
+from hf_sparsekv.ops.storage.quantise.reference import quantise as quantise_reference
+from hf_sparsekv.ops.storage.seal import Index
 
 PAST = 2**31 + 4096  # elements
 
@@ -55,7 +57,9 @@ class Operator:
     def functions(self) -> tuple[Callable, Callable]:
         """The kernel's and the reference's."""
         folder, name = (*self.of.split("."), "")[:2]
-        modules = (importlib.import_module(f"hf_sparsekv.ops.{folder}.{part}") for part in ("triton", "reference"))
+        (group,) = (path.parent.name for path in Path(ops.__path__[0]).glob(f"*/{folder}"))
+        parts = (f"hf_sparsekv.ops.{group}.{folder}.{part}" for part in ("triton", "reference"))
+        modules = [importlib.import_module(part) for part in parts]
         return tuple(getattr(module, name or folder) for module in modules)
 
     def call(self, place, *case) -> dict:

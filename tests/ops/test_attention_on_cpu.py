@@ -11,8 +11,8 @@ from cuda_on_cpu import COMPILER, CpuKernel, build
 from decode_cases import RATIO, Case, in_codes, in_pages
 from test_decode_clusters import CASES, CODED, PLAIN, WILD, wild
 
-from hf_sparsekv.ops.sparse_decode import cluster
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
+from hf_sparsekv.ops.attention.sparse_decode import cluster
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
 
@@ -60,7 +60,7 @@ def decode_kernel(q, size, group, blocks, sink, **kind) -> CpuKernel:
     defined = {"THREADS": 64, "CLUSTER": blocks, "GROUP": group, "DIM": q.shape[2], **kind}
     defined |= {"LOG_BLOCK": size.bit_length() - 1, "BFLOAT16": int(q.dtype == torch.bfloat16)}
     defined["SINK_BYTES"] = 4 if sink is None else sink.element_size()
-    return build("hf_sparsekv.ops.sparse_decode", "cluster.cu", "sparse_decode_cluster_kernel", **defined)
+    return build("hf_sparsekv.ops.attention.sparse_decode", "cluster.cu", "sparse_decode_cluster_kernel", **defined)
 
 
 def make(case: Case, dtype: torch.dtype, coded: bool, paged: bool = False) -> tuple[list, dict]:

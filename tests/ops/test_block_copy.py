@@ -9,13 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_sparsekv.ops import _device, _dispatch
-from hf_sparsekv.ops.block_copy import block_copy as public
-from hf_sparsekv.ops.block_copy import config as defaults
-from hf_sparsekv.ops.block_copy import triton as copying
-from hf_sparsekv.ops.block_copy.config import Config
-from hf_sparsekv.ops.block_copy.reference import block_copy as reference
-from hf_sparsekv.ops.block_copy.triton import block_copy
-from hf_sparsekv.ops.quantise.reference import dequantise, quantise
+from hf_sparsekv.ops.storage.block_copy import block_copy as public
+from hf_sparsekv.ops.storage.block_copy import config as defaults
+from hf_sparsekv.ops.storage.block_copy import triton as copying
+from hf_sparsekv.ops.storage.block_copy.config import Config
+from hf_sparsekv.ops.storage.block_copy.reference import block_copy as reference
+from hf_sparsekv.ops.storage.block_copy.triton import block_copy
+from hf_sparsekv.ops.storage.quantise.reference import dequantise, quantise
 
 SMALL = Config(programs=3, warps=1, tile=256)  # so that a small case takes several blocks and tiles a program
 

@@ -10,15 +10,15 @@ import torch
 from decode_cases import Case
 from operators import BY_NAME
 
-from hf_sparsekv.ops.append import append
-from hf_sparsekv.ops.append import cpu as append_cpu
-from hf_sparsekv.ops.append import reference as append_reference
-from hf_sparsekv.ops.sparse_decode import cpu as decode_cpu
-from hf_sparsekv.ops.sparse_decode import reference as decode_reference
-from hf_sparsekv.ops.token_score import cpu as score_cpu
-from hf_sparsekv.ops.token_score import reference as score_reference
-from hf_sparsekv.ops.topk_select import cpu as select_cpu
-from hf_sparsekv.ops.topk_select import reference as select_reference
+from hf_sparsekv.ops.attention.sparse_decode import cpu as decode_cpu
+from hf_sparsekv.ops.attention.sparse_decode import reference as decode_reference
+from hf_sparsekv.ops.selection.token_score import cpu as score_cpu
+from hf_sparsekv.ops.selection.token_score import reference as score_reference
+from hf_sparsekv.ops.selection.topk_select import cpu as select_cpu
+from hf_sparsekv.ops.selection.topk_select import reference as select_reference
+from hf_sparsekv.ops.storage.append import append
+from hf_sparsekv.ops.storage.append import cpu as append_cpu
+from hf_sparsekv.ops.storage.append import reference as append_reference
 
 close = {"rtol": 2e-5, "atol": 2e-5, "equal_nan": True}
 

@@ -44,7 +44,7 @@ def test_source_that_does_not_compile(log, said):
     """Says why, or how it failed."""
     compiler = Refuses(log)
     with pytest.raises(RuntimeError) as told:
-        compile_file(compiler, 90, "hf_sparsekv.ops.topk_select", "cluster.cu", {})
+        compile_file(compiler, 90, "hf_sparsekv.ops.selection.topk_select", "cluster.cu", {})
     assert str(told.value) == said
     assert compiler.programs == 0
 

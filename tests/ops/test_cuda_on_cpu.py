@@ -17,12 +17,12 @@ from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
 from hf_sparsekv.ops import _device
-from hf_sparsekv.ops.token_score import labels
-from hf_sparsekv.ops.token_score.reference import token_score as reference_score
-from hf_sparsekv.ops.topk_select import cluster
-from hf_sparsekv.ops.topk_select.config import Config
-from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
-from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.selection.token_score import labels
+from hf_sparsekv.ops.selection.token_score.reference import token_score as reference_score
+from hf_sparsekv.ops.selection.topk_select import cluster
+from hf_sparsekv.ops.selection.topk_select.config import Config
+from hf_sparsekv.ops.selection.topk_select.reference import block_select as reference_block
+from hf_sparsekv.ops.selection.topk_select.reference import token_select as reference_token
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
 SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block hands out, blocks on a processor
@@ -47,7 +47,7 @@ def select(request, clusters, monkeypatch):
     shape, name = SHAPES[clusters], "topk_select_cluster_kernel"
     defined = {**shape, "CLUSTER": clusters, "MARGIN": cluster.MARGIN}
     defined |= getattr(request, "param", {})
-    kernel = build("hf_sparsekv.ops.topk_select", "cluster.cu", name, **defined)
+    kernel = build("hf_sparsekv.ops.selection.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
     monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))
 
@@ -123,7 +123,7 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
     defined |= {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
-    kernel = build("hf_sparsekv.ops.token_score", "labels.cu", "token_score_labels_kernel", **defined)
+    kernel = build("hf_sparsekv.ops.selection.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
     monkeypatch.setattr(CpuKernel, "resident", lambda self, threads, where: 1)

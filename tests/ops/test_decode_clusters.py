@@ -9,8 +9,8 @@ import torch
 from conftest import Place
 from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages
 
-from hf_sparsekv.ops.sparse_decode import triton as launches
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.attention.sparse_decode import triton as launches
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 
 pytestmark = pytest.mark.gpu
 

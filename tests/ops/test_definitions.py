@@ -14,14 +14,14 @@ import transformers as tf
 from operators import BY_NAME, Seal, column, queries
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
-from hf_sparsekv.ops.experts import MAX_TOKENS
-from hf_sparsekv.ops.experts import experts as public_experts
-from hf_sparsekv.ops.latent_rope.reference import turn
-from hf_sparsekv.ops.query_predict import query_predict as public_predict
-from hf_sparsekv.ops.route import MAX_TOKENS as MAX_ROUTED
-from hf_sparsekv.ops.seal import Index, key_metadata
-from hf_sparsekv.ops.seal.reference import running_means
-from hf_sparsekv.ops.token_score.config import can_use_tensor_cores
+from hf_sparsekv.ops.attention.latent_rope.reference import turn
+from hf_sparsekv.ops.layers.experts import MAX_TOKENS
+from hf_sparsekv.ops.layers.experts import experts as public_experts
+from hf_sparsekv.ops.layers.route import MAX_TOKENS as MAX_ROUTED
+from hf_sparsekv.ops.selection.query_predict import query_predict as public_predict
+from hf_sparsekv.ops.selection.token_score.config import can_use_tensor_cores
+from hf_sparsekv.ops.storage.seal import Index, key_metadata
+from hf_sparsekv.ops.storage.seal.reference import running_means
 
 KERNELS = [
     "add_norm",

@@ -9,11 +9,11 @@ import torch
 
 from hf_sparsekv.ops import _device
 from hf_sparsekv.ops._device import H200, SHARED, Gpu, programs
-from hf_sparsekv.ops.block_score import config as block_score
-from hf_sparsekv.ops.sparse_decode import config as sparse_decode
-from hf_sparsekv.ops.token_score import config as token_score
+from hf_sparsekv.ops.attention.sparse_decode import config as sparse_decode
+from hf_sparsekv.ops.selection.block_score import config as block_score
+from hf_sparsekv.ops.selection.token_score import config as token_score
 
-mass_select = pytest.importorskip("hf_sparsekv.ops.mass_select.triton")
+mass_select = pytest.importorskip("hf_sparsekv.ops.selection.mass_select.triton")
 
 # Processors and L2 cache as the driver tells them, memory by data sheets.
 OTHERS = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv.ops.device_tokens import EMPTY, TokenSlots
-from hf_sparsekv.ops.device_tokens import bring_tokens as public_bring_tokens
-from hf_sparsekv.ops.device_tokens.reference import age_class, looked_at
-from hf_sparsekv.ops.device_tokens.reference import bring_tokens as reference
-from hf_sparsekv.ops.device_tokens.reference import locate_tokens as locate_reference
-from hf_sparsekv.ops.device_tokens.reference import young_tokens as young_reference
-from hf_sparsekv.ops.device_tokens.triton import Config, bring_tokens, locate_tokens, young_tokens
-from hf_sparsekv.ops.quantise.reference import dequantise, quantise
+from hf_sparsekv.ops.storage.device_tokens import EMPTY, TokenSlots
+from hf_sparsekv.ops.storage.device_tokens import bring_tokens as public_bring_tokens
+from hf_sparsekv.ops.storage.device_tokens.reference import age_class, looked_at
+from hf_sparsekv.ops.storage.device_tokens.reference import bring_tokens as reference
+from hf_sparsekv.ops.storage.device_tokens.reference import locate_tokens as locate_reference
+from hf_sparsekv.ops.storage.device_tokens.reference import young_tokens as young_reference
+from hf_sparsekv.ops.storage.device_tokens.triton import Config, bring_tokens, locate_tokens, young_tokens
+from hf_sparsekv.ops.storage.quantise.reference import dequantise, quantise
 
 POISON = 12345
 WINDOW, SMALL = 32, Config(listed=32, tile=4, copying=6)  # so that small cases take several of each

@@ -8,10 +8,10 @@ from operators import BY_NAME
 
 pytest.importorskip("triton")
 
-from hf_sparsekv.ops.experts import experts
-from hf_sparsekv.ops.experts.reference import experts as reference
-from hf_sparsekv.ops.experts.triton import Tile, experts_down, experts_up
-from hf_sparsekv.ops.route import route
+from hf_sparsekv.ops.layers.experts import experts
+from hf_sparsekv.ops.layers.experts.reference import experts as reference
+from hf_sparsekv.ops.layers.experts.triton import Tile, experts_down, experts_up
+from hf_sparsekv.ops.layers.route import route
 
 TILES = [Tile(2, 256, 1), Tile(4, 1024, 2), Tile(8, 1024, 1, 128)]
 

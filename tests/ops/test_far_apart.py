@@ -15,13 +15,13 @@ from operators import BY_NAME, Seal, far, room_for
 from test_device_tokens import Pair
 from test_mass_select import Case as MassCase
 
-from hf_sparsekv.ops.block_copy.triton import block_copy
-from hf_sparsekv.ops.mass_select.triton import mass_select
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
-from hf_sparsekv.ops.topk_select.config import Config
-from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
-from hf_sparsekv.ops.topk_select.triton import block_select
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference_decode
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.selection.mass_select.triton import mass_select
+from hf_sparsekv.ops.selection.topk_select.config import Config
+from hf_sparsekv.ops.selection.topk_select.reference import block_select as reference_select
+from hf_sparsekv.ops.selection.topk_select.triton import block_select
+from hf_sparsekv.ops.storage.block_copy.triton import block_copy
 
 pytestmark = pytest.mark.usefixtures("released")
 

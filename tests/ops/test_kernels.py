@@ -19,7 +19,7 @@ import torch
 from hf_sparsekv import ops
 from hf_sparsekv.ops import _device
 from hf_sparsekv.ops._dispatch import operator
-from hf_sparsekv.ops.sparse_decode import config as decode_config
+from hf_sparsekv.ops.attention.sparse_decode import config as decode_config
 
 ROOT = Path(__file__).parents[2]
 MOST = 25  # parameters, compile-time ones included
@@ -38,10 +38,10 @@ def kernels() -> dict[str, int]:
 def operators() -> list:
     """The operators of all folders, with the folder's kernels of the same names."""
     found = []
-    for folder in pkgutil.iter_modules(ops.__path__):
+    for folder in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         if folder.ispkg:
-            package = importlib.import_module(f"{ops.__name__}.{folder.name}")
-            for name in package.__all__:
+            package = importlib.import_module(folder.name)
+            for name in getattr(package, "__all__", ()):  # the folders of operators have none
                 if hasattr(call := getattr(package, name), "kernel"):
                     found.append(pytest.param(call, id=name))
     return found

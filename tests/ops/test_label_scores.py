@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hf_sparsekv.ops import _cuda
-from hf_sparsekv.ops.token_score import token_score
-from hf_sparsekv.ops.token_score.labels import score_all
-from hf_sparsekv.ops.token_score.reference import token_score as reference
+from hf_sparsekv.ops.selection.token_score import token_score
+from hf_sparsekv.ops.selection.token_score.labels import score_all
+from hf_sparsekv.ops.selection.token_score.reference import token_score as reference
 
 pytestmark = pytest.mark.gpu
 

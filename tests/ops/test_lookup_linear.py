@@ -15,10 +15,10 @@ from cuda_on_cpu import COMPILER, build
 from torch import Tensor
 
 from hf_sparsekv.ops import _device
-from hf_sparsekv.ops.quantised_linear import QuantisedWeight, lookup
-from hf_sparsekv.ops.quantised_linear.lookup import Form
-from hf_sparsekv.ops.quantised_linear.reference import FP8
-from hf_sparsekv.ops.quantised_linear.reference import quantised_linear as reference
+from hf_sparsekv.ops.layers.quantised_linear import QuantisedWeight, lookup
+from hf_sparsekv.ops.layers.quantised_linear.lookup import Form
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8
+from hf_sparsekv.ops.layers.quantised_linear.reference import quantised_linear as reference
 
 # Of bitsandbytes.
 NF4 = [

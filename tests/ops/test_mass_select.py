@@ -9,9 +9,9 @@ import torch
 from decode_cases import valid_entries
 from torch import Tensor
 
-from hf_sparsekv.ops.mass_select import BINS, MASS_ONE, NONE, TOTALS, mass_select, reference
-from hf_sparsekv.ops.mass_select import triton as kernels
-from hf_sparsekv.ops.mass_select.reference import LENGTHS
+from hf_sparsekv.ops.selection.mass_select import BINS, MASS_ONE, NONE, TOTALS, mass_select, reference
+from hf_sparsekv.ops.selection.mass_select import triton as kernels
+from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
 

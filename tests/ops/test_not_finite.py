@@ -12,15 +12,15 @@ import torch
 from decode_cases import Case as Decode
 from operators import BY_NAME, Seal, tensors
 
-from hf_sparsekv.ops.block_score.reference import block_score as reference_blocks
-from hf_sparsekv.ops.query_predict.reference import query_predict as reference_predict
-from hf_sparsekv.ops.query_predict.triton import query_predict
-from hf_sparsekv.ops.route.reference import route as reference_route
-from hf_sparsekv.ops.route.triton import route
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference_decode
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
-from hf_sparsekv.ops.token_score.reference import token_score as reference_tokens
-from hf_sparsekv.ops.topk_select.reference import block_select as reference_select
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference_decode
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.layers.route.reference import route as reference_route
+from hf_sparsekv.ops.layers.route.triton import route
+from hf_sparsekv.ops.selection.block_score.reference import block_score as reference_blocks
+from hf_sparsekv.ops.selection.query_predict.reference import query_predict as reference_predict
+from hf_sparsekv.ops.selection.query_predict.triton import query_predict
+from hf_sparsekv.ops.selection.token_score.reference import token_score as reference_tokens
+from hf_sparsekv.ops.selection.topk_select.reference import block_select as reference_select
 from hf_sparsekv.predictor.channels import ChannelStats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
@@ -169,7 +169,7 @@ def test_seal(place, metadata, bits):
 
 
 def test_seal_by_hand():
-    from hf_sparsekv.ops.seal.reference import quantise_labels
+    from hf_sparsekv.ops.storage.seal.reference import quantise_labels
 
     codes, params = quantise_labels(torch.tensor([[inf, 0.0], [-inf, 1.0], [1e9, -1e9], [nan, 1.0]]))
     assert params[:3].isfinite().all() and params[3].isnan().all()

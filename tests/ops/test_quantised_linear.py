@@ -9,11 +9,11 @@ import pytest
 import torch
 from operators import BY_NAME
 
-from hf_sparsekv.ops import quantised_linear as package
-from hf_sparsekv.ops.quantised_linear import MAX_ROWS, QuantisedWeight, dequantise, lookup, serves
-from hf_sparsekv.ops.quantised_linear import quantised_linear as public
-from hf_sparsekv.ops.quantised_linear.reference import FP8
-from hf_sparsekv.ops.quantised_linear.triton import Tile, quantised_linear
+from hf_sparsekv.ops.layers import quantised_linear as package
+from hf_sparsekv.ops.layers.quantised_linear import MAX_ROWS, QuantisedWeight, dequantise, lookup, serves
+from hf_sparsekv.ops.layers.quantised_linear import quantised_linear as public
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8
+from hf_sparsekv.ops.layers.quantised_linear.triton import Tile, quantised_linear
 
 reference = BY_NAME["quantised_linear"].functions[1]
 TILES = [Tile(4, 64, 1, 4), Tile(16, 128, 2, 2), Tile(32, 256, 3, 4), Tile(64, 32, 4, 4, 128)]

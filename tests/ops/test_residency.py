@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv.ops.residency import FREE, PageState
-from hf_sparsekv.ops.residency.reference import residency as reference
-from hf_sparsekv.ops.residency.reference import windows
-from hf_sparsekv.ops.residency.triton import Config, residency
+from hf_sparsekv.ops.storage.residency import FREE, PageState
+from hf_sparsekv.ops.storage.residency.reference import residency as reference
+from hf_sparsekv.ops.storage.residency.reference import windows
+from hf_sparsekv.ops.storage.residency.triton import Config, residency
 
 POISON = 12345
 STATE = ("owner", "stamp", "hand", "now", "enabled", "counters")

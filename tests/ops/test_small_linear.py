@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparsekv.ops.gated import ACTIVATIONS
-from hf_sparsekv.ops.gated.reference import gated
-from hf_sparsekv.ops.gated.triton import gated as gated_kernel
-from hf_sparsekv.ops.small_linear import small_linear as public
-from hf_sparsekv.ops.small_linear.reference import small_linear as reference
-from hf_sparsekv.ops.small_linear.triton import WIDE, small_linear
+from hf_sparsekv.ops.layers.gated import ACTIVATIONS
+from hf_sparsekv.ops.layers.gated.reference import gated
+from hf_sparsekv.ops.layers.gated.triton import gated as gated_kernel
+from hf_sparsekv.ops.layers.small_linear import small_linear as public
+from hf_sparsekv.ops.layers.small_linear.reference import small_linear as reference
+from hf_sparsekv.ops.layers.small_linear.triton import WIDE, small_linear
 
 # shape of x, rows of the weight, bias
 CASES = {

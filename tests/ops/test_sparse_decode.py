@@ -13,12 +13,12 @@ from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pag
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
-from hf_sparsekv.ops.quantise.reference import dequantise
-from hf_sparsekv.ops.sparse_decode import sparse_decode as public
-from hf_sparsekv.ops.sparse_decode.reference import sparse_decode as reference
-from hf_sparsekv.ops.sparse_decode.share import Kinds, Share, batch_constant, find_part, programs
-from hf_sparsekv.ops.sparse_decode.split import Means, Recent
-from hf_sparsekv.ops.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.attention.sparse_decode import sparse_decode as public
+from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference
+from hf_sparsekv.ops.attention.sparse_decode.share import Kinds, Share, batch_constant, find_part, programs
+from hf_sparsekv.ops.attention.sparse_decode.split import Means, Recent
+from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
+from hf_sparsekv.ops.storage.quantise.reference import dequantise
 
 ALL_WAYS = pytest.mark.parametrize("granularity", ["token", "block", "all"])
 LATENTS = Case(heads=1, group=4, dk=48, dv=32, latents=True)

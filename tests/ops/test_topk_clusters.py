@@ -10,12 +10,12 @@ import torch
 from test_label_scores import Case
 from test_topk_select import COUNTS, SCORES, row_lengths
 
-from hf_sparsekv.ops.token_score import token_score
-from hf_sparsekv.ops.topk_select import cluster
-from hf_sparsekv.ops.topk_select.config import Config
-from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
-from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
-from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
+from hf_sparsekv.ops.selection.token_score import token_score
+from hf_sparsekv.ops.selection.topk_select import cluster
+from hf_sparsekv.ops.selection.topk_select.config import Config
+from hf_sparsekv.ops.selection.topk_select.reference import block_select as reference_block
+from hf_sparsekv.ops.selection.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.selection.topk_select.triton import block_select, scratch_size, token_select
 
 pytestmark = pytest.mark.gpu
 CONFIGS = {blocks: Config(clusters=blocks) for blocks in (2, 4, 8)}

@@ -9,11 +9,11 @@ import torch
 from operators import wild_scores
 
 from hf_sparsekv.ops._layout import whole
-from hf_sparsekv.ops.topk_select import cluster
-from hf_sparsekv.ops.topk_select.config import Config, tiles
-from hf_sparsekv.ops.topk_select.reference import block_select as reference_block
-from hf_sparsekv.ops.topk_select.reference import token_select as reference_token
-from hf_sparsekv.ops.topk_select.triton import block_select, scratch_size, token_select
+from hf_sparsekv.ops.selection.topk_select import cluster
+from hf_sparsekv.ops.selection.topk_select.config import Config, tiles
+from hf_sparsekv.ops.selection.topk_select.reference import block_select as reference_block
+from hf_sparsekv.ops.selection.topk_select.reference import token_select as reference_token
+from hf_sparsekv.ops.selection.topk_select.triton import block_select, scratch_size, token_select
 
 # How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
 SPLITS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kv.state import Held
 from ...kv.store import LayerStore
-from ...ops.topk_select import token_select
+from ...ops.selection.topk_select import token_select
 from ...tensors import no_inference_mode
 from ..labelled import LabelledPolicy
 from ..memory import Request

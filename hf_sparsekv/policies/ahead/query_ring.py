@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kv.state import Held, State
-from ...ops.query_ring import push
+from ...ops.selection.query_ring import push
 from ...tensors import no_inference_mode
 
 
@@ -52,7 +52,7 @@ class QueryRing(State):
         return (tuple(self.held.shape), self.held.dtype, self.held.device) == (shape, dtype, device)
 
     def push(self, q: Tensor, valid: Tensor | None, past: Tensor) -> None:
-        """A step's queries ``q [batch, Hq, 1, D]``, see :func:`...ops.query_ring.push`."""
+        """A step's queries ``q [batch, Hq, 1, D]``, see :func:`...ops.selection.query_ring.push`."""
         push(q, valid, past, self.held, self.first, self.count, self.position)
 
     def store(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....kv.state import Held, State
-from ....ops.pack import pack
+from ....ops.storage.pack import pack
 from ....tensors import no_inference_mode
 
 
@@ -22,7 +22,7 @@ class Packed(State):
 
     Attributes:
         kv: ``[batch, H, room, Dk + Dv]``.
-        page_ids: int32 ``[batch, H, room]``, positions of the chosen tokens in it, see ``ops.pack``.
+        page_ids: int32 ``[batch, H, room]``, positions of the chosen tokens in it, see ``ops.storage.pack``.
         counters: int64 ``[2]``: tokens chosen, and of these copied.
     """
 
@@ -56,11 +56,11 @@ class Packed(State):
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
 
     def pages(self, block_size: int) -> Tensor:
-        """The copies as ``ops.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
+        """The copies as ``ops.attention.sparse_decode`` takes them: ``[F, block_size, Dk + Dv]``."""
         return self.kv.view(-1, block_size, self.kv.shape[-1])
 
     def update(self, ids: Tensor, kv: Tensor, block_table: Tensor, scratch: Tensor | None = None) -> None:
-        """Bring ``ids`` together, see :func:`....ops.pack.pack`."""
+        """Bring ``ids`` together, see :func:`....ops.storage.pack.pack`."""
         pack(
             ids,
             kv,

@@ -16,7 +16,7 @@ from ....config import OffloadConfig
 from ....kv.counters import Tally
 from ....kv.store import LayerStore
 from ....ops._dispatch import use_triton
-from ....ops.topk_select import token_select
+from ....ops.selection.topk_select import token_select
 from ....predictor.channels import LabelChannels
 from ....predictor.query import QueryPredictor
 from ....tensors import no_inference_mode
@@ -64,7 +64,7 @@ class ReplicaPolicy(EarlierQueriesPolicy):
         scores = peer.buffer("scores", (batch, store.heads, room), torch.float32, stream_index)
         scratch = None
         if use_triton(scores):
-            from ....ops.topk_select.triton import scratch_size
+            from ....ops.selection.topk_select.triton import scratch_size
 
             scratch = peer.buffer(
                 "select", (scratch_size(scores, self.config.token_budget),), torch.int32, stream_index

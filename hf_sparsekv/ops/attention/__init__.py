@@ -1,0 +1,1 @@
+"""Attention over chosen tokens, and the rotary embedding that is fused with it."""

@@ -1,0 +1,1 @@
+"""Where keys and values lie: appended, sealed into blocks, quantised, copied to the device."""

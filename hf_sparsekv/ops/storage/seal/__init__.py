@@ -1,0 +1,12 @@
+"""Move full blocks from the ring of recent tokens, or from a prompt, into the block pool; index them for selection."""
+
+from __future__ import annotations
+
+from ..._dispatch import operator
+from . import reference
+from .reference import Index, key_metadata, quantise_labels
+
+__all__ = ["Index", "key_metadata", "quantise_labels", "seal", "seal_range"]
+
+seal = operator(reference.seal, on="recent_kv", in_place=("kv",))
+seal_range = operator(reference.seal_range, on="recent_kv")
