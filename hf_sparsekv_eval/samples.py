@@ -56,6 +56,11 @@ def exact(output: str, references: tuple[str, ...]) -> float:
     return float(output.split() == references[0].split())
 
 
+def found_any(output: str, references: tuple[str, ...]) -> float:
+    """RULER's score of question answering: 1 if the output contains one of the references, whatever their case."""
+    return max(found(output, references))
+
+
 def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tuple[list[int], Built] | tuple[None, None]:
     """The prompt with the largest haystack that fits: its size is doubled until it does not, then halved.
 

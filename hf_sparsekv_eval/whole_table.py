@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_sparsekv.policies.registry import methods
 
-from . import drift, forced, generation, long_tasks, longbench, needles, ruler, ruler_probe
+from . import drift, forced, generation, long_tasks, longbench, needles, ruler, ruler_probe, ruler_tasks
 from .cache_specs import FULL, CacheSpec, parse_cache
 from .measures import Measure
 from .records import Results
@@ -121,7 +121,7 @@ def parts(model, tokenizer, words: Tensor, text: str | None, plan: Plan, caches:
         def one(name: str, length: int, index: int) -> Sample:
             if probe:
                 return ruler_probe.make_sample(tokenizer, name, length, index, plan.seed)
-            room = plan.room and min(plan.room, ruler.ANSWER_TOKENS[name.split("_")[0]])
+            room = plan.room and min(plan.room, ruler_tasks.answer_tokens(name))
             return ruler.make_sample(tokenizer, name, length, index, plan.seed, plan.chat, room)
 
         make = _samples(one, families, plan)
