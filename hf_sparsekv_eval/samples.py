@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -62,7 +63,10 @@ def found_any(output: str, references: tuple[str, ...]) -> float:
 
 
 def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tuple[list[int], Built] | tuple[None, None]:
-    """The prompt with the largest haystack that fits: its size is doubled until it does not, then halved.
+    """The prompt whose haystack fills the room: another unit of average size would not fit.
+
+    Tokens grow nearly in proportion to the haystack, so the next size to try follows from the last. That takes two or
+    three encodings of the whole length, where halving an interval takes ten.
 
     Args:
         encode: from the haystack's size (0 and more) to a prompt's ids, and whatever belongs to it.
@@ -72,16 +76,20 @@ def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tupl
         what ``encode`` gave; ``(None, None)``: not even the smallest fits.
     """
     best = encode(0)
-    if len(best[0]) > room:
+    first = len(best[0])
+    if first > room:
         return None, None
-    least, most = 0, 1
-    while len((made := encode(most))[0]) <= room:
-        best, least, most = made, most, 2 * most
-    while most - least > max(1, least // 200):
-        middle = (least + most) // 2
-        made = encode(middle)
-        if len(made[0]) <= room:
-            best, least = made, middle
+    least, most, size = 0, math.inf, 8  # the largest size that fits, the smallest that does not
+    while most - least > 1:
+        made = encode(size)
+        count = len(made[0])
+        unit = max((count - first) / size, 1 / 64)  # tokens
+        if count > room:
+            most = size
         else:
-            most = middle
+            best, least = made, size
+            if room - count < unit:
+                break
+        step = size + math.floor((room - count) / unit)
+        size = int(min(max(step, least + 1), most - 1, 32 * size))
     return best
