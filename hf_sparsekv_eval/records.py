@@ -18,7 +18,9 @@ from pathlib import Path
 from hf_sparsekv.results import Row
 from hf_sparsekv.whole_file import replace_text
 
+from .cache_specs import FULL
 from .measures import Figure, Measure, Record, figures
+from .paired import differences, table
 from .run_directory import Lock
 from .tables import markdown
 
@@ -167,19 +169,28 @@ class Results:
                 out.append(Row("accuracy", case, variant, 1, f.length, metric, f.value, f.low, f.high, unit))
         return out
 
-    def write(self, measures: list[Measure], title: str) -> str:
-        """Write ``results.json``, ``results.csv`` and ``results.md``; returns the tables as markdown."""
+    def write(self, measures: list[Measure], title: str, paired: Iterable[Measure] = ()) -> str:
+        """Write ``results.json``, ``results.csv`` and ``results.md``; returns the tables as markdown.
+
+        Args:
+            paired: measures of which differences from full attention on the same samples are told, too.
+        """
         figures = self.figures(measures)
         text = markdown(figures, measures, title)
+        pairs = differences(self.records.values(), paired, FULL)
+        if pairs:
+            text += "\n" + table(pairs)
         if self.out is not None:
             rows = [asdict(figure) for figure in figures]
             whole = {"settings": self.settings, "figures": rows}
-            table = io.StringIO(newline="")
-            writer = csv.DictWriter(table, list(Figure.__dataclass_fields__))
+            if pairs:
+                whole["differences"] = [asdict(pair) for pair in pairs]
+            sheet = io.StringIO(newline="")
+            writer = csv.DictWriter(sheet, list(Figure.__dataclass_fields__))
             writer.writeheader()
             writer.writerows(rows)
             replace_text(self.out / "results.json", json.dumps(whole, indent=1) + "\n")
-            replace_text(self.out / "results.csv", table.getvalue())
+            replace_text(self.out / "results.csv", sheet.getvalue())
             replace_text(self.out / "results.md", text)
         return text
 

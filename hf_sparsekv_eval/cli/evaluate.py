@@ -39,7 +39,7 @@ def _answered(run: Run, samples: Iterable, count: int, batch: int, steps: int = 
     args = run.model, run.tokenizer, samples, run.caches, run.results, batch, steps
     with run.progress(count) as advance:
         generation.evaluate(*args, advance, against=against)
-    run.report(generation.COMPARED if against else generation.MEASURES)
+    run.report(generation.COMPARED if against else generation.MEASURES, (generation.SCORE, generation.STEPPED))
 
 
 @app.command()

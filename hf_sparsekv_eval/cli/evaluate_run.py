@@ -254,8 +254,9 @@ class Run(Loaded):
             task = bar.add_task(self.title, total=total * len(self.caches))
             yield lambda n: bar.advance(task, n)
 
-    def report(self, measures) -> None:
-        results.print(self.results.write(measures, self.title), markup=False)
+    def report(self, measures, paired=()) -> None:
+        """Write and print the tables; ``paired``: measures whose difference from full attention is among them."""
+        results.print(self.results.write(measures, self.title, paired), markup=False)
         say_vacuous(self.caches, self.results.figures(measures))
         note(f"written to {self.out}: results.md, results.csv, results.json, samples.jsonl")
         if self.rows is not None:
