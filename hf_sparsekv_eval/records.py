@@ -37,6 +37,9 @@ class Results:
         out: directory; ``None`` keeps records in memory. It is locked until :meth:`close` or the end of the process.
         settings: what the records depend on. A directory with other settings is refused.
 
+    Attributes:
+        shown: numbers of the samples that figures and tables are of; ``None``: all.
+
     Raises:
         ValueError: another run writes to ``out``, it holds records of another run or a damaged ``settings.json``, or
             it cannot be used.
@@ -45,6 +48,7 @@ class Results:
     def __init__(self, out: Path | None, settings: dict) -> None:
         self.out, self.settings = out, json.loads(json.dumps(settings, default=str))
         self.records: dict[tuple, Record] = {}
+        self.shown: range | None = None
         self._file = None
         self._lock = None
         if out is None:
@@ -155,7 +159,10 @@ class Results:
 
     def figures(self, measures: Iterable[Measure], seed: int = 0) -> list[Figure]:
         """All measures of all tasks, lengths and caches, in the order of the records; an ``average`` over tasks."""
-        return figures(self.records.values(), measures, seed)
+        return figures(self._shown(), measures, seed)
+
+    def _shown(self) -> list[Record]:
+        return [r for r in self.records.values() if self.shown is None or r.index in self.shown]
 
     def rows(self, measures: Iterable[Measure], case: str) -> list[Row]:
         """The figures as rows of the benchmarks' tables; ``case`` is the model."""
@@ -177,7 +184,7 @@ class Results:
         """
         figures = self.figures(measures)
         text = markdown(figures, measures, title)
-        pairs = differences(self.records.values(), paired, FULL)
+        pairs = differences(self._shown(), paired, FULL)
         if pairs:
             text += "\n" + table(pairs)
         if self.out is not None:

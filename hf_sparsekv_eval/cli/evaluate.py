@@ -22,6 +22,7 @@ from .evaluate_run import (
     TextFile,
     lengths_of,
     names_of,
+    samples_of,
     text_ids,
 )
 
@@ -52,7 +53,7 @@ def ruler(
         str | None,
         typer.Option(help="Comma-separated; default: all that the model's language has.", show_default=False),
     ] = None,
-    samples: Samples = 50,
+    samples: Samples = "50",
     question_steps: QuestionSteps = None,
     chat: Chat = None,
     seed: Seed = 0,
@@ -63,12 +64,13 @@ def ruler(
     from .. import ruler as text
     from .. import ruler_probe
 
-    sizes = lengths_of(lengths)
+    sizes, chosen = lengths_of(lengths), samples_of(samples)
     names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
     with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
         names = names_of(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
         run.check(sizes)
+        run.results.shown = chosen
         chat = run.chat(chat)
 
         def make(name: str, length: int, index: int):
@@ -76,8 +78,8 @@ def ruler(
                 return ruler_probe.make_sample(run.tokenizer, name, length, index, seed)
             return text.make_sample(run.tokenizer, name, length, index, seed, chat)
 
-        all_samples = (make(name, n, i) for n in sizes for name in names for i in range(samples))
-        count = len(sizes) * len(names) * samples
+        all_samples = (make(name, n, i) for n in sizes for name in names for i in chosen)
+        count = len(sizes) * len(names) * len(chosen)
         _answered(run, all_samples, count, options.batch, run.steps(question_steps))
 
 
@@ -94,7 +96,7 @@ def tasks(
             show_default="all",
         ),
     ] = None,
-    samples: Samples = 20,
+    samples: Samples = "20",
     question_steps: QuestionSteps = None,
     chat: Chat = None,
     seed: Seed = 0,
@@ -104,19 +106,20 @@ def tasks(
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
     from .. import long_tasks
 
-    sizes = lengths_of(lengths)
+    sizes, chosen = lengths_of(lengths), samples_of(samples)
     names = names_of(families, long_tasks.FAMILIES, "task")
     with Run("tasks", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
         run.needs_text("tasks")
         run.check(sizes)
+        run.results.shown = chosen
         chat = run.chat(chat)
         all_samples = (
             long_tasks.make_sample(run.tokenizer, name, n, i, seed, chat)
             for n in sizes
             for name in names
-            for i in range(samples)
+            for i in chosen
         )
-        count = len(sizes) * len(names) * samples
+        count = len(sizes) * len(names) * len(chosen)
         _answered(run, all_samples, count, options.batch, run.steps(question_steps), against=True)
 
 
@@ -127,7 +130,7 @@ def needle(
     model: Model,
     lengths: Lengths = "1k,2k,4k",
     depths: Annotated[int, typer.Option(min=2, help="Depths, from the first to the last token.")] = 5,
-    samples: Samples = 1,
+    samples: Samples = "1",
     question_steps: QuestionSteps = None,
     seed: Seed = 0,
     *,
@@ -137,15 +140,14 @@ def needle(
     from .. import generation, needles
     from ..extra import needs
 
-    sizes = lengths_of(lengths)
+    sizes, chosen = lengths_of(lengths), samples_of(samples)
     needs("the heat map of `eval needle`", "matplotlib")  # before the hours that the samples take
     with Run("needle", model, options, seed=seed, question_steps=question_steps) as run:
         run.check(sizes)
+        run.results.shown = chosen
         places = [i / (depths - 1) for i in range(depths)]
-        all_samples = (
-            needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in range(samples)
-        )
-        _answered(run, all_samples, len(sizes) * depths * samples, options.batch, run.steps(question_steps))
+        all_samples = (needles.make_sample(run.tokenizer, n, d, i, seed) for n in sizes for d in places for i in chosen)
+        _answered(run, all_samples, len(sizes) * depths * len(chosen), options.batch, run.steps(question_steps))
         needles.plot(run.results.figures(generation.MEASURES), run.out / "heatmap.png", run.title)
 
 

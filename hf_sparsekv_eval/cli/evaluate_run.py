@@ -54,7 +54,13 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 Lengths = Annotated[str, typer.Option("--lengths", help="Tokens, as 4k,16k,32k.")]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Of each task and length.")]
+Samples = Annotated[
+    str,
+    typer.Option(
+        "--samples",
+        help="Of each task and length: how many, or FIRST:LAST, as 25:50 for those with the numbers 25 to 49.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of prompts.")]
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Chat template; default: if there is one.", show_default=False)
@@ -114,6 +120,20 @@ class RunOptions:
 def lengths_of(text: str) -> list[int]:
     """``--lengths`` in tokens."""
     return [parse_tokens(part) for part in str(text).split(",")]
+
+
+def samples_of(text: str) -> range:
+    """``--samples`` as numbers of samples: ``50`` is 0 to 49, ``25:50`` is 25 to 49."""
+    first, colon, last = str(text).partition(":")
+    try:
+        chosen = range(int(first), int(last)) if colon else range(int(first))
+    except ValueError:
+        chosen = range(0)
+    if not chosen or chosen.start < 0:
+        raise typer.BadParameter(
+            f"--samples {text}: give how many, as 50, or FIRST:LAST, as 25:50 for those with the numbers 25 to 49"
+        )
+    return chosen
 
 
 def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
