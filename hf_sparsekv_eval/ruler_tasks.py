@@ -114,11 +114,10 @@ def spread(rng: random.Random, hay: list[str], needles: list[str], between: str 
 
 def coined(count: int, letters: str, length: int, rng: random.Random) -> list[str]:
     """Invented words, each once."""
-    out: list[str] = []
+    out: dict[str, None] = {}
     while len(out) < count:
-        name = "".join(rng.choices(letters, k=length))
-        out += [name] if name not in out else []
-    return out
+        out["".join(rng.choices(letters, k=length))] = None
+    return list(out)
 
 
 def common_and_rare(rng: random.Random, known: Sequence[str], size: int) -> tuple[list[str], list[str]]:

@@ -63,7 +63,7 @@ def found_any(output: str, references: tuple[str, ...]) -> float:
 
 
 def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tuple[list[int], Built] | tuple[None, None]:
-    """The prompt whose haystack fills the room: another unit of average size would not fit.
+    """A prompt whose haystack fills the room, to a unit of average size or half a percent of the room.
 
     Tokens grow nearly in proportion to the haystack, so the next size to try follows from the last. That takes two or
     three encodings of the whole length, where halving an interval takes ten.
@@ -88,7 +88,7 @@ def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tupl
             most = size
         else:
             best, least = made, size
-            if room - count < unit:
+            if room - count < max(unit, room / 200):
                 break
         step = size + math.floor((room - count) / unit)
         size = int(min(max(step, least + 1), most - 1, 32 * size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,14 @@ def ruler(
         str | None,
         typer.Option(help="Comma-separated; default: all that the model's language has.", show_default=False),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with RULER's own PaulGrahamEssays.json, squad.json and hotpotqa.json: all 13 tasks with the "
+            "paper's prompts. Default: 11 tasks from invented text, offline.",
+            show_default=False,
+        ),
+    ] = None,
     samples: Samples = "50",
     question_steps: QuestionSteps = None,
     chat: Chat = None,
@@ -60,15 +69,24 @@ def ruler(
     *,
     options: RunOptions,
 ) -> None:
-    """RULER's synthetic tasks: needles, variable tracking, word counts; the probe models' own for probe models."""
+    """RULER's tasks: needles, variable tracking, word counts, question answering; their own for probe models."""
     from .. import ruler as text
-    from .. import ruler_probe
+    from .. import ruler_data, ruler_paper, ruler_probe
 
     sizes, chosen = lengths_of(lengths), samples_of(samples)
-    names_of(families, (*text.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
-    with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
+    there = ruler_paper.FAMILIES if data else text.FAMILIES
+    if not data and set((families or "").replace(" ", "").split(",")) & {"qa_1", "qa_2"}:
+        raise typer.BadParameter("qa_1 and qa_2 are made from RULER's own data: give --data DIRECTORY")
+    if data:
+        own, settings = ruler_data.read(data, names_of(families, there, "family")), {"data": str(data)}
+    else:
+        names_of(families, (*there, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
+        own, settings = None, {}
+    with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat, **settings) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
-        names = names_of(families, ruler_probe.FAMILIES if probe else text.FAMILIES, "family")
+        if probe and data:
+            raise CommandError("a probe model knows no words, and has tasks of its own: leave --data out")
+        names = names_of(families, ruler_probe.FAMILIES if probe else there, "family")
         run.check(sizes)
         run.results.shown = chosen
         chat = run.chat(chat)
@@ -76,6 +94,8 @@ def ruler(
         def make(name: str, length: int, index: int):
             if probe:
                 return ruler_probe.make_sample(run.tokenizer, name, length, index, seed)
+            if own:
+                return ruler_paper.make_sample(run.tokenizer, own, name, length, index, seed, chat)
             return text.make_sample(run.tokenizer, name, length, index, seed, chat)
 
         all_samples = (make(name, n, i) for n in sizes for name in names for i in chosen)
