@@ -1,0 +1,107 @@
+"""Write RULER's prompts for every peer: ``python -m benchmarks.peers.prompts --model DIR --lengths 16k --out FILE``.
+
+Apart from the file's format because it needs hf_sparsekv_eval, which makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from hf_sparsekv.cli.loading import resolve_model
+from hf_sparsekv.cli.options import parse_tokens
+from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv_eval.ruler import FAMILIES, make_sample
+from hf_sparsekv_eval.samples import Sample
+
+from .prompt_file import Prompt, write
+
+
+def chat_suffix(tokenizer) -> str:
+    """Text that the chat template puts after a user's turn."""
+    mark = "0123456789"
+    turn = [{"role": "user", "content": mark}]
+    return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).rpartition(mark)[2]
+
+
+def question_begins(tokenizer, ids: tuple[int, ...], suffix: str = "") -> int:
+    """Index of the first token of the question: of the last line of the user's turn.
+
+    RULER's questions are one line, after the text. A token that holds both belongs to the context.
+
+    Args:
+        suffix: text between the user's turn and the first words of the answer.
+
+    Raises:
+        ValueError: the prompt is a single line.
+    """
+    text = tokenizer.decode(ids)
+    end = text.rindex(suffix) if suffix else len(text)
+    begin = text.rfind("\n", 0, end) + 1
+    if not begin:
+        raise ValueError("the prompt is a single line: there is no context to compress before its question")
+    size, at = len(text) - begin, len(ids)
+    while at and len(tokenizer.decode(ids[at - 1 :])) <= size:
+        at -= 1
+    return at
+
+
+def scoring(sample: Sample) -> str:
+    """How the sample scores, by what it says to the first reference alone.
+
+    Raises:
+        ValueError: it looks for something else than references in the output.
+    """
+    first, every = sample.references[0], " ".join(sample.references)
+    some, one = sample.score(f"it is {first.upper()}, yes", sample.references), 1 / len(sample.references)
+    if sample.score("", sample.references) == 0 and sample.score(every, sample.references) == 1:
+        if some == one:
+            return "share"
+        if some == 1:
+            return "any"
+    raise ValueError(f"{sample.task}: its score is not that of references in the output, so peers cannot compute it")
+
+
+def of_sample(tokenizer, sample: Sample, suffix: str = "") -> Prompt:
+    """A prompt of the file."""
+    question = question_begins(tokenizer, sample.ids, suffix)
+    how, stop = scoring(sample), tuple(sorted(sample.stop))
+    where = (sample.task, sample.index, sample.length, sample.ids, question)
+    return Prompt(*where, sample.references, how, sample.max_new_tokens, stop)
+
+
+def make(tokenizer, tasks: list[str], length: int, count: int, seed: int, chat: bool) -> Iterator[Prompt]:
+    """``count`` prompts of each task."""
+    suffix = chat_suffix(tokenizer) if chat else ""
+    for task in tasks:
+        for index in range(count):
+            yield of_sample(tokenizer, make_sample(tokenizer, task, length, index, seed, chat), suffix)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    add = parser.add_argument
+    add("--model", required=True, help="whose tokenizer and chat template; a directory, a name, or `small`")
+    add("--length", default="16k", help="tokens of each prompt, answer included")
+    add("--tasks", nargs="+", default=list(FAMILIES), choices=FAMILIES, metavar="TASK", help=", ".join(FAMILIES))
+    add("--samples", type=int, default=20, help="of each task")
+    add("--seed", type=int, default=0)
+    add("--no-chat", action="store_true", help="plain text although there is a chat template")
+    add("--out", type=Path, required=True, help="JSON lines")
+    args = parser.parse_args(argv)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model))
+        chat = bool(tokenizer.chat_template) and not args.no_chat
+        length = parse_tokens(args.length)
+        count = write(args.out, make(tokenizer, args.tasks, length, args.samples, args.seed, chat))
+    except (CommandError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{count} prompts in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
