@@ -19,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from . import ROOT, files_of
+from .peers import report as peers
 from .serving.client import MEAN_DELAY, TBT_ITERATIONS
 
 DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -403,6 +404,7 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
+    "docs/compared.md": {"peers": peers.tables, "picture": peers.picture},
     "docs/serving.md": {"ladder": ladder},
     "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},

@@ -13,11 +13,12 @@ from .. import ROOT, files_of
 from .report import PICTURE, Measured, Setting, merge, read
 
 AXES = (("kv_gb", "KV cache on the GPU, GB"), ("read_mb", "read a token, MB"))
+MARKS = "os^vD<>pPX*hd"
 
 
-def mean(scores: dict[str, float]) -> float | None:
+def mean(scores: dict[str, float]) -> float:
     """In %."""
-    return 100 * statistics.fmean(scores.values()) if scores else None
+    return 100 * statistics.fmean(scores.values())
 
 
 def draw(setting: Setting, systems: dict[str, Measured], out: Path) -> None:
@@ -33,35 +34,32 @@ def draw(setting: Setting, systems: dict[str, Measured], out: Path) -> None:
 
     from ..plot import save
 
-    groups = list(dict.fromkeys(name.split(":")[0] for name in systems))
-    figure, panels = plt.subplots(1, len(AXES), figsize=(11, 4.6), sharey=True)
-    drawn = 0
+    groups = list(dict.fromkeys(name.partition(":")[0] for name in systems))
+    figure, panels = plt.subplots(1, len(AXES), figsize=(11, 5.6), sharey=True)
+    drawn = {}
     for axes, (metric, label) in zip(panels, AXES):
-        for name, one in systems.items():
-            cost, group = one.costs.get(metric), name.partition(":")[0]
-            scores = (mean(one.inside), mean(one.after))
-            if cost is None or scores == (None, None):
+        for place, (name, one) in enumerate(systems.items()):
+            scores = {fill: mean(of) for fill, of in (("full", one.after), ("none", one.inside)) if of}
+            if metric not in one.costs or not scores:
                 continue
-            drawn += 1
-            color = f"C{groups.index(group)}"
-            for score, fill in zip(scores, ("none", color)):
-                if score is not None:
-                    axes.scatter([cost], [score], facecolors=fill, edgecolors=color, zorder=3)
-            both = [score for score in scores if score is not None]
-            axes.plot([cost, cost], [min(both), max(both)], color=color, linewidth=0.8)
-            label_at = (cost, both[-1])
-            axes.annotate(name.partition(":")[2], label_at, (5, 3), textcoords="offset points", fontsize=7)
+            style = {"color": f"C{groups.index(name.partition(':')[0])}", "marker": MARKS[place % len(MARKS)]}
+            costs = [one.costs[metric]] * len(scores)
+            axes.plot(costs, list(scores.values()), color=style["color"], linewidth=0.8)
+            for fill, score in scores.items():
+                (mark,) = axes.plot(costs[:1], [score], **style, fillstyle=fill, linestyle="", label=name)
+                drawn.setdefault(name, mark)
         axes.set(xlabel=label, xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="x", which="both", labelsize=7)
         axes.grid(alpha=0.3)
     if not drawn:
         plt.close(figure)
         raise ValueError(f"no system of {setting} has a score and a cost")
     panels[0].set_ylabel("score, %")
-    for place, group in enumerate(groups):
-        panels[0].scatter([], [], color=f"C{place}", label=group)
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(handles=list(drawn.values()), loc="lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"{setting} (filled: question after the context, hollow: inside)", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05 + 0.035 * -(-len(drawn) // 4), 1, 1))
     save(figure, out)
 
 
