@@ -404,7 +404,7 @@ PAGES = {
     "README.md": {"speed": speed, "presets": presets},
     "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
-    "docs/compared.md": {"peers": peers.tables, "picture": peers.picture},
+    "docs/compared.md": {"peers": peers.tables},
     "docs/serving.md": {"ladder": ladder},
     "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
     "docs/hardware.md": {"gpus": gpus, "weights": weights},

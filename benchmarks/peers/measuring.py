@@ -33,22 +33,16 @@ def interval(values: list[float]) -> tuple[float, float | None, float | None]:
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def score_rows(scores: dict[str, list[float]], question: str) -> list[tuple]:
-    """One row a task. The report averages them, so that tasks may be measured by several processes."""
-    return [(f"score:{question}:{task}", *interval(each), "share") for task, each in scores.items()]
-
-
 def scores_of(
     model, tokenizer, system: System, prompts: list[Prompt], question: str, log: Callable[[dict], None]
-) -> dict[str, list[float]]:
-    """Scores of each task. ``log`` gets every answer."""
-    found: dict[str, list[float]] = {}
+) -> list[float]:
+    """Of prompts of one task. ``log`` gets every answer."""
+    found = []
     for prompt in prompts:
         text = output(model, tokenizer, system, prompt, question)
-        score = prompt.scored(text)
-        found.setdefault(prompt.task, []).append(score)
+        found.append(prompt.scored(text))
         where = {"system": system.name, "question": question, "task": prompt.task, "index": prompt.index}
-        log({**where, "score": score, "output": text})
+        log({**where, "score": found[-1], "output": text})
     return found
 
 
@@ -93,19 +87,25 @@ def cost_rows(model, system: System, prompts: list[Prompt]) -> list[tuple]:
 
 
 def measure(model, tokenizer, system: System, args: argparse.Namespace, prompts: list[Prompt], rows: RowFile) -> None:
-    """Scores with the question inside and after, then costs; rows are written after each part."""
+    """Costs, then scores with the question inside and after; rows are written after each task.
+
+    The report averages tasks, so that several processes may share those of a system.
+    """
 
     def log(line: dict) -> None:
         if args.answers is not None:
             with args.answers.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    if not args.no_scores:
-        for question in (INSIDE, system.after):
-            found = scores_of(model, tokenizer, system, prompts, question, log)
-            rows.append(system.name, score_rows(found, question))
     if args.timed:
         rows.append(system.name, cost_rows(model, system, prompts[: args.timed]))
+    if args.no_scores:
+        return
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        mine = [prompt for prompt in prompts if prompt.task == task]
+        for question in (INSIDE, system.after):
+            found = scores_of(model, tokenizer, system, mine, question, log)
+            rows.append(system.name, [(f"score:{question}:{task}", *interval(found), "share")])
 
 
 def parser(doc: str, systems: Iterable[str]) -> argparse.ArgumentParser:

@@ -119,15 +119,11 @@ def markdown(found: dict[Setting, dict[str, Measured]]) -> str:
 
 
 def tables() -> str:
-    """Those of the committed rows."""
-    return markdown(merge(read(files_of("peers.csv"))))
-
-
-def picture() -> str:
-    """The picture of the page, once it is there."""
-    if not (ROOT / PICTURE).exists():
-        return "No picture yet: `python -m benchmarks.peers.picture` draws one from rows."
-    return f"![Score against the size of the cache, and against bytes read a token]({Path(PICTURE).name})"
+    """Those of the committed rows, below the picture if it has been drawn."""
+    made = markdown(merge(read(files_of("peers.csv"))))
+    if made == NOTHING or not (ROOT / PICTURE).exists():
+        return made
+    return f"![Score against the size of the cache, and against bytes read a token]({Path(PICTURE).name})\n\n{made}"
 
 
 def main(argv: list[str] | None = None) -> None:
