@@ -97,7 +97,7 @@ def share(scores: dict[str, float], tasks: int) -> str:
 
 
 def lines(systems: dict[str, Measured]) -> list[list[str]]:
-    """Cells of a table, the first line its head. Costs that nobody has are left out."""
+    """Cells of a table, the first line its head. Costs that no system has are left out."""
     tasks = len({task for one in systems.values() for task in (*one.inside, *one.after)})
     # Host memory of none but zeros says nothing.
     costs = [cost for cost in COSTS if any(one.costs.get(cost[1]) for one in systems.values())]
