@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import AutoTokenizer
+from typer import BadParameter
 
 from hf_sparsekv.cli.loading import resolve_model
 from hf_sparsekv.cli.options import parse_tokens
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv_eval.ruler import FAMILIES, make_sample
+from hf_sparsekv_eval import ruler, ruler_data, ruler_paper
+from hf_sparsekv_eval.cli.evaluate_run import names_of, samples_of
+from hf_sparsekv_eval.ruler_data import RulerData
 from hf_sparsekv_eval.samples import Sample
 
 from .prompt_file import Prompt, write
@@ -50,17 +53,19 @@ def question_begins(tokenizer, ids: tuple[int, ...], suffix: str = "") -> int:
 
 
 def scoring(sample: Sample) -> str:
-    """How the sample scores, by what it says to the first reference alone.
+    """How the sample scores, by what it says to each reference alone. One may contain others.
 
     Raises:
         ValueError: it looks for something else than references in the output.
     """
-    first, every = sample.references[0], " ".join(sample.references)
-    some, one = sample.score(f"it is {first.upper()}, yes", sample.references), 1 / len(sample.references)
-    if sample.score("", sample.references) == 0 and sample.score(every, sample.references) == 1:
-        if some == one:
+    every, found = sample.references, []
+    for reference in every:
+        said = f"it is {reference.upper()}, yes"
+        found.append((sample.score(said, every), sum(one.lower() in said.lower() for one in every) / len(every)))
+    if sample.score("", every) == 0:
+        if all(score == share for score, share in found):
             return "share"
-        if some == 1:
+        if all(score == 1 for score, _ in found):
             return "any"
     raise ValueError(f"{sample.task}: its score is not that of references in the output, so peers cannot compute it")
 
@@ -73,12 +78,18 @@ def of_sample(tokenizer, sample: Sample, suffix: str = "") -> Prompt:
     return Prompt(*where, sample.references, how, sample.max_new_tokens, stop)
 
 
-def make(tokenizer, tasks: list[str], length: int, count: int, seed: int, chat: bool) -> Iterator[Prompt]:
-    """``count`` prompts of each task."""
+def make(
+    tokenizer, tasks: list[str], length: int, chosen: range, seed: int, chat: bool, data: RulerData | None = None
+) -> Iterator[Prompt]:
+    """The ``chosen`` prompts of each task, offline or from RULER's own data."""
     suffix = chat_suffix(tokenizer) if chat else ""
     for task in tasks:
-        for index in range(count):
-            yield of_sample(tokenizer, make_sample(tokenizer, task, length, index, seed, chat), suffix)
+        for index in chosen:
+            if data is None:
+                sample = ruler.make_sample(tokenizer, task, length, index, seed, chat)
+            else:
+                sample = ruler_paper.make_sample(tokenizer, data, task, length, index, seed, chat)
+            yield of_sample(tokenizer, sample, suffix)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,18 +98,21 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", required=True, help="whose tokenizer and chat template; a directory, a name, or `small`")
     add("--length", default="16k", help="tokens of each prompt, answer included")
-    add("--tasks", nargs="+", default=list(FAMILIES), choices=FAMILIES, metavar="TASK", help=", ".join(FAMILIES))
-    add("--samples", type=int, default=20, help="of each task")
+    add("--data", type=Path, help="directory with RULER's own data (docs/evaluation.md): 13 tasks; default: 11 offline")
+    add("--tasks", help="comma-separated; default: all")
+    add("--samples", default="20", help="of each task; FIRST:LAST takes some of them")
     add("--seed", type=int, default=0)
     add("--no-chat", action="store_true", help="plain text although there is a chat template")
     add("--out", type=Path, required=True, help="JSON lines")
     args = parser.parse_args(argv)
     try:
+        tasks = names_of(args.tasks, (ruler_paper if args.data else ruler).FAMILIES, "task")
+        data = ruler_data.read(args.data, tasks) if args.data else None
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model))
         chat = bool(tokenizer.chat_template) and not args.no_chat
-        length = parse_tokens(args.length)
-        count = write(args.out, make(tokenizer, args.tasks, length, args.samples, args.seed, chat))
-    except (CommandError, OSError, ValueError) as error:
+        length, chosen = parse_tokens(args.length), samples_of(args.samples)
+        count = write(args.out, make(tokenizer, tasks, length, chosen, args.seed, chat, data))
+    except (CommandError, BadParameter, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"{count} prompts in {args.out}")
 

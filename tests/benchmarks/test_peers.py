@@ -29,7 +29,7 @@ from benchmarks.peers import (
 )
 from benchmarks.peers.prompt_file import Prompt
 from hf_sparsekv.results import Row
-from hf_sparsekv_eval.samples import Sample, found_share
+from hf_sparsekv_eval.samples import Sample, found_any, found_share
 
 ROOT = Path(__file__).parents[2]
 TEXT = "A text.\nWith lines.\nWhat is there?<|assistant|>There is"
@@ -62,7 +62,7 @@ def test_the_question_is_the_last_line_of_the_users_turn():
 @pytest.mark.parametrize("chat", [True, False])
 def test_rulers_prompts_are_written_and_read(tmp_path, chat):
     tokenizer, path = byte_level(), tmp_path / "prompts.jsonl"
-    made = list(prompts.make(tokenizer, ["niah_single_1", "vt"], 3000, 2, 0, chat))
+    made = list(prompts.make(tokenizer, ["niah_single_1", "vt"], 3000, range(2), 0, chat))
     assert prompt_file.write(path, made) == 4 and prompt_file.read(path) == made
     for one in made:
         ask = tokenizer.decode(one.ids[one.question :])
@@ -77,12 +77,11 @@ def test_rulers_prompts_are_written_and_read(tmp_path, chat):
 
 
 def test_how_a_sample_scores_is_found_out():
-    def any_found(output, references):
-        return float(any(one.lower() in output.lower() for one in references))
-
-    share, some = (prompts.of_sample(byte_level(), sample(score=score)) for score in (found_share, any_found))
+    share, some = (prompts.of_sample(byte_level(), sample(score=score)) for score in (found_share, found_any))
     assert (share.score, some.score, share.stop) == ("share", "any", (7,))
     assert (share.scored("ONE"), some.scored("ONE"), some.scored("no")) == (0.5, 1, 0)
+    inside = ("there", "the", "here")  # one contains others
+    assert [prompts.scoring(sample(inside, score)) for score in (found_share, found_any)] == ["share", "any"]
     with pytest.raises(ValueError, match="peers cannot compute it"):
         prompts.of_sample(byte_level(), sample(score=lambda output, references: float(output == "one two")))
 
@@ -176,7 +175,7 @@ def test_both_runs_append_rows_that_one_table_shows(tmp_path, capsys, monkeypatc
     tiny = build("llama", "sdpa", vocab_size=len(tokenizer), max_position_embeddings=4096)
     tiny.save_pretrained(where)
     tokenizer.save_pretrained(where)
-    made = prompts.make(tokenizer, ["niah_single_1", "vt"], 1000, 1, 0, True)
+    made = prompts.make(tokenizer, ["niah_single_1", "vt"], 1000, range(1), 0, True)
     prompt_file.write(file, [dataclasses.replace(one, max_new_tokens=4) for one in made])
     shared = (
         f"--model {where} --prompts {file} --csv {rows} --device cpu --dtype float32 --timed 1 --commit abc".split()
