@@ -172,6 +172,76 @@ def test_files_are_not_for_a_second_device(tmp_path):
         SparseCache.load(tmp_path / "cache", config)
 
 
+# ---------------------------------------------------------------------- changes of what is cached
+
+
+def hide(cache, ends) -> None:
+    """A mask of a later turn hides all columns of row ``i`` from ``ends[i]`` on."""
+    columns = torch.arange(cache.get_seq_length())
+    assert cache.drop_tokens((columns < torch.tensor(ends)[:, None]) & cache.sparse_layers[0].store.valid_columns())
+
+
+def begin_again(cache) -> None:
+    cache.reset()
+    more(cache, prompt(2, 100, seed=4)["input_ids"])
+
+
+@torch.no_grad()
+def more(cache, ids) -> torch.Tensor:
+    mask = cache.sparse_layers[0].store.valid_columns() if cache.get_seq_length() else ids.new_ones(2, 0)
+    return model("llama")(
+        ids, attention_mask=torch.cat((mask.long(), torch.ones_like(ids)), 1), past_key_values=cache
+    ).logits
+
+
+CHANGES = {
+    "nothing": lambda cache: None,
+    "a crop within the ring": lambda cache: cache.crop(-3),
+    "a crop that takes blocks back": lambda cache: cache.crop(-60),
+    "a crop to nothing": lambda cache: [cache.crop(-cache.get_seq_length()), begin_again(cache)],
+    "last tokens that are masked": lambda cache: hide(cache, (175, 173)),
+    "whole blocks that are masked": lambda cache: hide(cache, (180, 120)),
+    "rows in another order": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "rows that are chosen": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+    "rows that are repeated": lambda cache: [
+        cache.batch_select_indices(torch.tensor([1])),
+        cache.batch_repeat_interleave(2),
+    ],
+    "another piece of a prompt": lambda cache: more(cache, prompt(2, 37, seed=6)["input_ids"]),
+    "a reset": begin_again,
+    "keys that something else reads": lambda cache: [layer.keys for layer in cache.sparse_layers],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_other_device_follows_each_change(change):
+    """It holds the same tokens, and what comes next is what a cache on one device gives."""
+    found = []
+    for changes in ({}, {"cache_rank": "cpu", "strict": True}):
+        cache = predictive(False, **TIGHT, **changes)
+        steps = prompt(2, 60, seed=5)["input_ids"].split(1, dim=1)
+        with torch.no_grad():
+            model("llama")(**prompt(2, 150, (0, 21)), past_key_values=cache)
+        for token in steps[:30]:
+            more(cache, token)
+        CHANGES[change](cache)
+        if changes:
+            check_replicas(cache)
+        found.append([more(cache, token) for token in steps[30:]])
+    assert torch.equal(*map(torch.cat, found))
+    check_replicas(cache)
+
+
+def check_replicas(cache) -> None:
+    """Each replica holds the rows of its store, their blocks, and the same recent tokens."""
+    for layer in cache.sparse_layers:
+        store, replica = layer.store, layer.store.replica
+        assert replica.held.same(store.held)
+        there = replica.tokens()
+        for row, (length, mine) in enumerate(zip(store.held.lengths, store.tokens())):
+            assert torch.equal(mine[:, :length], there[row, :, :length])
+
+
 # ---------------------------------------------------------------------- order
 
 

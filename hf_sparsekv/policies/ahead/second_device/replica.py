@@ -293,10 +293,10 @@ class PrimaryStore(LayerStore):
             self.replica._rows = self._rows
 
     @no_inference_mode
-    def crop(self, length: int) -> None:
-        super().crop(length)
+    def crop_to(self, after: Rows) -> None:
+        super().crop_to(after)
         with self.peer.entered(self.device):
-            self.replica.crop(length)
+            self.replica.crop_to(after)
 
     @no_inference_mode
     def map_rows(self, index: Tensor, rows: Rows) -> None:
