@@ -17,11 +17,11 @@ from ..layers.joining import add_rows, crop_row, end_calibration, join_row
 from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
-from .model import check_kinds, check_layers, open_layers
+from .model import check_layers, check_new, open_layers
 from .places import Places, width
 from .prompts import Prompts, read_prompt
 from .protocol import Batch, Prefilled
-from .sharing import begin_with, calibration_of, channels_of, give_channels
+from .sharing import begin_with, calibration_of, channels_of, give_channels, reindex_blocks
 from .slots import Slots, WorkingSets
 
 
@@ -45,14 +45,7 @@ class RowBatch:
     """
 
     def __init__(self, cache: Batch, max_rows: int, max_length: int) -> None:
-        for name, value in (("max_rows", max_rows), ("max_length", max_length)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if cache.row_batch is not None:
-            raise ValueError("this cache has rows already: use them, or reset() it")
-        if cache.get_seq_length():
-            raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
-        check_kinds(cache)
+        check_new(cache, max_rows, max_length)
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
         self._policy = cache.make_policy(cache.config.dense_layers)
         self.calibration_tokens, self.alike_tokens, self.whole_tokens = calibration_of(
@@ -182,13 +175,7 @@ class RowBatch:
         self.cache.joined_rows()
         self.cache.row_table.blocks.unshare(row)
         give_channels(self.cache, row, channels := channels_of(cache, 0))
-        if len(blocks := self.blocks(row)):
-            same = self.begin(blocks, channels)
-            try:
-                for layer in same.sparse_layers:
-                    layer.store.reindex(layer.policy, own=False)
-            finally:
-                self.drop(same)
+        reindex_blocks(self.cache, self.blocks(row), channels, self.drop)
 
     def blocks(self, row: int) -> np.ndarray:
         """Ids of a row's full blocks, int32 ``[n]``."""

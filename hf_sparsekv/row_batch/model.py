@@ -15,6 +15,18 @@ from ..layers.joining import open_rows
 from .protocol import Batch
 
 
+def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
+    """Raise ValueError unless the cache is empty and can have such rows."""
+    for name, value in (("max_rows", max_rows), ("max_length", max_length)):
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if cache.row_batch is not None:
+        raise ValueError("this cache has rows already: use them, or reset() it")
+    if cache.get_seq_length():
+        raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
+    check_kinds(cache)
+
+
 def check_kinds(cache: Batch) -> None:
     """Raise ValueError unless all layers of the cache are sparse ones."""
     if len(cache.sparse_layers) < len(cache.layers):

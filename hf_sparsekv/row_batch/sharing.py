@@ -58,6 +58,17 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
     return cache
 
 
+def reindex_blocks(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable[[Batch], None]) -> None:
+    """Recompute the labels of a row's full blocks, which no other row shares, by these channels."""
+    if len(ids):
+        same = begin_with(batch, ids, channels, drop)
+        try:
+            for layer in same.sparse_layers:
+                layer.store.reindex(layer.policy, own=False)
+        finally:
+            drop(same)
+
+
 def channels_of(cache: Batch, row: int) -> Channels:
     """Label channels of a row in each layer."""
     labels = [layer.policy.labels for layer in cache.sparse_layers]
