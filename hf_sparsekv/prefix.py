@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
+from .kv.read_back import materialise
 from .kv.state import Held
 from .kv.store import LayerStore
 from .layers.complete import check_complete
@@ -107,8 +108,8 @@ class PrefixCache(SparseCache):
                 cache.layers[index] = copy.deepcopy(mine)
                 continue
             policy, store = mine.policy, mine.store
-            key, value = store.materialise()
-            valid = store.valid_columns() if store.padded else None
+            key, value = materialise(store)
+            valid = None if store.held.valid is None else store.held.valid_columns(store.device)
             n = min(policy.first.shape[2], key.shape[2])
             other.fill(policy.first[:, :, :n], key[:, :, :n], value[:, :, :n], None if valid is None else valid[:, :n])
             if n < key.shape[2]:
@@ -124,7 +125,7 @@ class PrefixCache(SparseCache):
         cache = DynamicCache(config=self.model_config)
         for index, mine in enumerate(self.layers):
             if isinstance(mine, SparseLayer):
-                cache.update(*mine.store.materialise(), index)
+                cache.update(*materialise(mine.store), index)
             else:
                 cache.layers[index] = copy.deepcopy(mine)
         return cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.config import SparseConfig
+from hf_sparsekv.kv.read_back import tokens
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.ops.selection.topk_select.reference import topk_ids
 from hf_sparsekv.option_checks import not_negative, positive
@@ -71,7 +72,7 @@ class OraclePolicy(ReferencePolicy):
     """The truly best tokens: by the largest share of attention that a query head of the group gives a token."""
 
     def rank(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        keys = store.tokens()[..., : store.key_dim]
+        keys = tokens(store)[..., : store.key_dim]
         batch, heads, _, dim = keys.shape
         logits = q.float().view(batch, heads, -1, dim) @ keys.float().mT * params.scale
         if params.softcap is not None:

@@ -191,4 +191,4 @@ UNSAVED = ("predictive-second",)  # cannot be saved yet
 
 def full_block_kv(store) -> Tensor:
     """Full blocks of a layer, ``[full_blocks, batch, H, block_size, Dk + Dv]``; of rows that have fewer, anything."""
-    return store._gathered(0, store.full_blocks).permute(2, 0, 1, 3, 4)
+    return store.read(0, store.full_blocks).permute(2, 0, 1, 3, 4)

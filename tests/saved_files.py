@@ -46,8 +46,8 @@ def state(cache):
         rows, table = store.held, store.table
         # Behind a row's full blocks the table says nothing.
         at = torch.cat([table[row, :n] for row, n in enumerate(rows.sealed)]).long()
-        host = (rows.columns, rows.lengths, rows.sealed, store.padded, store.heads, store.dtype, store.device)
-        tensors = [store.recent_kv, store.rows, store.valid_columns(), store.pool.kv[at]]
+        host = (rows.columns, rows.lengths, rows.sealed, rows.valid is not None, store.heads, store.dtype, store.device)
+        tensors = [store.recent_kv, store.rows, rows.valid_columns(store.device), store.pool.kv[at]]
         labels = policy.labels
         calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]

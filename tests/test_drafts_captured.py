@@ -14,6 +14,7 @@ from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannou
 from hf_sparsekv import predict_ahead
 from hf_sparsekv.cuda_graph.inputs import draft_width
 from hf_sparsekv.cuda_graph.runner import StepRunner
+from hf_sparsekv.kv.read_back import tokens
 from hf_sparsekv.kv.ring import ring_tokens
 from hf_sparsekv.kv.step_rows import StepRows
 
@@ -29,7 +30,7 @@ def same_tokens(ours, theirs) -> None:
     """Both hold the same, in as many blocks."""
     for one, other in zip(ours.sparse_layers, theirs.sparse_layers):
         assert one.store.held.same(other.store.held)
-        held = [layer.store.tokens()[:, :, : one.store.length] for layer in (one, other)]
+        held = [tokens(layer.store)[:, :, : one.store.length] for layer in (one, other)]
         torch.testing.assert_close(*held, atol=1e-4, rtol=1e-4)
 
 

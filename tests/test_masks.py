@@ -239,7 +239,7 @@ def test_masks_that_the_user_makes(form, batch_of_mask, padded):
             mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
         rows = valid[:, lo:hi]
         both("llama", ids[:, lo:hi], ours, theirs, rows, attention_mask=mask, position_ids=positions[:, lo:hi])
-    assert torch.equal(ours.sparse_layers[0].store.valid_columns(), valid)
+    assert torch.equal(ours.sparse_layers[0].store.held.valid_columns("cpu"), valid)
 
 
 def test_a_mask_that_hides_more_than_padding_is_used_as_it_is():

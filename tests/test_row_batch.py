@@ -26,6 +26,7 @@ from hf_sparsekv import (
     TokenConfig,
 )
 from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.kv.read_back import reindex
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 
@@ -209,7 +210,7 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
         differ = [not torch.equal(a, b) for a, b in zip(before, after)]
         anew = it.rows.begin(it.rows.blocks(row), after)
         for layer in anew.sparse_layers:
-            layer.store.reindex(layer.policy)  # in blocks of its own
+            reindex(layer.store, layer.policy)  # in blocks of its own
         for i, (layer, single) in enumerate(zip(layers, own.sparse_layers)):
             assert torch.equal(after[i], single.policy.labels.channels[0])
             assert torch.equal(labels_of(layer, row), labels_of(anew.sparse_layers[i], 0))
@@ -247,7 +248,7 @@ def test_a_row_that_could_not_be_calibrated_holds_no_blocks_beside_its_own(monke
 
     used = ids.used
     with monkeypatch.context() as patch:
-        patch.setattr(type(it.rows.cache.sparse_layers[0].store), "reindex", fails)
+        patch.setattr("hf_sparsekv.row_batch.sharing.reindex", fails)
         with pytest.raises(MemoryError, match="no memory for labels"):
             it.rows.calibrate(row, read)
     it.rows.drop(read)

@@ -16,6 +16,7 @@ from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
 
 from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
+from hf_sparsekv.kv.read_back import materialise, tokens
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.ahead.second_device.packed import Packed
@@ -178,7 +179,9 @@ def test_files_are_not_for_a_second_device(tmp_path):
 def hide(cache, ends) -> None:
     """A mask of a later turn hides all columns of row ``i`` from ``ends[i]`` on."""
     columns = torch.arange(cache.get_seq_length())
-    assert cache.drop_tokens((columns < torch.tensor(ends)[:, None]) & cache.sparse_layers[0].store.valid_columns())
+    assert cache.drop_tokens(
+        (columns < torch.tensor(ends)[:, None]) & cache.sparse_layers[0].store.held.valid_columns("cpu")
+    )
 
 
 def begin_again(cache) -> None:
@@ -188,7 +191,7 @@ def begin_again(cache) -> None:
 
 @torch.no_grad()
 def more(cache, ids) -> torch.Tensor:
-    mask = cache.sparse_layers[0].store.valid_columns() if cache.get_seq_length() else ids.new_ones(2, 0)
+    mask = cache.joined_rows().valid_columns("cpu") if cache.get_seq_length() else ids.new_ones(2, 0)
     return model("llama")(
         ids, attention_mask=torch.cat((mask.long(), torch.ones_like(ids)), 1), past_key_values=cache
     ).logits
@@ -237,8 +240,8 @@ def check_replicas(cache) -> None:
     for layer in cache.sparse_layers:
         store, replica = layer.store, layer.store.replica
         assert replica.held.same(store.held)
-        there = replica.tokens()
-        for row, (length, mine) in enumerate(zip(store.held.lengths, store.tokens())):
+        there = tokens(replica)
+        for row, (length, mine) in enumerate(zip(store.held.lengths, tokens(store))):
             assert torch.equal(mine[:, :length], there[row, :, :length])
 
 
@@ -404,8 +407,8 @@ def test_whoever_reads_the_other_devices_blocks_comes_behind_its_work(monkeypatc
     monkeypatch.setattr(store.replica.pool, "read", lambda physical_ids, out: order.append("reads"))
     copied = ["enters with 1", "reads", "leaves", "waits"]  # kept for it: what is written there
     store.attend(None, None, "all", None)
-    store.materialise()
-    store.crop(20)
+    materialise(store)
+    store.crop_to(store.table_of_rows.cropped(store.held, 20))
     assert order == ["waits", "reads", *copied, *copied, "enters with 0", "reads", "leaves"]
     order.clear()
     store.capturing = True

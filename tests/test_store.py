@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_sparsekv import OffloadConfig, SparseConfig
 from hf_sparsekv.kv.block_ids import BlockIds, bucket
 from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.kv.read_back import materialise, reindex
 from hf_sparsekv.kv.ring import ring_tokens
 from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore
@@ -81,12 +82,12 @@ def check(store: LayerStore, plain: Plain, config: SparseConfig) -> None:
     assert store.length == plain.k.shape[2]
     assert rows.lengths == tuple(plain.valid.sum(1).tolist()), "padding is no token"
     if store.length:
-        key, value = store.materialise()
+        key, value = materialise(store)
         seen = plain.valid[:, None, :, None]
         assert torch.equal(key.where(seen, 0), plain.k.where(seen, 0))
         assert torch.equal(value.where(seen, 0), plain.v.where(seen, 0))
         assert key.isfinite().all() and value.isfinite().all()
-        assert torch.equal(store.valid_columns(), plain.valid)
+        assert torch.equal(store.held.valid_columns(store.device), plain.valid)
     kv = full_block_kv(store)
     for row, (length, sealed) in enumerate(zip(rows.lengths, rows.sealed)):
         # Nothing is sealed too early; a crop leaves a full window outside the blocks, or everything.
@@ -185,7 +186,7 @@ class Stores(RuleBasedStateMachine):
         store, plain = self.pick(data)
         length = int(share * store.length)
         if length:
-            store.crop(length)
+            store.crop_to(store.table_of_rows.cropped(store.held, length))
             store.table_of_rows.trim([store.held])
             plain.keep(length)
 
@@ -225,7 +226,7 @@ class Stores(RuleBasedStateMachine):
             store.table_of_rows.blocks.unshare()  # what others hold is not indexed again
             for ids, sealed in zip(store.block_table.long(), store.held.sealed):
                 store.pool.fields["bounds"][ids[:sealed]] = torch.nan
-            store.reindex(Probe(self.config.sinks, fused))
+            reindex(store, Probe(self.config.sinks, fused))
 
     @invariant()
     def all_is_well(self):
@@ -290,7 +291,7 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
     store.extend(*new, None, Probe(CONFIG.sinks, fused))
     plain.add(*new, None)
     assert store.writer.saved is not None, "of prompts blocks do"
-    store.wait_for_copies()
+    store.writer.wait()
     before = store.full_blocks
     for _ in range(40):
         new = torch.randn(2, HEADS, 1, KEY), torch.randn(2, HEADS, 1, VALUE)
@@ -322,7 +323,7 @@ def test_labels_are_of_the_channels_of_their_row():
     store.extend(k, v, valid, labels(0, 1, 2))
     assert len(set(store.held.sealed)) > 1
     check_labels(0, 1, 2)
-    store.reindex(labels(2, 0, 1))
+    reindex(store, labels(2, 0, 1))
     check_labels(2, 0, 1)
 
 
@@ -338,7 +339,7 @@ def test_blocks_of_a_prompt_go_to_the_host_in_one_piece(monkeypatch):
     monkeypatch.setattr(BlockPool, "write", note)
     store = make_store(CONFIG, HostBudget(OffloadConfig(max_host_bytes=1 << 24)), 2, copy_streams=CopyStreams())
     fill(store, 100)
-    store.wait_for_copies()
+    store.writer.wait()
     assert wrote == [(0, 2 * store.full_blocks)]
     host, n = store.table_of_rows.blocks.host, store.full_blocks
     assert host[:, :n].T.flatten().tolist() == list(range(2 * n))
@@ -352,7 +353,7 @@ def test_churn_does_not_grow_the_pool():
         fill(store, 4)
         map_rows(store, torch.randint(0, 4, (4,), generator=generator))
         if store.length > 160:
-            store.crop(40)
+            store.crop_to(store.table_of_rows.cropped(store.held, 40))
             store.table_of_rows.trim([store.held])
     named = store.batch * store.block_table.shape[1]
     assert store.pool.capacity <= 2 * bucket(named)

@@ -31,7 +31,7 @@ def forced(net, cache, inputs, ids):
 def go_on(cache, batch, length=1, seed=0):
     """More tokens, none of them padding."""
     ids = prompt(batch, length, seed=seed)["input_ids"]
-    mask = torch.cat((cache.sparse_layers[0].store.valid_columns().long(), torch.ones_like(ids)), dim=1)
+    mask = torch.cat((cache.sparse_layers[0].store.held.valid_columns("cpu").long(), torch.ones_like(ids)), dim=1)
     model("llama")(ids, attention_mask=mask, past_key_values=cache)
 
 

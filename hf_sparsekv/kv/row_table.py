@@ -27,7 +27,7 @@ class RowTable:
     """The rows of one cache.
 
     Attributes:
-        rows: what all layers hold that say nothing else (:attr:`.layer_rows.LayerRows.held`).
+        rows: what all layers hold that say nothing else (:attr:`.store.LayerStore.held`).
         ids: of blocks.
         batch: rows.
         managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,35 @@ from .block_writer import BlockWriter
 from .pool import BlockPool
 from .rows import Rows, Taken
 
+if TYPE_CHECKING:
+    from .store import LayerStore
+
 _ALL = slice(None)  # rows
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
 
 IndexBlocks = Callable[[Tensor, int, slice], dict[str, Tensor]]  # as Indexer.index()
+
+
+class Indexer(Protocol):
+    """Computes what a selection policy stores per block (bounds, labels)."""
+
+    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
+        """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first of which begins at token ``start``.
+
+        Asked where :meth:`sealing` is None. ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not
+        selected.
+        """
+        ...
+
+    def sealing(self, store: LayerStore) -> Index | None:
+        """Where these fields are kept, for the kernels that seal blocks; None if these cannot make them."""
+        ...
+
+
+def indexing(indexer: Indexer, store: LayerStore) -> tuple[Index, IndexBlocks | None]:
+    """What the kernels that seal blocks index, and what indexes them afterwards, if the kernels cannot."""
+    index = indexer.sealing(store)
+    return (Index(store.key_dim), indexer.index) if index is None else (index, None)
 
 
 class Span(NamedTuple):

@@ -9,8 +9,9 @@ It alone says in which order its parts work: a token comes, attends, and is seal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,43 +22,29 @@ from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
-from ..ops.storage.seal import Index
-from ..tensors import no_inference_mode
+from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .block_writer import BlockWriter
 from .counters import Counters, Tally
-from .layer_rows import LayerRows
 from .pool import BlockPool, room
-from .reading import add_recent, add_sinks, to_columns
 from .ring import Ring, ring_tokens
 from .row_table import RowTable
 from .rows import Rows, Taken
-from .sealing import IndexBlocks, Span, index_again, seal_span, seal_steps, steps_due, with_means
-from .state import Held
+from .sealing import Indexer, Span, indexing, seal_span, seal_steps, steps_due, with_means
+from .state import Held, State
+from .step_rows import StepRows
 
 _ALL = slice(None)  # rows
 
 
-class Indexer(Protocol):
-    """Computes what a selection policy stores per block (bounds, labels)."""
-
-    def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first of which begins at token ``start``.
-
-        Asked where :meth:`sealing` is None. ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not
-        selected.
-        """
-        ...
-
-    def sealing(self, store: LayerStore) -> Index | None:
-        """Where these fields are kept, for the kernels that seal blocks; None if these cannot make them."""
-        ...
-
-
-class LayerStore(LayerRows):
+class LayerStore(State):
     """KV of one layer for ``batch`` rows.
 
     Attributes:
+        table_of_rows: the rows of the cache, which all layers share.
+        batch: rows; a captured step may be of the first ones of the table alone.
+        capturing: a step is being captured: shapes may not depend on what is cached, lengths are read on the device.
+        coming: tokens of each row with those that a policy observes before they are stored.
         recent_kv: ``[batch, H, sinks + ring, Dk + Dv]``.
         ring: where tokens are in it.
         pool: full blocks. ``writer``: writes them, and knows what waits for copies of them.
@@ -69,8 +56,14 @@ class LayerStore(LayerRows):
     """
 
     TENSORS: ClassVar = {"recent_kv": Held()}  # not saved for trial runs: the replay overwrites what they write
+    HOST: ClassVar = {
+        "_rows": None,  # what this layer holds, where that is not what all do
+        "_taken": None,  # the decode step under way, from its token to its end
+    }
     PARTS: ClassVar = ("counters",)
+    OWN: ClassVar = ("_taken",)
 
+    coming: tuple[int, ...] = ()
     mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
 
@@ -94,7 +87,12 @@ class LayerStore(LayerRows):
                 f"kv_dtype={host.config.kv_dtype!r} is for keys and values: this model caches latents (MLA), which are "
                 "narrow already; leave kv_dtype out"
             )
-        super().__init__(table, batch, tokens, k.device)
+        super().__init__()
+        self.table_of_rows, self.batch, self.device = table, batch, k.device
+        self._rows = table.start(batch, tokens)
+        table.blocks.on[k.device]  # now, so that what a cache takes is known before the first block is full
+        self._sealed = False  # it has sealed
+        self.capturing = False
         self.config, self.heads, self.dtype, self.latent = config, heads, k.dtype, latent
         self.split, self.width = split, split + v.shape[3]
         self.key_dim, self.value_dim = (self.width, split) if latent else (split, v.shape[3])
@@ -132,6 +130,83 @@ class LayerStore(LayerRows):
         if "means" not in self.pool.fields:
             self.pool.add_field("means", (self.heads, self.width), self.dtype)
 
+    # ------------------------------------------------------------------ what its rows hold
+
+    @property
+    def held(self) -> Rows:
+        """What the rows hold in this layer: in the middle of a pass layers may differ."""
+        return self._rows or self.table_of_rows.rows
+
+    @held.setter
+    def held(self, rows: Rows) -> None:
+        self._rows = rows
+        if not self.capturing:
+            rows.on[self.device]  # in the order of this stream, before a copy stream needs it
+
+    @contextmanager
+    def at(self, rows: Rows) -> Iterator[None]:
+        """Inside, the layer holds ``rows`` as it did in the step that has just ended."""
+        mine, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = mine
+
+    def join(self) -> None:
+        """All layers hold the same: their table says what."""
+        self._rows = self._taken = None
+
+    def announce(self, columns: int, valid: Tensor | None) -> None:
+        """``columns`` new columns are about to come, of which ``valid [batch, columns]`` are tokens: :attr:`coming`."""
+        if not self.capturing:
+            more = self.table_of_rows.tokens_of(columns, valid)
+            self.coming = tuple(length + n for length, n in zip(self.held.lengths, more))
+
+    def first_rows(self, n: int) -> LayerStore:
+        """The first ``n`` rows, of which a captured step is to be made."""
+        new = super().first_rows(n)
+        new.batch = n
+        return new
+
+    @property
+    def length(self) -> int:
+        """Columns of the attention mask that are cached, padding included."""
+        return (self._rows or self.table_of_rows.rows).columns
+
+    @property
+    def full_blocks(self) -> int:
+        """Full blocks of the row that has most."""
+        return (self._rows or self.table_of_rows.rows).full_blocks
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 ``[batch, capacity]``, physical block of each full block of each row; after these it says nothing."""
+        held = self.table_of_rows.blocks.on[self.device]
+        return held if held.shape[0] == self.batch else held[: self.batch]
+
+    @property
+    def table(self) -> Tensor:
+        """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
+        held = self.block_table
+        return held if self.capturing else held[:, : (self._rows or self.table_of_rows.rows).full_blocks]
+
+    @property
+    def step_rows(self) -> StepRows:
+        """The rows of captured steps, on this device."""
+        steps = self.table_of_rows.steps(self.device)
+        return steps if len(steps.past) == self.batch else steps.first(self.batch)
+
+    @property
+    def rows(self) -> Tensor:
+        """int32 ``[batch, 2]``: each row's tokens, and those in full blocks.
+
+        Of a decode step: while it attends; and once it has sealed, as it leaves them.
+        """
+        if not self.capturing:
+            return reads_here((self._rows or self.table_of_rows.rows).on[self.device])
+        over = self._taken is not None and self.held is self._taken.after and self._sealed
+        return self.step_rows.after if over else self.step_rows.now
+
     # ------------------------------------------------------------------ writing
 
     def fit(self, before: Rows) -> None:
@@ -167,7 +242,7 @@ class LayerStore(LayerRows):
 
         ``valid``: bool ``[batch, q]``; what is padding is left out. None: nothing is.
         """
-        self.wait_for_copies()
+        self.writer.wait()
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
         self.fit(before)
@@ -187,12 +262,6 @@ class LayerStore(LayerRows):
                 past = after.past(len(recent_kv), length + skip, self.device)
                 append(mine[:, :, skip:], values[:, :, skip:], None, recent_kv, past, self.sinks)
         self._taken, self.held = None, after
-
-    @no_inference_mode
-    def read_sinks(self) -> None:
-        """The first row has begun with full blocks that were there: put its sinks where decode steps look for them."""
-        self.join()
-        add_sinks(self.recent_kv[0], self.ring, self.pool, self.table_of_rows.blocks.host[0, : self.full_blocks])
 
     # ------------------------------------------------------------------ sealing
 
@@ -227,15 +296,10 @@ class LayerStore(LayerRows):
 
     def _seal(self, span: Span, k: Tensor, v: Tensor, indexer: Indexer, aside: bool = True) -> None:
         """Seal blocks of the ring's tokens and of ``k, v``, see :func:`.sealing.seal_span`."""
-        index, by_host = self._indexing(indexer)
+        index, by_host = indexing(indexer, self)
         index, table = with_means(index, self.pool, self.mean_tokens), self.block_table
         seal_span(span, self.recent_kv, k, v, self.sinks, table, self.writer, index, by_host, aside)
         self.counters.count_to_host((span.end - span.start) * len(self.recent_kv[span.rows]))
-
-    def _indexing(self, indexer: Indexer) -> tuple[Index, IndexBlocks | None]:
-        """What the kernels that seal blocks index, and what indexes them afterwards, if the kernels cannot."""
-        index = indexer.sealing(self)
-        return (Index(self.key_dim), indexer.index) if index is None else (index, None)
 
     # ------------------------------------------------------------------ a step
 
@@ -243,10 +307,6 @@ class LayerStore(LayerRows):
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
         """KV of all blocks, :attr:`rows` and :attr:`table`: what a step may attend to beside the recent tokens."""
         return self.pool.kv, self.rows, self.table
-
-    def wait_for_copies(self) -> None:
-        """Make the current stream wait until all blocks are in host memory. Not allowed inside a capture."""
-        self.writer.wait()
 
     def attend(
         self,
@@ -304,103 +364,39 @@ class LayerStore(LayerRows):
         if self.pages is not None:
             found.extend(self.pages.addresses)
 
-    # ------------------------------------------------------------------ reading back
+    # ------------------------------------------------------------------ reading back (:mod:`.read_back`)
 
-    def _shape(self, columns: int) -> tuple[int, ...]:
+    def shape(self, columns: int) -> tuple[int, ...]:
         """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
         return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.width)
 
-    def read_ahead(self, columns: int) -> None:
-        """Begin to read the full blocks back on a copy stream, for :meth:`materialise` of so many columns."""
-        how = self.dtype, self.device, self._read_blocks, self.writer.in_use_until
-        self.writer.copy_streams.read_ahead(self, self._shape(columns), *how)
-
-    def _read_blocks(self, out: Tensor) -> None:
-        """Copy the full blocks to the device, into the front of ``out`` (see :meth:`_shape`)."""
-        self._read(0, self.full_blocks, out)
-        if self.pool.host is not None:
-            blocks = self.batch * self.heads * self.full_blocks
-            self.counters.to_device_bytes += blocks * self.block_size * self.stored_bytes
-
-    def _read(self, first: int, end: int, out: Tensor) -> None:
-        """Copy blocks ``first .. end - 1`` into the front of ``out`` (see :meth:`_shape`).
+    def read(self, first: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Copy blocks ``first .. end - 1`` into the front of ``out``, or of a new tensor (see :meth:`shape`).
 
         What is there of rows that have fewer means nothing.
         """
-        self.wait_for_copies()
-        self.pool.read(self.block_table[:, first:end], out)
-
-    def _gathered(self, first: int, end: int) -> Tensor:
-        """The same in a tensor of its own."""
-        out = torch.empty(self._shape((end - first) * self.block_size), dtype=self.dtype, device=self.device)
-        self._read(first, end, out)
-        return out
-
-    def materialise(self, k: Tensor | None = None, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """All cached keys and values on the device, followed by ``k, v [batch, H, q, D]``, which are not cached yet.
-
-        Returns:
-            ``[batch, H, length + q, Dk]`` and ``[..., Dv]`` by columns of the attention mask: views of one tensor,
-            which the next but one call of a later chunk may overwrite. What padding has is finite.
-        """
-        rows, new = self.held, 0 if k is None else k.shape[2]
-        streams = self.writer.copy_streams
-        out = None if k is None or streams is None else streams.arrived(self, self.device)
-        kv = self.tokens(out, rows.columns + new)
-        to_columns(kv, rows)
-        kv = kv[:, :, : rows.columns + new]
-        key, value = kv.split((self.split, self.width - self.split), -1)
-        if k is not None:
-            key[:, :, rows.columns :], value[:, :, rows.columns :] = k, v
-        return key, value
-
-    def tokens(self, out: Tensor | None = None, room: int = 0) -> Tensor:
-        """All cached tokens on the device, ``[batch, H, n, Dk + Dv]``, n no less than ``room``.
-
-        Contents after a row's last token mean nothing. ``out``: of :meth:`_shape`, with the full blocks
-        in it.
-        """
-        rows = self.held
         if out is None:
-            out = torch.empty(self._shape(max(room, *rows.lengths, 1)), dtype=self.dtype, device=self.device)
-            self._read_blocks(out)
-        kv = out.flatten(2, 3)
-        add_recent(kv, self.recent_kv, rows, self.ring)
-        return kv
+            out = torch.empty(self.shape((end - first) * self.block_size), dtype=self.dtype, device=self.device)
+        self.writer.wait()
+        self.pool.read(self.block_table[:, first:end], out)
+        return out
 
     # ------------------------------------------------------------------ changing
 
-    def reindex(self, indexer: Indexer, own: bool = True) -> None:
-        """Index the full blocks again. Rows that share blocks get blocks of their own: each row has its own index.
-
-        ``own``: False for rows that stand for those of another store, whose blocks theirs are.
-        """
-        if own:
-            self.table_of_rows.blocks.unshare()
-        kv, front = self._gathered(0, self.full_blocks), torch.empty_like(self.recent_kv)
-        index, by_host = self._indexing(indexer)
-        index_again(kv, self.held, front, self.split, self.sinks, self.block_table, self.pool, index, by_host)
-
     @no_inference_mode
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` columns.
+    def crop_to(self, after: Rows) -> None:
+        """Hold ``after``, which is what is held without the last tokens of some rows.
 
         Copies blocks back into the ring if the window would be too short; rows that share them keep them.
         """
-        if length < self.length:
-            self.crop_to(self.table_of_rows.cropped(self.held, length))
-
-    @no_inference_mode
-    def crop_to(self, after: Rows) -> None:
-        """Hold ``after``, which is what is held without the last tokens of some rows."""
-        self.wait_for_copies()
+        self.writer.wait()
         size, before, back = self.block_size, self.held, []
         for row, (sealed, then, tokens) in enumerate(zip(before.sealed, after.sealed, after.lengths)):
             if then * size < (end := min(sealed * size, tokens)):
                 back.append((row, then * size, end))
         if back:  # of all rows the blocks between these: not a whole past because another row is short
             first = min(start for _, start, _ in back) // size
-            kv = self._gathered(first, -(-max(end for *_, end in back) // size)).flatten(2, 3)
+            kv = self.read(first, -(-max(end for *_, end in back) // size)).flatten(2, 3)
             for row, start, end in back:
                 held = kv[row, :, start - first * size : end - first * size]
                 self.recent_kv[row, :, self.ring.index(start, end, self.device)] = held
@@ -409,22 +405,15 @@ class LayerStore(LayerRows):
     @no_inference_mode
     def map_rows(self, index: Tensor, rows: Rows) -> None:
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them. Their table has its own turn."""
-        self.wait_for_copies()
+        self.writer.wait()
         super().map_rows(index)
         self.batch = index.shape[0]
         self._taken, self.held = None, rows
         self.counters.regroup(self.batch)
 
-    def fits(self, k: Tensor, v: Tensor, latent: bool = False) -> bool:
-        """This store could have been made for ``k, v [batch, H, q, D]``."""
-        if any(len(t) != self.batch for t in (self.recent_kv, self.counters.attended, self.counters.from_host)):
-            return False  # a change of rows stopped half-way
-        mine = (self.batch, self.heads, self.split, self.width - self.split, self.latent, self.dtype, self.device)
-        return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
-
     def reset(self) -> None:
         """Forget everything but keep the memory. The table of the rows has its own turn."""
-        self.wait_for_copies()
+        self.writer.wait()
         super().reset()
         self.held = self.table_of_rows.empty
         if self.pages is not None:
@@ -435,7 +424,7 @@ class LayerStore(LayerRows):
         self, table: RowTable, pools: DevicePools | None = None, copy_streams: CopyStreams | None = None
     ) -> LayerStore:
         """An independent store that shares the full blocks."""
-        self.wait_for_copies()
+        self.writer.wait()
         new = super().copy()
         new.table_of_rows, new.writer = table, self.writer.copy(table, copy_streams)
         new.pages = None if pools is None else LayerPages(pools, new.pool)

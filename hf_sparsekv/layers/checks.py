@@ -47,6 +47,14 @@ def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> 
     return before
 
 
+def fits(store: LayerStore, k: Tensor, v: Tensor, latent: bool) -> bool:
+    """The store could have been made for ``k, v [batch, H, q, D]``."""
+    if any(len(t) != store.batch for t in (store.recent_kv, store.counters.attended, store.counters.from_host)):
+        return False  # a change of rows stopped half-way
+    mine = (store.batch, store.heads, store.split, store.width - store.split, store.latent, store.dtype, store.device)
+    return mine == (k.shape[0], k.shape[1], k.shape[3], v.shape[3], latent, k.dtype, k.device)
+
+
 def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable[[Tensor], bool]) -> None:
     """Hold the tokens that the mask shows, when a pass begins: selection and attention are to agree with it.
 
@@ -57,17 +65,19 @@ def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable
     Raises:
         ValueError: it shows padding, or hides tokens before others that it shows.
     """
+    rows = store.held
+    padded = rows.valid is not None
     if mask.ndim == 4:
-        if store.padded and bool((seen_columns(mask, past) & ~store.valid_columns()).any()):
+        if padded and bool((seen_columns(mask, past) & ~rows.valid_columns(store.device)).any()):
             raise ValueError(
                 "a 4-D attention_mask shows columns that were padding when they were cached, which keep no keys: "
                 "hide them, or start a new cache"
             )
         return
     # Rows with padding may have been left out, or the columns that had it: then only the device knows.
-    if is_whole(mask) and not store.padded:
+    if is_whole(mask) and not padded:
         return
-    held, shown = store.valid_columns(), mask[:, :past].bool().expand(store.batch, -1)
+    held, shown = rows.valid_columns(store.device), mask[:, :past].bool().expand(store.batch, -1)
     if torch.equal(held, shown) or drop_tokens(shown):
         return
     what = "shows padding again" if bool((shown & ~held).any()) else "hides tokens before others that it shows"

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import Step
+from ..kv.read_back import add_sinks, reindex
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
-from ..tensors import no_autocast
+from ..tensors import no_autocast, no_inference_mode
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
@@ -30,9 +31,16 @@ def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
         layer.policy.labels.open_rows(other.policy.labels)
 
 
+@no_inference_mode
+def read_sinks(store: LayerStore) -> None:
+    """The only row has begun with full blocks that were there: put its sinks where decode steps look for them."""
+    store.join()
+    add_sinks(store.recent_kv[0], store.ring, store.pool, store.table_of_rows.blocks.host[0, : store.full_blocks])
+
+
 def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
     """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
-    other.store.wait_for_copies()
+    other.store.writer.wait()
     if layer.policy.foresight is not None:
         layer.policy.foresight.join_row(row, other.policy.foresight, layer.store)
 
@@ -55,4 +63,4 @@ def end_calibration(store: LayerStore, policy: Policy) -> None:
     """Have label channels, whatever has been seen so far."""
     labels = policy.labels
     if labels is not None and labels.finish() and store.full_blocks:
-        store.reindex(policy)
+        reindex(store, policy)

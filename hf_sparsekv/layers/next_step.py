@@ -49,7 +49,7 @@ class NextStep:
     def begin(self, store: LayerStore, policy: Policy) -> None:
         """The step begins: blocks are in place, and there is room for marks of those that it attends to."""
         if store.writer.saved is not None:
-            store.wait_for_copies()
+            store.writer.wait()
         if self.query is not None:
             self._bring(store, policy)
         if policy.watch is not None:

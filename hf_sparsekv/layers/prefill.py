@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..attention.mla import SAMPLE
+from ..kv import read_back
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from .drafts import attend_as_steps
@@ -79,4 +80,4 @@ def read_ahead(store: LayerStore, policy: Policy, step: Step) -> None:
     if store.writer.copy_stream is None or not store.full_blocks or store.length != step.past:
         return
     if not (step.under_way.drafts and attend_as_steps(store, policy, step.under_way.columns)):
-        store.read_ahead(step.length)
+        read_back.read_ahead(store, step.length)

@@ -19,13 +19,14 @@ from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
+from ..kv.read_back import materialise
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..tensors import any_autocast, as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .captured import CapturedLayer
-from .checks import check_tokens
+from .checks import check_tokens, fits
 from .decode import asked, attend, finish, foresee, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
@@ -68,7 +69,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         new = object.__new__(SparseLayer)
         memo[id(self)] = new
         if self.store is not None:
-            self.store.wait_for_copies()  # a side stream may still be choosing blocks
+            self.store.writer.wait()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.q_heads, new.pending, new.captured, new.next_step = self.q_heads, None, None, NextStep()
         table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
@@ -137,7 +138,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None and self.store.length:
             return
         owner = self.owner
-        if self.store is not None and not self.store.fits(step.k, step.v, self.latent):
+        if self.store is not None and not fits(self.store, step.k, step.v, self.latent):
             self.drop()  # before the new one is made: the budget may not hold both
             if owner.device_pools is not None and owner.first(self):
                 leave_device_pools(owner)
@@ -145,7 +146,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if store is None:
             store = new_store(self.policy, owner, self.index, step, self.latent, valid)
         else:
-            store.begin(step.k.shape[2])
+            store.held = owner.row_table.start(store.batch, step.k.shape[2])
         self.policy.start(store, q_heads)
         self.store, self.q_heads = store, q_heads
 
@@ -231,13 +232,13 @@ class SparseLayer(Owned, CacheLayerMixin):
             if self.captured is not None:
                 raise RuntimeError("exact attention over a cached past, which waits for the host")
             store = self.store
-            key, value = store.materialise(*step.kept) if own else store.materialise()
+            key, value = materialise(store, *step.kept) if own else materialise(store)
             if own:
                 after = next_layer(owner, self.index)
                 if after is not None and after.store is not None:
                     read_ahead(after.store, after.policy, step)
                 self._commit(step, query, step.under_way.valid)
-            columns = store.valid_columns() if store.padded else None
+            columns = None if store.held.valid is None else store.held.valid_columns(store.device)
             with torch.no_grad():
                 out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
                 store.counters.exact += 1
@@ -352,7 +353,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             self._commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
             end_pass(self.owner, self.index)
             self.store.counters.materialised += 1
-        key, value = (step.k, step.v) if step.past == 0 else self.store.materialise()
+        key, value = (step.k, step.v) if step.past == 0 else materialise(self.store)
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it
 
     # ------------------------------------------------------------------ what generate() asks
@@ -377,13 +378,13 @@ class SparseLayer(Owned, CacheLayerMixin):
     @no_autocast
     def keys(self) -> Tensor | None:
         """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
-        return None if self.store is None else self.store.materialise()[0]
+        return None if self.store is None else materialise(self.store)[0]
 
     @property
     @no_autocast
     def values(self) -> Tensor | None:
         """All cached values, see :attr:`keys`."""
-        return None if self.store is None else self.store.materialise()[1]
+        return None if self.store is None else materialise(self.store)[1]
 
     def offload(self) -> None:
         """Nothing to do: where blocks live is the store's business."""
@@ -393,7 +394,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def drop(self) -> None:
         """Have no store, and no memory of one; nothing is cached."""
         if self.store is not None:
-            self.store.wait_for_copies()  # memory in use by copy streams must not be reused before they end
+            self.store.writer.wait()  # memory in use by copy streams must not be reused before they end
             self.store = self.next_step.query = None
 
     def reset(self) -> None:
@@ -415,17 +416,10 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is None or tokens_to_remove == 0:
             return
         keep = tokens_to_remove if tokens_to_remove > 0 else max(0, self.store.length + tokens_to_remove)
-        if 0 < self.store.length <= keep:
-            return  # what is known of the last token stays
-        if keep:
-            sealed = self.store.held.sealed
-            self.policy.cropped()
-            self.store.crop(keep)
-            if self.store.held.sealed != sealed:
-                self.policy.reopened()
-                self.next_step.query = None
-        else:
+        if not keep:
             self.reset()  # the next prompt calibrates again
+        elif keep < self.store.length:  # else what is known of the last token stays
+            self.shorten(self.store.table_of_rows.cropped(self.store.held, keep))
 
     @no_autocast
     def shorten(self, rows: Rows) -> None:

@@ -97,7 +97,7 @@ def _table(table: RowTable, rows: Rows) -> np.ndarray:
 def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
     """A sparse layer's record and tensors; ``named``: ids of the referenced blocks, int64."""
     store, labels = layer.store, layer.policy.labels
-    store.wait_for_copies()
+    store.writer.wait()
     calibrates = labels is not None and labels.calibrating
     index = kept_index(layer, calibrates)
     record = Layer(

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..kv.counters import Tally
+from ..kv.read_back import reindex
 from ..kv.store import LayerStore
 from ..ops.selection.topk_select import token_select
 from ..ops.storage.seal import Index
@@ -64,7 +65,7 @@ class LabelledPolicy(Policy):
     @no_inference_mode
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         if self.labels is not None and self.labels.observe(q, k, valid) and store.full_blocks:
-            store.reindex(self)  # blocks that were sealed before there were channels
+            reindex(store, self)  # blocks that were sealed before there were channels
 
     def sealing(self, store: LayerStore) -> Index:
         index = Index(store.key_dim)

@@ -292,7 +292,7 @@ class RowBatch:
         """Copy to row ``row`` what layers keep of row ``source`` besides its blocks."""
         found: list[tuple[Tensor, Tensor, int]] = []
         for layer in self.cache.sparse_layers:
-            layer.store.wait_for_copies()
+            layer.store.writer.wait()
             add_rows(layer, layer, found)
         self._views.copy(found, row, source)
 

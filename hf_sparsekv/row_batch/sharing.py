@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..layers.joining import open_rows
+from ..kv.read_back import reindex
+from ..layers.joining import open_rows, read_sinks
 from ..policies.label_index import LabelIndex
 from .protocol import Batch
 
@@ -51,7 +52,7 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
     cache.row_table.begin(ids)
     try:
         for layer in cache.sparse_layers:
-            layer.store.read_sinks()
+            read_sinks(layer.store)
     except BaseException:
         drop(cache)
         raise
@@ -64,7 +65,7 @@ def reindex_blocks(batch: Batch, ids: np.ndarray, channels: Channels, drop: Call
         same = begin_with(batch, ids, channels, drop)
         try:
             for layer in same.sparse_layers:
-                layer.store.reindex(layer.policy, own=False)
+                reindex(layer.store, layer.policy, own=False)
         finally:
             drop(same)
 

@@ -26,6 +26,7 @@ from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
 from benchmarks.serving.vllm_engine import VllmSystem
 from hf_sparsekv import OffloadConfig, SparseCache
+from hf_sparsekv.kv.read_back import materialise
 from hf_sparsekv.serving.work import Work
 
 pytestmark = pytest.mark.slow
@@ -193,14 +194,14 @@ def test_what_is_cached_of_a_prompt_is_replayed_and_its_attention_is_not():
     first, other = rows.prefill(net, ids), rows.prefill(net, ids)
     torch.testing.assert_close(first.logits, plain.prefill(net, ids).logits)
     for layer in range(keys.layers):
-        held, next_held = (made.cache.sparse_layers[layer].store.materialise()[0] for made in (first, other))
+        held, next_held = (materialise(made.cache.sparse_layers[layer].store)[0] for made in (first, other))
         at = 37 * config.block_size
         assert torch.equal(held[:, :, 4:], keys.keys[layer][:, :, at + 4 : at + 200])
         assert torch.equal(next_held[:, :, 4:], keys.keys[layer][:, :, 2 * at + 4 : 2 * at + 200])
         assert held[:, :, :4, 0].abs().min() > 0 and held[:, :, :4, 1:].abs().max() == 0  # sinks
     # In two pieces: the same keys.
     pieces = rows.prefill(net, ids, chunk=128)
-    held = pieces.cache.sparse_layers[0].store.materialise()[0]
+    held = materialise(pieces.cache.sparse_layers[0].store)[0]
     at = 3 * 37 * config.block_size
     assert torch.equal(held[:, :, 4:], keys.keys[0][:, :, at + 4 : at + 200])
     # Steps ask with the walk's queries: the second row with the second lane's, and others than in the step before.

@@ -16,6 +16,7 @@ from models import build
 from tokenizers_made import byte_level
 
 from hf_sparsekv import Engine, OffloadConfig, TokenConfig
+from hf_sparsekv.row_batch import sharing
 from hf_sparsekv.serving import Busy, Closed
 from hf_sparsekv.serving import drawn as drawn_module
 from hf_sparsekv.serving import work as work_module
@@ -117,8 +118,7 @@ def test_blocks_of_a_prompt_that_cannot_begin_are_given_back(monkeypatch):
                 failed.result(10)
         quiet(engine)
         with monkeypatch.context() as patch:
-            store = type(engine._cache.sparse_layers[0].store)
-            patch.setattr(store, "read_sinks", once(store.read_sinks, torch.OutOfMemoryError("no memory")))
+            patch.setattr(sharing, "read_sinks", once(sharing.read_sinks, torch.OutOfMemoryError("no memory")))
             failed = engine.submit([*document, 2], greedy(2))
             with pytest.raises(torch.OutOfMemoryError):
                 failed.result(10)

@@ -260,10 +260,13 @@ class PrimaryStore(LayerStore):
             self.peer.join(self.device)
         return super().attend(q, ids, granularity, *rest, **named)
 
-    def _read(self, first: int, end: int, out: Tensor) -> None:
+    def read(self, first: int, end: int, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(self.shape((end - first) * self.block_size), dtype=self.dtype, device=self.device)
         with self.peer.entered(self.device, out):
-            self.replica._read(first, end, out)
+            self.replica.read(first, end, out)
         self.peer.join(self.device)
+        return out
 
     def fit(self, before: Rows) -> None:
         super().fit(before)
