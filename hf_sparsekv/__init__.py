@@ -17,7 +17,8 @@ from .attention.interface import register as _register
 from .attention.mla import absorb_mla, restore_mla
 from .attention.rotary import fixed_rotary
 from .attention.tap import QueryTap, predict_ahead
-from .cache import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache, SparseCache
+from .cache import SparseCache
+from .cache_variants import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache
 from .config import OffloadConfig, SparseConfig
 from .cuda_graph.optimize import optimize, unoptimize
 from .generating import generate, sparse

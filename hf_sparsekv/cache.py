@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import methodcaller
 from os import PathLike
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
-from .bookkeeping.models import check_kind, indexed, need_config, prefix_tuning
-from .bookkeeping.owner import LayerOwner
-from .bookkeeping.row_changes import held_rows
-from .config import OffloadConfig, SparseConfig, with_changes
+from .bookkeeping.making import add_layers, layers_of
+from .bookkeeping.models import FirstAttentionLayer, check_kind, need_config, once_bound, prefix_tuning, refuse_indexer
+from .bookkeeping.notices import Notices
+from .bookkeeping.passes import LinearPasses
+from .bookkeeping.replayed import Replays
+from .bookkeeping.row_changes import crop_recent, forget, held_rows, join_layers, map_rows
+from .config import OffloadConfig, SparseConfig, checked, with_changes
+from .kv.forward_pass import Pass
+from .kv.pool import BlockPool
 from .kv.row_table import RowTable
+from .kv.rows import Rows
+from .layers.changes import in_all
 from .layers.complete import check_complete
 from .layers.sparse_layer import SparseLayer
+from .offload.copy_streams import CopyStreams
+from .offload.host_limit import HostBudget
 from .offload.page_table import DevicePools
 from .persistence.loading import load_cache
 from .persistence.saving import save_cache
-from .policies.ahead.predictive_config import PredictiveConfig
-from .policies.progressive_config import ProgressiveConfig
-from .policies.token_config import TokenConfig
+from .policies.registry import method_of
 from .policies.watch import BlockWatch
+from .predictor.channels import check_layers
 from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import no_autocast
+from .types import AttentionParams
 
 passes_on(__name__)
 
 
-class SparseCache(LayerOwner):
+class SparseCache(Cache):
     """A KV cache whose full-attention layers decode sparsely; every other layer is transformers' own.
 
     Prefill is exact. The method of ``config`` decides which tokens a decode step attends to.
@@ -59,9 +71,28 @@ class SparseCache(LayerOwner):
             :class:`OffloadConfig`.
         ValueError: ``config`` and ``offload`` want different places, or a file or a device named in ``config`` is
             missing or of another model.
+
+    Attributes:
+        config, offload_config: as the constructor completes them.
+        shared: what the policies of all layers have in common.
+        foresight: what its layers want of those before them. met: hooks that give it have met this cache.
+        budget, device_pools: of an offloaded cache: the host memory it may take, its device pools. Without: None.
+        row_table: what the rows hold, and the blocks that they are in. copy_streams: ways to and from the host.
+        under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
+        block_pools: of the layers, where several caches share them.
+        row_batch: continuous batching; None: fixed rows.
+        changes: counts what may make the next captured step another one than the last.
+        going_on: every row gets a token in each decode step, which need not be read off a mask on the device.
+        draft_passes: what :meth:`drafts` says of passes; None: nothing.
+        replays: replayed steps that layers have not accounted for. notices: what it warns of.
+        linear_passes: forward passes of models with linear-attention layers.
+        model_config: None until the model is known.
     """
 
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
+    layers: list[Any]
+    kinds: ClassVar[list[type[SparseCache]]] = []  # files name one of them
+    _method = staticmethod(method_of)  # what chooses in layers that are not dense
 
     def __init__(
         self,
@@ -70,15 +101,30 @@ class SparseCache(LayerOwner):
         model_config: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> None:
-        if self.config_type is not None:
-            config = self.config_type() if config is None else config
-            if not isinstance(config, self.config_type):
-                raise TypeError(f"config must be a {self.config_type.__name__}, got {type(config).__name__}")
-        if offload is not None and not isinstance(offload, OffloadConfig):
-            raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
-        method = self._method(config)
-        config = with_changes(config, changes)
-        super().__init__(config, method.shared.place(config, offload), method)
+        config = checked(self.config_type, config, offload)
+        method, config = self._method(config), with_changes(config, changes)
+        offload = method.shared.place(config, offload)
+        super().__init__(layers=[])
+        self.config, self.offload_config, self.shared = config, offload, method.share(config, offload)
+        self.foresight, self.met = self.shared.foresight, False
+        self.budget = None if offload is None else HostBudget(offload)
+        self.device_pools = None if offload is None else DevicePools(offload)
+        self.row_table, self.copy_streams = RowTable(config), CopyStreams()
+        self.block_pools: dict[int, BlockPool] | None = None
+        self.row_batch: RowBatch | None = None
+        self._joins = False  # made by beside()
+        self.changes, self._joined = (
+            0,
+            -1,
+        )  # the second: the number of changes when all layers were found to hold the same
+        self.under_way: Pass | None = None
+        self._last_layer = -1  # of ours, once the model is known
+        self.replays = Replays()
+        self.model_config: PreTrainedConfig | None = None
+        self._record_past = self._watched = False
+        self.draft_passes: bool | None = None
+        self.going_on = False
+        self.linear_passes, self.notices = LinearPasses(), Notices(type(self).__name__)
         self._checked = False  # what the model is
         if model_config is not None:
             self.bind(model_config)
@@ -108,11 +154,11 @@ class SparseCache(LayerOwner):
         Args:
             sparse: False: inside, drafts attend to everything, those of ``generate()`` too.
         """
-        before, self._drafts = self._drafts, sparse
+        before, self.draft_passes = self.draft_passes, sparse
         try:
             yield
         finally:
-            self._drafts = before
+            self.draft_passes = before
 
     def rows(self, max_rows: int, max_length: int) -> RowBatch:
         """Use this empty cache for continuous batching (:mod:`.row_batch`), until :meth:`reset`.
@@ -124,11 +170,6 @@ class SparseCache(LayerOwner):
         Raises:
             ValueError: the cache is not empty, or its method chooses a step's tokens in the step before.
         """
-        if not self.shared.rows_join:
-            raise ValueError(
-                f"rows() serves methods that choose for each step by itself; {self.config} chooses ahead: leave lag, "
-                "the predictor of earlier queries, or the second device out"
-            )
         batch = RowBatch(self, max_rows, max_length)
         for layer in self.sparse_layers:
             layer.drop()  # prompts of these rows are read into other pools
@@ -147,6 +188,78 @@ class SparseCache(LayerOwner):
             new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))
         return new
 
+    # ------------------------------------------------------------------ its layers, and attention
+
+    def bind(self, model_config: PreTrainedConfig) -> None:
+        """Learn the model's layers from its configuration; otherwise the first attention call does.
+
+        Raises:
+            TypeError: it is no configuration.
+            ValueError: the model is of a kind that a sparse cache cannot serve.
+        """
+        layers = layers_of(self, model_config)
+        # Both at the end: after an interrupt in between the next call binds again.
+        self.layers = layers
+        self._last_layer = max((i for i, layer in enumerate(layers) if isinstance(layer, SparseLayer)), default=-1)
+        self.linear_passes.learn(layers)
+        self.model_config = model_config
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that this cache manages itself."""
+        layers = [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+        if self.replays.pending is not None:
+            self.replays.settle(layers)
+        return layers
+
+    def joined_rows(self) -> Rows:
+        """What all layers hold. From here on they follow ``row_table``.
+
+        Raises:
+            RuntimeError: they hold different things, after an error.
+        """
+        if self._joined != self.changes:
+            join_layers(self.row_table, self.layers, self.sparse_layers)
+            self._joined = self.changes
+        return self.row_table.rows
+
+    @no_autocast
+    def __deepcopy__(self, memo: dict) -> SparseCache:
+        if self.row_batch is not None:
+            raise TypeError("a cache of rows that come and go cannot be copied: copy what rows.prefill() gives")
+        self.replays.settle(self.sparse_layers)
+        self.under_way = None
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            setattr(new, name, copy.deepcopy(value, memo))
+        new.draft_passes, new.going_on = None, False
+        return new
+
+    def attend(self, module, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float):
+        """Called by the attention function with a handle's step.
+
+        Returns:
+            ``(out, None, None)``; or ``(None, key, value)`` if the layer is transformers' own after all.
+        """
+        layer: Any = step.layer
+        if self.model_config is None:
+            self.bind(module.config)
+        elif step.past == 0 and module.config is not self.model_config:
+            check_layers(self.model_config, module.config)
+        current = self.layers[layer.index]
+        if current is layer:
+            return layer.attend(step, query, mask, params, dropout), None, None
+        return None, *current.update(step.k, step.v)
+
+    def passed(self, layer_idx: int) -> None:
+        """A forward pass has come to this layer: of ours, it has stored its tokens."""
+        self.changes += 1
+        if layer_idx == self._last_layer:
+            self.under_way = None
+        if self.linear_passes.linear:
+            self.linear_passes.came(layer_idx)
+
     # ------------------------------------------------------------------ transformers' interface
 
     @property
@@ -164,15 +277,15 @@ class SparseCache(LayerOwner):
         if 0 in (key_states.shape[0], key_states.shape[-2]):
             check_not_empty(key_states.shape[0], key_states.shape[-2])
         self.changes += 1
-        if self._replayed is not None:
-            self.settle()
+        if self.replays.pending is not None:
+            self.replays.settle(self.sparse_layers)
         if self.row_batch is not None and key_states.shape[-2] != 1:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
         if not self._checked:  # before anything is stored, whatever attention function there is
             check_kind(getattr(caller(), "config", None))
             self._checked = True
         if layer_idx >= len(self.layers):
-            self._make_layers(layer_idx)
+            add_layers(self, layer_idx)
         layer = self.layers[layer_idx]
         if layer is next((other for other in self.layers if isinstance(other, CacheLayerMixin)), None):
             check_complete(self.layers)
@@ -187,10 +300,11 @@ class SparseCache(LayerOwner):
             check_not_empty(1, 0, int(self.get_seq_length()))
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
-        """As ``Cache.update_conv_state``, for layers of other kinds (linear attention)."""
-        need_config(self.model_config, type(self).__name__)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+    update_conv_state = once_bound("update_conv_state")
+    get_conv_state = once_bound("get_conv_state")
+    get_recurrent_state = once_bound("get_recurrent_state")
+    update_indexer = refuse_indexer
+    first_attention_layer = FirstAttentionLayer()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As ``Cache.update_recurrent_state``, for layers of other kinds."""
@@ -198,19 +312,6 @@ class SparseCache(LayerOwner):
         state = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
         self.linear_passes.stored(layer_idx)
         return state
-
-    def get_conv_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
-        """As ``Cache.get_conv_state`` of later releases than transformers 5.17, for layers of other kinds."""
-        need_config(self.model_config, type(self).__name__)
-        return super().get_conv_state(layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, *args, **kwargs) -> Tensor | None:
-        """As ``Cache.get_recurrent_state`` of later releases than transformers 5.17, for layers of other kinds."""
-        need_config(self.model_config, type(self).__name__)
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
-
-    def update_indexer(self, *args, **kwargs) -> Tensor:
-        raise indexed(type(self).__name__)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As ``Cache.has_previous_state``, for layers of other kinds.
@@ -227,28 +328,11 @@ class SparseCache(LayerOwner):
             self.passed(layer_idx)
         return known
 
-    @property
-    def first_attention_layer(self) -> int:
-        """RecurrentGemma's own: written when a forward pass begins, which then looks into the layer of this index."""
-        return self._first_attention
-
-    @first_attention_layer.setter
-    def first_attention_layer(self, index: int) -> None:
-        need_config(self.model_config, type(self).__name__)
-        self._first_attention = index
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """As ``Cache.get_max_length``, for a cache without layers, too: -1, no limit."""
         return super().get_max_length(layer_idx) if self.layers else -1
 
-    @property
-    def max_cache_len(self) -> int:
-        """Deprecated in transformers. PEFT's prefix tuning asks for it before it puts another cache in its place.
-
-        Raises:
-            ValueError: always.
-        """
-        raise prefix_tuning(type(self).__name__)
+    max_cache_len = property(prefix_tuning)  # deprecated in transformers
 
     def activate_past_recording(self) -> None:
         """As ``Cache.activate_past_recording``, for layers that are made later, too."""
@@ -258,34 +342,34 @@ class SparseCache(LayerOwner):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``."""
         tokens = int(tokens_to_remove)  # once: generate() passes a tensor on the device
-        if not self._crop_recent(tokens):
-            with self._in_all("crop()"):
+        self.under_way = None
+        follow = self._joined == self.changes and self.row_batch is None
+        if not (follow and crop_recent(self.row_table, self.layers, tokens)):
+            with in_all(self, "crop()"):
                 super().crop(tokens)
                 self.row_table.trim(held_rows(self.layers))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""
-        self._map_rows("reorder_cache()", lambda rows: beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+        with in_all(self, "reorder_cache()"):
+            others = methodcaller("reorder_cache", beam_idx)
+            map_rows(self.row_table, self.layers, lambda rows: beam_idx, others)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, as ``Cache.batch_repeat_interleave``."""
-        self._map_rows(
-            "batch_repeat_interleave()",
-            lambda rows: rows.repeat_interleave(repeats),
-            lambda layer: layer.batch_repeat_interleave(repeats),
-        )
+        with in_all(self, "batch_repeat_interleave()"):
+            select, others = (methodcaller(name, repeats) for name in ("repeat_interleave", "batch_repeat_interleave"))
+            map_rows(self.row_table, self.layers, select, others)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, as ``Cache.batch_select_indices``."""
-        self._map_rows(
-            "batch_select_indices()",
-            lambda rows: rows[indices.cpu()],
-            lambda layer: layer.batch_select_indices(indices),
-        )
+        with in_all(self, "batch_select_indices()"):
+            others = methodcaller("batch_select_indices", indices)
+            map_rows(self.row_table, self.layers, lambda rows: rows[indices.cpu()], others)
 
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""
-        self._forget()
+        forget(self)
 
     # ------------------------------------------------------------------ reports and files
 
@@ -330,7 +414,7 @@ class SparseCache(LayerOwner):
             RuntimeError: an earlier error left the cache incomplete.
             OSError: ``path`` cannot be written; its directory has to exist.
         """
-        save_cache(self, CACHES, path)
+        save_cache(self, self.kinds, path)
 
     @classmethod
     @no_autocast
@@ -360,91 +444,7 @@ class SparseCache(LayerOwner):
                 without ``config`` it reserves far more memory than it fills (docs/saving.md).
             MemoryError: the host memory that ``offload`` allows does not hold it.
         """
-        return load_cache(cls, CACHES, path, config, offload, model_config, device)
+        return load_cache(cls, cls.kinds, path, config, offload, model_config, device)
 
 
-class OffloadedSparseCache(SparseCache):
-    """Sparse decoding over a KV cache whose full blocks live in host memory (AsyncTLS) or on the device.
-
-    Each decode step scores all tokens in full blocks by label channels. It attends to the best ones, the sinks and the
-    recent window. Recently chosen tokens have copies on the device. The same as
-    ``SparseCache(TokenConfig(...), OffloadConfig())``.
-
-    Args:
-        config: what to select.
-        offload: how to offload; ``None`` keeps all KV on the device.
-        model_config: the model's configuration. Needed for models with linear-attention layers only.
-        changes: options of the configuration: ``OffloadedSparseCache(token_budget=512)``.
-
-    Raises:
-        ValueError: the channel file named in ``config`` is missing or of another model.
-    """
-
-    config_type = TokenConfig
-
-    def __init__(
-        self,
-        config: TokenConfig | None = None,
-        offload: OffloadConfig | None = OffloadConfig(),  # noqa: B008 (frozen)
-        model_config: PreTrainedConfig | None = None,
-        **changes: Any,
-    ) -> None:
-        super().__init__(config, offload, model_config, **changes)
-
-
-class ProgressiveCache(SparseCache):
-    """Sparse decoding over as many tokens as it takes to cover a share of the attention mass (PSA, Twilight).
-
-    Each decode step estimates the mass of every token by its label and attends to the largest ones, for each row, layer
-    and KV head until the wanted share is covered (see ``stats()``). Same as ``SparseCache(ProgressiveConfig(...))``.
-
-    Args:
-        config: how much to cover.
-        offload: how to offload; ``None`` keeps all KV on the device.
-        model_config: the model's configuration. Needed for models with linear-attention layers only.
-        changes: options of the configuration: ``ProgressiveCache(threshold=0.98)``.
-    """
-
-    config_type = ProgressiveConfig
-
-    def __init__(
-        self,
-        config: ProgressiveConfig | None = None,
-        offload: OffloadConfig | None = None,
-        model_config: PreTrainedConfig | None = None,
-        **changes: Any,
-    ) -> None:
-        super().__init__(config, offload, model_config, **changes)
-
-
-class AsyncPredictiveCache(SparseCache):
-    """Sparse decoding over tokens that were chosen a step before, for a predicted query (AsyncSpade).
-
-    During each decode step the next step's query is predicted from the latest ones. All tokens in full blocks are
-    scored for it. The next step attends to the best ones, the sinks and everything newer.
-    The same as ``SparseCache(PredictiveConfig(...))``.
-
-    Args:
-        config: what to predict and to select, and where.
-        offload: how to offload; ``None`` keeps all KV on the device, unless ``config.cache_rank`` is ``"host"``.
-        model_config: the model's configuration. Needed for models with linear-attention layers only.
-        changes: options of the configuration: ``AsyncPredictiveCache(token_budget=512)``.
-
-    Raises:
-        ValueError: ``config`` and ``offload`` want different places, or the channel file named in ``config`` is missing
-            or of another model.
-    """
-
-    config_type = PredictiveConfig
-
-    def __init__(
-        self,
-        config: PredictiveConfig | None = None,
-        offload: OffloadConfig | None = None,
-        model_config: PreTrainedConfig | None = None,
-        **changes: Any,
-    ) -> None:
-        super().__init__(config, offload, model_config, **changes)
-
-
-CACHES = (SparseCache, OffloadedSparseCache, ProgressiveCache, AsyncPredictiveCache)  # files name one of them
+SparseCache.kinds.append(SparseCache)

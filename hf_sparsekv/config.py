@@ -150,3 +150,18 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
                 f"{name} is an option of OffloadConfig: give offload=OffloadConfig({name}={changes[name]!r})"
             )
     return replace(config, **changes) if changes else config
+
+
+def checked(wanted: type[SparseConfig] | None, config: SparseConfig | None, offload: OffloadConfig | None):
+    """``config``, or the default of the only kind that a cache takes (``wanted``; None: it takes any).
+
+    Raises:
+        TypeError: it is of another kind, or ``offload`` is no :class:`OffloadConfig`.
+    """
+    if wanted is not None:
+        config = wanted() if config is None else config
+        if not isinstance(config, wanted):
+            raise TypeError(f"config must be a {wanted.__name__}, got {type(config).__name__}")
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
+    return config

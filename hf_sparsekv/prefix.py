@@ -78,8 +78,7 @@ class PrefixCache(SparseCache):
     ) -> None:
         super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
-    def _method(self, config: SparseConfig) -> Method:
-        return Method("prefix", SparseConfig, _Recording, shared=_Recorded)
+    _method = staticmethod(lambda config: Method("prefix", SparseConfig, _Recording, shared=_Recorded))
 
     @torch.no_grad()
     def start(self, cache: SparseCache) -> SparseCache:

@@ -46,8 +46,8 @@ class ImitatedGraphs(Recorder):
                 now = [type(state)(state.layer) for state in saved]
                 lengths = [ring.cumulative_length for ring in rings]
                 rows, table.rows = table.rows, held
-                host = cache.changes, cache._joined, cache._replayed  # no replay on a GPU changes these
-                cache._replayed = None
+                host = cache.changes, cache._joined, cache.replays.pending  # no replay on a GPU changes these
+                cache.replays.pending = None
                 for state in saved:
                     state.put_back_host()
                 for ring, length in zip(rings, frozen):
@@ -58,7 +58,7 @@ class ImitatedGraphs(Recorder):
                         query.copy_(state.query)
                 finally:
                     table.rows = rows
-                    cache.changes, cache._joined, cache._replayed = host
+                    cache.changes, cache._joined, cache.replays.pending = host
                     for state in now:
                         state.put_back_host()
                     for ring, length in zip(rings, lengths):

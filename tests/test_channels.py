@@ -13,6 +13,7 @@ from saved_files import rewrite
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
+from hf_sparsekv.bookkeeping.making import own_layer
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 
@@ -164,7 +165,7 @@ def test_channels_of_fewer_layers():
     cache.shared.channels = fewer
     x = torch.randn(1, 2, 40, 16)
     with pytest.raises(ValueError, match="the channel file has 1 layers, none for layer 1: calibrate this model"):
-        cache._layer(1).fill(x.repeat(1, 2, 1, 1), x, x)
+        own_layer(cache, 1).fill(x.repeat(1, 2, 1, 1), x, x)
 
 
 @pytest.mark.parametrize("value", [99999, -2, 16, 5])

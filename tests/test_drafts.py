@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_sparsekv import sparse
-from hf_sparsekv.attention.drafts import verified_tokens
+from hf_sparsekv.attention.drafts import are_drafts, verified_tokens
 from hf_sparsekv.cache_name import given_cache, over, without_cache
 from hf_sparsekv.ops.attention.sparse_decode import sparse_decode
 from hf_sparsekv.ops.selection.mass_select import mass_select
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*by that layer's own query")
 def ways(*wanted: str) -> list[str]:
     """Caches whose sparse layers verify drafts in one of these ways."""
     made = {name: make(**TIGHT) for name, make in CACHES.items()}
-    return [name for name, kv in made.items() if kv.make_policy(kv.config.dense_layers).drafts in wanted]
+    return [name for name, kv in made.items() if kv.shared.of_layer(kv.config.dense_layers).drafts in wanted]
 
 
 SPARSE = ways("together", "each")
@@ -178,16 +178,16 @@ def test_chunked_prefill_is_exact(size):
 def test_what_announces():
     net, kv = bare("llama"), filled(bare("llama"), CACHES["device-default"])
     ids = prompt(1, 3)["input_ids"]
-    assert verified_tokens(kv) == 0 and not kv.drafted(3)
+    assert verified_tokens(kv) == 0 and not are_drafts(kv, 3)
     with kv.drafts():
-        assert kv.drafted(3) and not copy.deepcopy(kv).drafted(3)
+        assert are_drafts(kv, 3) and not are_drafts(copy.deepcopy(kv), 3)
         with kv.drafts(sparse=False):
             unannounced(net, ids, kv)
-        assert kv.drafted(3)
+        assert are_drafts(kv, 3)
     assert kv.stats().exact_calls == 2
     with pytest.raises(KeyError), kv.drafts():
         raise KeyError
-    assert not kv.drafted(3)
+    assert not are_drafts(kv, 3)
 
 
 def test_drafts_of_generate_can_be_exact():

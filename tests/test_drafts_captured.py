@@ -327,7 +327,7 @@ def test_an_error_behind_a_pass_is_told(monkeypatch):
     def full(*args):
         raise MemoryError("no memory for statistics")
 
-    monkeypatch.setattr(cache, "replayed", full)
+    monkeypatch.setattr(cache.replays, "add", full)
     with pytest.raises(MemoryError):
         together(net, ids, cache)
     monkeypatch.undo()

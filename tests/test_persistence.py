@@ -13,6 +13,7 @@ from models import build, model, prompt, reference
 from saved_files import IDS, feed, same, saved, state, steps
 
 from hf_sparsekv import OffloadConfig, SparseCache
+from hf_sparsekv.bookkeeping.making import use_rings
 from hf_sparsekv.policies.blocks import BlockPolicy
 from hf_sparsekv.tuning.channels import calibrate
 
@@ -65,7 +66,7 @@ def test_an_answer_goes_on_elsewhere(name, tmp_path):
     cache = two_level(False, lag=True, **TIGHT)
     feed(cache, *prompt(2, 130, (0, 30)).values(), name)
     steps(cache, 9, name)
-    cache.use_rings()
+    use_rings(cache)
     copied = saved(cache, tmp_path, offload=OFFLOAD[True], model_config=model(name).config)
     same(state(cache), state(copied))
     assert torch.equal(steps(cache, 30, name), steps(copied, 30, name))

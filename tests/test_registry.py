@@ -145,7 +145,7 @@ def test_named_caches_are_the_same_with_a_default(kind, config, offload):
     named, plain = kind(config), SparseCache(config, offload)
     assert named.offload_config == plain.offload_config == offload
     assert [type(c.shared) for c in (named, plain)] == [method_of(config).shared] * 2
-    assert type(named.make_policy(5)) is type(plain.make_policy(5))
+    assert type(named.shared.of_layer(5)) is type(plain.shared.of_layer(5))
     assert type(kind().config) is type(config)
     with pytest.raises(TypeError, match=f"config must be a {type(config).__name__}, got StreamingConfig"):
         kind(StreamingConfig())

@@ -18,6 +18,7 @@ from test_predictive import TIGHT, PredictiveRace, decode
 from hf_sparsekv import PredictiveConfig, SparseCache, SparseConfig
 from hf_sparsekv.kv.read_back import materialise, tokens
 from hf_sparsekv.kv.store import LayerStore
+from hf_sparsekv.layers.changes import drop_tokens
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.ahead.second_device.packed import Packed
 from hf_sparsekv.policies.ahead.second_device.replica import PeerDevice, PrimaryStore
@@ -179,8 +180,8 @@ def test_files_are_not_for_a_second_device(tmp_path):
 def hide(cache, ends) -> None:
     """A mask of a later turn hides all columns of row ``i`` from ``ends[i]`` on."""
     columns = torch.arange(cache.get_seq_length())
-    assert cache.drop_tokens(
-        (columns < torch.tensor(ends)[:, None]) & cache.sparse_layers[0].store.held.valid_columns("cpu")
+    assert drop_tokens(
+        cache, (columns < torch.tensor(ends)[:, None]) & cache.sparse_layers[0].store.held.valid_columns("cpu")
     )
 
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import sys
+from typing import Protocol
 
 from ..cache_name import given_cache
 
+
+class DraftedCache(Protocol):
+    """A cache of which is known what its passes are.
+
+    Attributes:
+        draft_passes: passes of several tokens over cached ones verify drafts, or do not; None: nothing was said.
+    """
+
+    draft_passes: bool | None
+
+
 _LOOP = "_assisted_decoding"  # method of GenerationMixin for prompt lookup and assistants
+
+
+def are_drafts(cache: DraftedCache, tokens: int) -> bool:
+    """The forward pass under way, of so many tokens over cached ones, is known to verify drafts."""
+    return verified_tokens(cache) == tokens if cache.draft_passes is None else cache.draft_passes
 
 
 def verified_tokens(cache: object) -> int:

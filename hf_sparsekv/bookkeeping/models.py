@@ -5,10 +5,12 @@ Apart from the cache because it says something of models only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionAndFullAttentionLayer
 
 
 def check_kind(config) -> None:
@@ -35,11 +37,15 @@ def indexed(cache: str) -> ValueError:
     )
 
 
-def prefix_tuning(cache: str) -> ValueError:
-    """The error of a cache of this class where PEFT's prefix tuning asks for its length."""
-    return ValueError(
+def prefix_tuning(cache: Cache) -> int:
+    """In place of ``Cache.max_cache_len``, which PEFT's prefix tuning asks before it puts another cache in its place.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
         "PEFT's prefix tuning keeps its prefix in a DynamicCache of its own, which would take the place of "
-        f"{cache}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
+        f"{type(cache).__name__}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
         "tuning, which work with sparse caches. (For the length of a cache: get_max_length())"
     )
 
@@ -52,7 +58,7 @@ def need_config(model_config: PreTrainedConfig | None, cache: str) -> None:
         )
 
 
-def stock_layers(model_config: PreTrainedConfig) -> list[CacheLayerMixin]:
+def stock_layers(model_config: PreTrainedConfig) -> list[Any]:
     """Transformers' own layers for a model."""
     stock = DynamicCache(config=model_config).layers
     # Kinds of layers may be listed that are not run: assistant_early_exit has the first ones draft by themselves.
@@ -71,3 +77,33 @@ def why_dense(model_config: PreTrainedConfig, layers: Sequence[CacheLayerMixin])
         f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
         "linear attention only)"
     )
+
+
+def refuse_indexer(cache: Cache, *args, **kwargs) -> Tensor:
+    """In place of ``Cache.update_indexer``. Raises ValueError, always."""
+    raise indexed(type(cache).__name__)
+
+
+def once_bound(name: str) -> Callable[..., Tensor]:
+    """``Cache``'s method ``name``, for layers of other kinds (linear attention), once the model is known.
+
+    ``get_conv_state`` and ``get_recurrent_state`` are of later releases than transformers 5.17.
+    """
+
+    def method(self, *args, **kwargs) -> Tensor:
+        need_config(self.model_config, type(self).__name__)
+        return getattr(Cache, name)(self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"As ``Cache.{name}``, for layers of other kinds (linear attention)."
+    return method
+
+
+class FirstAttentionLayer:
+    """RecurrentGemma's own: written when a forward pass begins, which then looks into the layer of this index."""
+
+    def __get__(self, cache: Any, kind: type) -> Any:
+        return self if cache is None else cache._first_attention
+
+    def __set__(self, cache: Any, index: int) -> None:
+        need_config(cache.model_config, type(cache).__name__)
+        cache._first_attention = index

@@ -62,6 +62,7 @@ class LinearPasses:
         passes, states = self._passes, self._states
         if not passes or layer_idx > min(passes):
             return
+        assert model_config is not None  # or no layer would be known to be linear
         kinds = getattr(model_config.get_text_config(decoder=True), "layer_types", None) or []
         linear = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
         named = {i for i in linear if kinds[i : i + 1] == ["linear_attention"]}  # others may be layers without a state

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kv.store import Tally
+from ..kv.counters import Tally
+from ..kv.rows import Rows, Taken
 from ..layers.decode import account
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
@@ -23,7 +24,36 @@ class Replayed(NamedTuple):
     queries: Sequence[Tensor]
     tally: Tally
 
+
+class Replays:
+    """The replayed steps of one cache that its layers have not accounted for.
+
+    Attributes:
+        pending: these; None: there are none.
+    """
+
+    def __init__(self) -> None:
+        self.pending: Replayed | None = None
+
+    def add(
+        self,
+        layers: Iterable[SparseLayer],
+        plans: Sequence[Plan],
+        queries: Sequence[Tensor],
+        taken: Taken,
+        sinks: int,
+        drafts: Rows | None = None,
+    ) -> None:
+        """A captured step of these layers was replayed; or a pass over drafts, which as rows are ``drafts``."""
+        if self.pending is None or self.pending.plans is not plans:
+            self.settle(layers)
+            self.pending = Replayed(plans, queries, Tally())
+        self.pending.tally.add(taken, sinks, drafts)
+
     def settle(self, layers: Iterable[SparseLayer]) -> None:
-        """Let the layers account for them."""
-        for layer, plan, query in zip(layers, self.plans, self.queries):
-            account(layer.store, layer.policy, plan, query, self.tally)
+        """Let the layers account for the steps that were replayed since they last did."""
+        replayed, self.pending = self.pending, None
+        if replayed is not None:
+            for layer, plan, query in zip(layers, replayed.plans, replayed.queries):
+                assert layer.store is not None
+                account(layer.store, layer.policy, plan, query, replayed.tally)

@@ -6,14 +6,20 @@ Apart from the cache because they need no more of it than its row table and its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
+from ..layers.complete import check_complete
+from ..layers.owned import Owner
 from ..layers.sparse_layer import SparseLayer
+from .passes import LinearPasses
+from .replayed import Replays
+from .trials import resume
 
 Layers = Sequence[CacheLayerMixin]
 
@@ -21,6 +27,54 @@ Layers = Sequence[CacheLayerMixin]
 def held_rows(layers: Layers) -> list[Rows]:
     """What each of our layers holds."""
     return [layer.store.held for layer in layers if isinstance(layer, SparseLayer) and layer.store is not None]
+
+
+def join_layers(table: RowTable, layers: Layers, own: Sequence[SparseLayer]) -> None:
+    """All layers of ours hold the same, and follow the table from here on.
+
+    Raises:
+        RuntimeError: they hold different things, after an error.
+    """
+    stores = [layer.store for layer in own if layer.store is not None]
+    if table.join([store.held for store in stores]) is None:
+        check_complete(layers)
+        raise RuntimeError("this cache is incomplete: its layers hold different tokens. Call reset() and prefill again")
+    for store in stores:
+        store.join()
+
+
+class Emptied(Owner, Protocol):
+    """A cache that :func:`forget` can empty: see the attributes of :class:`..SparseCache`."""
+
+    replays: Replays
+    linear_passes: LinearPasses
+    _record_past: bool
+
+
+def forget(cache: Emptied) -> None:
+    """No row of the cache holds anything. Its memory is kept."""
+    cache.changes += 1
+    cache.replays.pending = cache.row_batch = None
+    layers = cache.sparse_layers
+    for layer in layers:
+        layer.broken = "reset() stopped half-way"  # until all is done
+    cache.under_way = None
+    resume(cache.device_pools, cache.shared)
+    if cache.model_config is not None:
+        # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
+        fresh: Any = DynamicCache(config=cache.model_config)
+        if cache._record_past:
+            fresh.activate_past_recording()
+        cache.layers = [mine if isinstance(mine, SparseLayer) else new for mine, new in zip(cache.layers, fresh.layers)]
+    cache.row_table.clear()
+    for layer in layers:
+        layer.empty()
+    cache.copy_streams.release()
+    if cache.device_pools is not None:
+        cache.device_pools.reset()
+    cache.linear_passes.clear()
+    for layer in layers:
+        layer.broken = None
 
 
 def map_rows(

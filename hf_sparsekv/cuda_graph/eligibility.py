@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..attention.drafts import are_drafts
 from ..attention.rotary import PassRotary
+from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
 from ..layers.drafts import captures_drafts
 from ..layers.sliding import SlidingRing
@@ -71,7 +73,7 @@ class Eligibility:
             return 1
         alone = self.ranks is None or not self.ranks.captures
         few = len(ids) == 1 and 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None and alone
-        return new if few and cache.drafted(new) else 0
+        return new if few and are_drafts(cache, new) else 0
 
     def drafts(self, given: dict, cache: SparseCache, new: int) -> bool:
         """Whether a pass over ``new`` drafts of one row can be captured, if a plain step can."""
@@ -132,7 +134,7 @@ class Eligibility:
 
     def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
         """Reasons in the cache: its layers, where its memory is, padding."""
-        cache.use_rings()
+        use_rings(cache)
         if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
             return (
                 "the model has layers that cannot be captured (linear attention, chunks of attention, or sliding ones "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation import utils
 
+from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
 from ..cache_name import given_cache
 from ..layers.sliding import SlidingRing
@@ -67,7 +68,7 @@ class LateStop:
         """Whether one step too many can run and be undone."""
         if is_assistant or not _runs_ahead(device) or not isinstance(cache, SparseCache):
             return False
-        cache.use_rings()
+        use_rings(cache)
         return not cache_is_returned or all(isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers)
 
     def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
@@ -123,8 +124,11 @@ class LateStopping:
         if noticed or synced_gpus or not isinstance(cache, SparseCache):
             return loop(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **kwargs)
         late = FunctionType(loop.__code__, {**loop.__globals__, _REPLACED: LateStop}, loop.__name__, loop.__defaults__)
-        with cache.all_go_on():
+        before, cache.going_on = cache.going_on, True
+        try:
             return late(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        finally:
+            cache.going_on = before
 
 
 def defer(model: nn.Module) -> None:

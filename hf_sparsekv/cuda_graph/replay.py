@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.drafts import are_drafts
 from ..cache import SparseCache
 from ..cache_name import output_name
 from ..kv.forward_pass import drafts_together
 from ..kv.rows import Drafts, Rows
 from ..layers.decode import planned
+from ..layers.owned import new_rows
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import ModelWatch
@@ -110,7 +112,7 @@ class Replayer:
             return self._unsteady(cache)
         rows, drafts = table.rows, None
         if new > 1:
-            if len(ids) > 1 or not cache.drafted(new) or not all_tokens(mask, new):
+            if len(ids) > 1 or not are_drafts(cache, new) or not all_tokens(mask, new):
                 return None
             mask = None
         valid = valid_rows(cache, rows, mask, ids.device)
@@ -186,7 +188,8 @@ class Replayer:
             self.replays += 1
             if watch is not None:
                 watch.look(mask)
-            cache.replayed(step.plans, step.queries, taken, queries)
+            cache.replays.add(layers, step.plans, step.queries, taken, cache.config.sinks, queries)
+            table.rows = taken.after  # what layers hold that follow the table
             for ring in steady.rings:
                 ring.advance()
             steps.held = taken.after
@@ -212,7 +215,7 @@ class Replayer:
 
 def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
     """Whether these rows have the same step."""
-    asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
+    asked = cache.row_table.asked(rows, new_rows(cache, steady.step.input_ids.device))
     drafts = steady.step.count is not None
     of_layers = zip(steady.layers, steady.step.plans)
     return all(planned(layer.store, layer.policy, asked, drafts) == plan for layer, plan in of_layers)

@@ -24,6 +24,7 @@ from ..kv.forward_pass import drafts_together
 from ..kv.rows import Drafts, Rows
 from ..layers.complete import check_complete
 from ..layers.decode import prepare
+from ..layers.owned import new_rows
 from ..layers.sliding import SlidingRing
 from ..model_watch import ModelWatch
 from ..policies.plan import Plan
@@ -176,7 +177,7 @@ class StepRunner:
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
-        asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
+        asked = cache.row_table.asked(rows, new_rows(cache, given["input_ids"].device))
         plans = tuple([prepare(layer.store, layer.policy, layer.next_step, asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self._eagerly(*args, **kwargs)
@@ -247,7 +248,7 @@ class StepRunner:
             self.replayer.expect(cache, width, now)
         out = self.replayer.replay(step, cache, now, rows, valid, watch, ids, positions, mask)
         if each:
-            cache.settle()
+            cache.replays.settle(layers)
         return out
 
     def _first_capture(self, graphs: dict, cache: SparseCache, wanted: Wanted) -> CapturedStep | None:

@@ -60,7 +60,7 @@ def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable
 
     Args:
         mask: of ``past`` cached columns and the new ones.
-        drop_tokens: see :meth:`..bookkeeping.owner.LayerOwner.drop_tokens`.
+        drop_tokens: see :func:`.changes.drop_tokens`.
 
     Raises:
         ValueError: it shows padding, or hides tokens before others that it shows.

@@ -19,7 +19,7 @@ from ..policies.plan import Plan
 from ..tensors import no_autocast
 from ..types import AttentionParams
 from .next_step import NextStep
-from .owned import Owner
+from .owned import Owner, new_rows
 
 
 def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
@@ -56,7 +56,7 @@ def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], T
 
 def asked(store: LayerStore, owner: Owner) -> Rows:
     """The rows as the step that begins finds them; of a batch of which rows come and go, which get a token."""
-    return owner.row_table.asked(store.held, owner.new_rows(store.device))
+    return owner.row_table.asked(store.held, new_rows(owner, store.device))
 
 
 def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, drafts: bool = False) -> Plan:

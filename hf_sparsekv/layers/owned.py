@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.handle import Step
 from ..config import SparseConfig
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
@@ -18,7 +17,6 @@ from ..kv.row_table import RowTable
 from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools
-from ..policies.base import Policy
 from ..policies.shared import Shared
 
 if TYPE_CHECKING:
@@ -37,6 +35,14 @@ class Warns(Protocol):
         ...
 
 
+class Rowed(Protocol):
+    """Rows that come and go."""
+
+    def valid(self, device: torch.device) -> Tensor | None:
+        """Which of them get a token, bool ``[batch, 1]``; None: all."""
+        ...
+
+
 class Owner(Protocol):
     """What layers need of the cache that they belong to.
 
@@ -45,6 +51,9 @@ class Owner(Protocol):
         model_config: of the model; None: it is not known yet.
         shared: what the policies of all layers have in common.
         layers: all of it, in the model's order.
+        changes: counts what may make the next captured step another one than the last.
+        row_batch: continuous batching; None: fixed rows.
+        draft_passes: passes of few tokens over cached ones are known to verify drafts, or not to; None: unknown.
         under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
         notices: what it warns of.
         row_table: what the rows hold, and the blocks that they are in.
@@ -57,8 +66,11 @@ class Owner(Protocol):
     shared: Shared
     model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
+    changes: int
+    row_batch: Any  # Rowed | None
+    draft_passes: bool | None
     under_way: Pass | None
-    notices: Warns
+    notices: Any  # Warns
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
@@ -70,25 +82,19 @@ class Owner(Protocol):
         """All full-attention layers, in the model's order."""
         ...
 
-    def first(self, layer: SparseLayer) -> bool:
-        """``layer`` is the first of these."""
-        ...
-
-    def begin_pass(self, layer: SparseLayer, step: Step, mask: Tensor | None) -> Pass:
-        """The forward pass that brings ``layer`` the tokens of ``step``: :attr:`under_way` from here on."""
-        ...
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        """The selection policy of one layer."""
-        ...
-
-    def new_rows(self, device: torch.device) -> Tensor | None:
-        """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
-        ...
-
     def passed(self, layer_idx: int) -> None:
         """A layer has stored a forward pass's tokens."""
         ...
+
+
+def is_first(owner: Owner, layer: object) -> bool:
+    """``layer`` is the first full-attention layer."""
+    return layer is next(iter(owner.sparse_layers), None)
+
+
+def new_rows(owner: Owner, device: torch.device) -> Tensor | None:
+    """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
+    return None if owner.row_batch is None else owner.row_batch.valid(device)
 
 
 def next_layer(owner: Owner, index: int) -> SparseLayer | None:

@@ -25,12 +25,13 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..tensors import any_autocast, as_called, lowered, no_autocast
 from ..types import AttentionParams
+from .beginning import begin_pass
 from .captured import CapturedLayer
 from .checks import check_tokens, fits
 from .decode import asked, attend, finish, foresee, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
-from .owned import Owned, Owner, end_pass, next_layer
+from .owned import Owned, Owner, end_pass, is_first, new_rows, next_layer
 from .prefill import leave_device_pools, new_store, read_ahead, store_columns
 
 passes_on(__name__)
@@ -58,7 +59,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def __init__(self, owner: Owner, index: int) -> None:
         self.owner, self.index = owner, index
         self.store: LayerStore | None = None
-        self.policy: Policy = owner.make_policy(index)
+        self.policy: Policy = owner.shared.of_layer(index)
         self.latent, self.q_heads = False, 0
         self.broken: str | None = None
         self.pending: Step | None = None
@@ -140,7 +141,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         owner = self.owner
         if self.store is not None and not fits(self.store, step.k, step.v, self.latent):
             self.drop()  # before the new one is made: the budget may not hold both
-            if owner.device_pools is not None and owner.first(self):
+            if owner.device_pools is not None and is_first(owner, self):
                 leave_device_pools(owner)
         store = self.store
         if store is None:
@@ -180,7 +181,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             known, k = owner.under_way, step.k
             mine = known is not None and known.before is step.before and known.mask is mask
             if not mine or known.columns != k.shape[2] or known.device not in (None, k.device):
-                known = owner.begin_pass(self, step, mask)
+                known = begin_pass(owner, self.store, step, mask)
             step.under_way = known
         if step.past == 0:
             return self._attend_exactly(step, query, mask, whole, params, dropout)
@@ -323,7 +324,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             return  # update() refuses it
         if new == 1 and not (past and planned(store, policy, asked(store, self.owner)).foresees):
             return
-        waits = self.owner.new_rows(after.device)
+        waits = new_rows(self.owner, after.device)
         policy.foresight.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
     @torch.no_grad()

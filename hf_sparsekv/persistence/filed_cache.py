@@ -6,7 +6,7 @@ Separate from both so that they agree on the content of a file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -43,7 +43,7 @@ class FiledCache(Protocol):
     model_config: PreTrainedConfig | None
     _record_past: bool
     row_table: RowTable
-    row_batch: object | None
+    row_batch: Any
 
     def __init__(self, config: SparseConfig, offload: OffloadConfig | None) -> None: ...
 
@@ -64,16 +64,8 @@ class FiledCache(Protocol):
         """Create the layers that the model's configuration describes."""
         ...
 
-    def _layer(self, index: int) -> SparseLayer:
-        """Create a sparse layer."""
-        ...
 
-    def _check_complete(self) -> None:
-        """Raise ``RuntimeError`` if an earlier forward pass was interrupted."""
-        ...
-
-
-Kinds = Sequence[type[FiledCache]]
+Kinds = Sequence[type[Any]]  # of FiledCache
 
 
 def kept_index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:

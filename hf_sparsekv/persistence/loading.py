@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,14 +30,14 @@ from .filed_cache import FiledCache, Kinds, kv_dtype_of
 @no_inference_mode
 @torch.no_grad()
 def load_cache(
-    kind: type[FiledCache],
+    kind: type[Any],  # of FiledCache
     kinds: Kinds,
     path: str | os.PathLike[str],
     config: SparseConfig | None,
     offload: OffloadConfig | Literal["default"] | None,
     model_config,
     device: torch.device | str | None,
-) -> FiledCache:
+) -> Any:
     """See :meth:`SparseCache.load`; ``kinds`` are the classes that can be loaded."""
     with Reader(path) as file:
         state = file.state
@@ -84,7 +84,7 @@ def _bind(cache: FiledCache, file: Reader, model_config) -> None:
                 "model_config=model.config"
             )
         for index in range(len(windows)):
-            cache.layers.append(cache._layer(index))
+            cache.layers.append(SparseLayer(cache, index))
         return
     saved = file.state["model"]
     for name, ours in describe(model_config).items():

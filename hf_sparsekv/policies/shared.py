@@ -66,10 +66,16 @@ class Shared:
     # ------------------------------------------------------------------ of one cache
 
     def __init__(self, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> None:
-        self.kind, self.config, self.offloaded = policy, config, offload is not None
+        self.kind, self.config, self.offload, self.offloaded = policy, config, offload, offload is not None
 
     def __deepcopy__(self, memo: dict) -> Shared:
         return self  # copies of a cache choose in the same way
+
+    def of_layer(self, layer_idx: int) -> Policy:
+        """The selection policy of any layer."""
+        if layer_idx < self.config.dense_layers:
+            return Policy(self.config, layer_idx, self.offload is not None and not self.offload.keep_dense)
+        return self.policy(layer_idx)
 
     def policy(self, layer_idx: int) -> Policy:
         """The policy of a layer behind the dense ones."""

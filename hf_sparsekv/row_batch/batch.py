@@ -47,7 +47,7 @@ class RowBatch:
     def __init__(self, cache: Batch, max_rows: int, max_length: int) -> None:
         check_new(cache, max_rows, max_length)
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
-        self._policy = cache.make_policy(cache.config.dense_layers)
+        self._policy = cache.shared.of_layer(cache.config.dense_layers)
         self.calibration_tokens, self.alike_tokens, self.whole_tokens = calibration_of(
             cache, self._policy.labels, max_length
         )

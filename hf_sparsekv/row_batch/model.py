@@ -17,6 +17,11 @@ from .protocol import Batch
 
 def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
     """Raise ValueError unless the cache is empty and can have such rows."""
+    if not cache.shared.rows_join:
+        raise ValueError(
+            f"rows() serves methods that choose for each step by itself; {cache.config} chooses ahead: leave lag, "
+            "the predictor of earlier queries, or the second device out"
+        )
     for name, value in (("max_rows", max_rows), ("max_length", max_length)):
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")

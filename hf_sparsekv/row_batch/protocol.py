@@ -15,7 +15,6 @@ from ..config import OffloadConfig, SparseConfig
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from ..layers.sparse_layer import SparseLayer
-from ..policies.base import Policy
 from ..policies.shared import Shared
 
 if TYPE_CHECKING:
@@ -53,10 +52,6 @@ class Batch(Protocol):
 
     def bind(self, model_config) -> None:
         """Make the layers that the model's configuration asks for."""
-        ...
-
-    def make_policy(self, layer_idx: int) -> Policy:
-        """The selection policy of one layer."""
         ...
 
     def reset(self) -> None:

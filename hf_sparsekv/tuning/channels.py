@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..cache import OffloadedSparseCache
 from ..cache_name import over
+from ..cache_variants import OffloadedSparseCache
 from ..layers.sparse_layer import SparseLayer
 from ..policies.token_config import TokenConfig
 from ..predictor.channels import ChannelStats, LabelChannels, describe

@@ -11,6 +11,7 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, StreamingConfig
+from hf_sparsekv.bookkeeping.making import own_layer
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionParams
 from hf_sparsekv_eval import forced, generation
@@ -40,7 +41,7 @@ def test_specs_make_what_they_say() -> None:
     assert parse_cache("two_level:offload=true,kv_dtype=int8").make().offload_config.kv_dtype == "int8"
     assert parse_cache("block_only:token_budget=256").make().config.level == "block"
     oracle = parse_cache("oracle:token_budget=512,dense_layers=2").make()
-    assert [type(oracle.make_policy(i)) for i in (1, 2)] == [Policy, OraclePolicy]
+    assert [type(oracle.shared.of_layer(i)) for i in (1, 2)] == [Policy, OraclePolicy]
     assert parse_cache("streaming:window=512").make().config == StreamingConfig(window=512, dense_below=None)
     assert parse_cache("full").make() is None
     same = parse_cache({"cache": "two_level", "token_budget": 64, "lag": True, "num_blocks": None})
@@ -118,7 +119,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     q = torch.randn(1, heads * group, length + 1, dim) * 2
     k, v = torch.randn(2, 1, heads, length + 1, dim).unbind(0)
     cache = reference(OracleConfig, token_budget=budget)
-    layer = cache._layer(0)
+    layer = own_layer(cache, 0)
     cache.layers = [layer]
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
     layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])

@@ -1,0 +1,88 @@
+"""Making the layers of a cache: our own, those of a model's configuration, and rings in place of sliding ones.
+
+Apart from the cache because it happens before a step, and once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Protocol
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..layers.owned import Owner
+from ..layers.sliding import SlidingRing
+from ..layers.sparse_layer import SparseLayer
+from ..policies.watch import BlockWatch
+from ..predictor.channels import check_config
+from .models import check_kind, indexed, stock_layers, why_dense
+
+
+class Made(Owner, Protocol):
+    """A cache whose layers are made here.
+
+    Attributes:
+        _joins: it is of one row that is to join a batch.
+        _watched: steps mark which blocks they attend to.
+        _record_past: sliding layers keep tokens that leave their window, for ``crop()``.
+    """
+
+    _joins: bool
+    _watched: bool
+    _record_past: bool
+
+
+def own_layer(cache: Made, index: int) -> SparseLayer:
+    """Layer ``index`` if it is ours, else a new one."""
+    known = cache.layers[index] if index < len(cache.layers) else None
+    if isinstance(known, SparseLayer):
+        return known
+    layer = SparseLayer(cache, index)
+    if cache._joins and layer.policy.labels is not None:
+        # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
+        layer.policy.labels.first_only = True
+    if cache._watched:
+        layer.policy.watch = BlockWatch()
+    return layer
+
+
+def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMixin]:
+    """The layers of ``cache`` for a model: see :meth:`..SparseCache.bind`."""
+    check_config(model_config)
+    check_kind(model_config)
+    cache.shared.check_model(model_config.get_text_config(decoder=True))
+    stock = stock_layers(model_config)
+    if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
+        raise indexed(type(cache).__name__)
+    for index, layer in enumerate(stock):
+        if type(layer) is DynamicLayer:
+            stock[index] = own_layer(cache, index)
+        elif cache._record_past and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    if not any(isinstance(layer, SparseLayer) for layer in stock):
+        why = why_dense(model_config, stock)
+        warnings.warn(f"{why}: {type(cache).__name__} has nothing to make sparse", stacklevel=4)
+    return stock
+
+
+def add_layers(cache: Made, layer_idx: int) -> None:
+    """Make layers of ours up to this one. Raises ValueError if the model's are known, which ends before it."""
+    if cache.model_config is not None:
+        raise ValueError(
+            f"this cache was made for a model of {len(cache.layers)} layers, got layer {layer_idx}: it belongs to "
+            "another model, use a new one"
+        )
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append(own_layer(cache, len(cache.layers)))
+
+
+def use_rings(cache: Owner) -> None:
+    """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
+    assert cache.model_config is not None
+    kinds = getattr(cache.model_config.get_text_config(decoder=True), "layer_types", None) or ()
+    for index, layer in enumerate(cache.layers):
+        if index < len(kinds) and kinds[index] == "chunked_attention":
+            continue  # transformers keeps chunks in the same class: each begins anew, and is no window
+        if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
+            cache.layers[index] = SlidingRing(layer, cache, index)
