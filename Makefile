@@ -103,8 +103,9 @@ $(LOWEST_STAMP): constraints-lowest.txt pyproject.toml
 		hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
-types: $(INSTALLED)  ## mypy over a program that uses every public name
+types: $(INSTALLED)  ## mypy over a program that uses every public name, and no more errors elsewhere than are known
 	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q -m slow tests/test_types.py
 
 lint: $(INSTALLED)  ## ruff check, ruff format --check, and that imports go one way
 	$(BIN)/ruff check .

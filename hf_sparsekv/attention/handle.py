@@ -41,7 +41,9 @@ class HandingLayer(Protocol):
         latent: a token is a latent with its rotary part (MLA).
     """
 
-    owner: AttendingCache
+    @property
+    def owner(self) -> AttendingCache: ...
+
     latent: bool
 
     def materialise(self, step: Step, which: str) -> Tensor:
@@ -76,7 +78,7 @@ class Step:
     committed: bool = field(default=False)
     autocast: bool = False
     before: Rows | None = None
-    under_way: Pass | None = None
+    under_way: Pass = None  # type: ignore[assignment]  # there from attend() on, where no step is captured
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:

@@ -138,8 +138,8 @@ class BlockTable:
         if max(end, default=0) > self.capacity:
             self.grow(bucket(max(end)))
         with self.ids.lock:
-            wanted = [(row, block) for row, lo, hi in zip(rows, first, end) for block in range(lo, hi)]
-            wanted = np.array(wanted, dtype=np.int64).reshape(-1, 2)
+            pairs = [(row, block) for row, lo, hi in zip(rows, first, end) for block in range(lo, hi)]
+            wanted = np.array(pairs, dtype=np.int64).reshape(-1, 2)
             held = self.host[wanted[:, 0], wanted[:, 1]]
             shared = self.ids.shared(held)
             missing = wanted[(held < 0) | shared]

@@ -89,6 +89,7 @@ class BlockWriter:
             return
         query = query.clone()  # of a view into the prompt's queries, which would be kept alive
         # Not self.copy_stream: memory may have turned out since then that cannot be pinned.
+        assert self.copy_streams is not None
         copy_stream = self.copy_streams.out(self.device)
         with copy_stream.after_current_stream():
             try:

@@ -95,6 +95,23 @@ class Counters(State):
     }
     HOST: ClassVar = {**dict.fromkeys(_HOST, 0), "last_dense": False}
 
+    attended: torch.Tensor
+    from_host: torch.Tensor
+    blocks: torch.Tensor
+    steps: int
+    drafts: int
+    dense: int
+    sparse: int
+    exact: int
+    masked: int
+    materialised: int
+    crossover: int
+    context: int
+    recent: int
+    index_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+
     @no_inference_mode
     def __init__(self, batch: int, heads: int, device: torch.device, stored_bytes: int = 0) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class Pass:
         valid: Tensor | None,
         drafts: bool,
     ) -> None:
-        self._table, self.before, self.columns = table, before, columns
+        self._table, self.columns = table, columns
+        self.before: Any = before  # never None where a step or drafts are asked for
         self.mask, self.valid, self.drafts = mask, valid, drafts
         self.device: torch.device | None = None if valid is None else valid.device
 

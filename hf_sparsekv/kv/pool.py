@@ -226,6 +226,7 @@ class BlockPool:
         """
         if "scales" in self.fields:
             kv, scales = quantise(kv, self.split)
+            assert physical_ids is not None
             self.note(physical_ids, scales=scales)
         n = len(kv)
         if not self.direct:
@@ -233,11 +234,13 @@ class BlockPool:
             if first is not None:
                 self.kv[first : first + n] = kv.to(home)
             else:
+                assert physical_ids is not None
                 self.kv[physical_ids.to(home).long()] = kv.to(home)
         elif first is not None:
             for start, stop in self.runs(first, first + n):  # 55 GB/s by the copy engine, an H200's link
                 self.kv[start:stop].copy_(kv[start - first : stop - first], non_blocking=True)
         else:  # 51 GB/s by a kernel
+            assert physical_ids is not None
             heads = torch.arange(self.kv.shape[1], dtype=torch.int32, device=kv.device)
             source = torch.arange(kv.shape[0] * kv.shape[1], dtype=torch.int32, device=kv.device)
             target = (physical_ids[:, None] * self.kv.shape[1] + heads).flatten()

@@ -19,6 +19,8 @@ class QueryRows(LayerStore):
     To score, to choose and to attend with. Nothing is stored through it.
     """
 
+    _there: Tensor | None
+
     @classmethod
     @contextmanager
     def of(cls, store: LayerStore, queries: Rows, there: Tensor | None = None) -> Iterator[LayerStore]:
@@ -40,7 +42,7 @@ class QueryRows(LayerStore):
 
     @property
     def rows(self) -> Tensor:
-        return reads_here(self._rows.on[self.device]) if self._there is None else self._there
+        return reads_here(self.held.on[self.device]) if self._there is None else self._there
 
     @property
     def block_table(self) -> Tensor:

@@ -5,6 +5,8 @@ Apart from the store, because decode steps need none of it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,8 +21,10 @@ from .store import LayerStore
 
 def read_ahead(store: LayerStore, columns: int) -> None:
     """Begin to read the full blocks back on a copy stream, for :func:`materialise` of so many columns."""
-    how = store.dtype, store.device, lambda out: _read_blocks(store, out), store.writer.in_use_until
-    store.writer.copy_streams.read_ahead(store, store.shape(columns), *how)
+    streams, shape = store.writer.copy_streams, store.shape(columns)
+    assert streams is not None
+    read = partial(_read_blocks, store)
+    streams.read_ahead(store, shape, store.dtype, store.device, read, store.writer.in_use_until)
 
 
 def _read_blocks(store: LayerStore, out: Tensor) -> None:

@@ -33,7 +33,7 @@ class Ring(NamedTuple):
     sinks: int
     tokens: int
 
-    def index(self, start: int, end: int, device: torch.device) -> Tensor:
+    def positions(self, start: int, end: int, device: torch.device) -> Tensor:
         """Positions of tokens ``start .. end - 1``, int64."""
         return self.sinks + torch.arange(start, end, device=device) % self.tokens
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import mul
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,15 +40,15 @@ class RowTable:
         self.ids = BlockIds() if ids is None else ids
         self.blocks = BlockTable(self.ids)
         self.managed = False
-        self.rows: Rows | None = None
+        self.rows: Rows = None  # type: ignore[assignment]  # start() makes them
         self.batch = 0
         self._steps: dict[torch.device, StepRows] = {}
-        self._empty: Rows | None = None
+        self._empty: Rows = None  # type: ignore[assignment]  # start() makes them
         # The last questions and answers, because layers ask the same in turn. What each saves a GPU in every layer:
         self._followed: tuple = _NOTHING  # an upload of the rows
         self._picks: tuple[Tensor | None, list] = (None, [])  # a wait for the columns
-        self._asked: tuple[Rows | None, Tensor | None, Rows | None] = (None, None, None)  # an upload, if it looks ahead
-        self._cropped: tuple[Rows | None, int, Rows | None] = (None, 0, None)  # an upload
+        self._asked: tuple[Rows | None, Tensor | None, Any] = (None, None, None)  # an upload, if it looks ahead
+        self._cropped: tuple[Rows | None, int, Any] = (None, 0, None)  # an upload
         self._front: tuple[Tensor | None, bool] = (None, True)  # two waits, where layers slide
 
     def __deepcopy__(self, memo: dict) -> RowTable:
@@ -147,7 +148,7 @@ class RowTable:
         more = self.tokens_of(1, valid)
         lengths = tuple([length + n for length, n in zip(rows.lengths, more)])
         known = rows.valid
-        if min(more) < 1 and not self.managed:
+        if valid is not None and not self.managed and min(more) < 1:
             known = torch.cat((rows.valid_columns(valid.device), valid.view(-1, 1)), dim=1)
         now = after = Rows(self.block_size, rows.columns + 1, lengths, rows.sealed, known)
         sealed = rows.full(lengths, self.recent)

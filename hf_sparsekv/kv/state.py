@@ -59,9 +59,11 @@ class State:
     PARTS: ClassVar[tuple[str, ...]] = ()
     OWN: ClassVar[tuple[str, ...]] = ()
     _begins: ClassVar[dict[str, Any]] = {}  # all of these, as they begin: a prompt makes several for each layer
-    _captured: ClassVar = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
-    _held: ClassVar = staticmethod(lambda state: ())  # the parts
-    _of_rows: ClassVar = staticmethod(lambda state: ())  # the tensors that have rows, and the parts that a copy has
+    _captured: ClassVar[Any] = staticmethod(lambda state: ())  # the tensors whose addresses graphs know
+    _held: ClassVar[Any] = staticmethod(lambda state: ())  # the parts
+    _of_rows: ClassVar[Any] = staticmethod(
+        lambda state: ()
+    )  # the tensors that have rows, and the parts that a copy has
     _row_dims: ClassVar[tuple[int | None, ...]] = ()  # of these, the dimension of the rows; None: a part
 
     def __init_subclass__(cls) -> None:
@@ -73,7 +75,9 @@ class State:
         for name in ("PARTS", "OWN"):
             setattr(cls, name, tuple(dict.fromkeys(key for base in (*bases, cls) for key in getattr(base, name))))
         cls._begins = {**dict.fromkeys((*cls.TENSORS, *cls.PARTS)), **cls.HOST}
-        of_rows = {name: held.rows for name, held in cls.TENSORS.items() if held.rows is not None}
+        of_rows: dict[str, int | None] = {
+            name: held.rows for name, held in cls.TENSORS.items() if held.rows is not None
+        }
         of_rows |= {name: None for name in cls.PARTS if name not in cls.OWN}
         getters = {
             "_captured": tuple(name for name, held in cls.TENSORS.items() if held.captured),
@@ -255,7 +259,7 @@ class State:
     def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
         """Take over what :meth:`to_file` gave. What no longer fits (another budget) is left out: nothing is chosen."""
         for name, held in self.TENSORS.items():
-            if (value := found.get(held.file)) is None:
+            if held.file is None or (value := found.get(held.file)) is None:
                 continue
             mine = getattr(self, name)
             if held.when is None and (mine is None or mine.shape != value.shape):

@@ -9,9 +9,9 @@ It alone says in which order its parts work: a token comes, attends, and is seal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class LayerStore(State):
     PARTS: ClassVar = ("counters",)
     OWN: ClassVar = ("_taken",)
 
+    _rows: Rows | None
+    _taken: Any  # Taken | None: never None where it is read
+    recent_kv: Tensor
+    counters: Counters
     coming: tuple[int, ...] = ()
     mean_tokens = 0
     keeps_blocks = True  # their keys and values; those of a PrimaryStore are on another device
@@ -246,10 +250,10 @@ class LayerStore(State):
         before = self.held
         after = self.table_of_rows.follow(before, k.shape[2], valid)
         self.fit(before)
-        parts = [(_ALL, k, v)]
+        parts: Iterable[tuple[slice, Tensor, Tensor]] = [(_ALL, k, v)]
         if valid is not None or not before.uniform:
             picks = [slice(None)] * self.batch if valid is None else self.table_of_rows.picks(valid)
-            parts = ((slice(row, row + 1), *(x[row : row + 1, :, at] for x in (k, v))) for row, at in enumerate(picks))
+            parts = ((slice(n, n + 1), k[n : n + 1, :, at], v[n : n + 1, :, at]) for n, at in enumerate(picks))
         for rows, mine, values in parts:  # rows that hold as much as each other
             first = rows.start or 0
             length, start, end = before.lengths[first], before.sealed[first], after.sealed[first]
@@ -284,7 +288,7 @@ class LayerStore(State):
                     none = self.recent_kv[row : row + 1, :, :0].split((self.split, self.width - self.split), -1)
                     # Not aside: what follows in this pass, later drafts among it, reads these blocks.
                     span = Span(slice(row, row + 1), block, then, taken.now.lengths[row])
-                    self._seal(span, *none, indexer, aside=False)
+                    self._seal(span, none[0], none[1], indexer, aside=False)
         else:
             if due is None:
                 due = [self.rows, self.step_rows.after] if self.capturing else steps_due(taken, self.device)
@@ -399,11 +403,11 @@ class LayerStore(State):
             kv = self.read(first, -(-max(end for *_, end in back) // size)).flatten(2, 3)
             for row, start, end in back:
                 held = kv[row, :, start - first * size : end - first * size]
-                self.recent_kv[row, :, self.ring.index(start, end, self.device)] = held
+                self.recent_kv[row, :, self.ring.positions(start, end, self.device)] = held
         self._taken, self.held = None, after
 
     @no_inference_mode
-    def map_rows(self, index: Tensor, rows: Rows) -> None:
+    def map_rows(self, index: Tensor, rows: Rows) -> None:  # type: ignore[override]
         """Row ``i`` becomes what row ``index[i]`` was, which makes ``rows`` of them. Their table has its own turn."""
         self.writer.wait()
         super().map_rows(index)
@@ -420,7 +424,7 @@ class LayerStore(State):
             self.pages.clear()
 
     @no_inference_mode
-    def copy(
+    def copy(  # type: ignore[override]
         self, table: RowTable, pools: DevicePools | None = None, copy_streams: CopyStreams | None = None
     ) -> LayerStore:
         """An independent store that shares the full blocks."""
@@ -432,7 +436,7 @@ class LayerStore(State):
 
     second_bytes = 0  # allocated on a second device
 
-    def nbytes(self) -> tuple[int, int]:
+    def nbytes(self) -> tuple[int, int]:  # type: ignore[override]
         """Bytes allocated on the device and in host memory."""
         own = self.recent_kv.nbytes + (0 if self.pages is None else self.pages.nbytes)
         device, host = self.pool.nbytes()

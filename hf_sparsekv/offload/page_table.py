@@ -37,10 +37,12 @@ class Blocks(Protocol):
     """
 
     kv: Tensor
-    coded: dict
     dtype: torch.dtype
     device: torch.device
     capacity: int
+
+    @property
+    def coded(self) -> dict: ...
 
     def register(self, user: LayerPages) -> None:
         """Notify ``user`` of blocks that are freed."""
