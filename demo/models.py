@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from hf_sparsekv import QueryTap, optimize
+from hf_sparsekv import QueryTap, gguf_file, optimize
 from hf_sparsekv.cli.loading import hub_answers
 from hf_sparsekv.small_model import is_fetched, small_model_path
 
@@ -76,7 +76,7 @@ class Loaded:
 
 
 def locate(name: str) -> str:
-    """What ``from_pretrained`` takes for a name of the list, a hub id or a path; one for all spellings of a path.
+    """What is loaded for a name of the list, a hub id, a directory or a GGUF file; one for all spellings of a path.
 
     Raises:
         ModelError: nothing is there.
@@ -94,6 +94,8 @@ def locate(name: str) -> str:
         raise ModelError("choose a model")
     try:
         path = Path(name).expanduser()
+        if gguf_file.is_gguf(path) and path.is_file():
+            return str(path.resolve())
         if name.startswith(("/", ".", "~")) or path.is_dir():
             if not (path / "config.json").is_file():
                 raise ModelError(f"there is no model in {path}: its directory needs a config.json")
@@ -240,9 +242,12 @@ class Models:
             with entry.looking:
                 if entry.looked is None:
                     with _told(name):
-                        here = Path(path).is_dir() or not hub_answers()
-                        config = AutoConfig.from_pretrained(path, local_files_only=here)
-                        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
+                        if gguf_file.is_gguf(path):
+                            config, tokenizer = gguf_file.load_config(path), gguf_file.load_tokenizer(path)
+                        else:
+                            here = Path(path).is_dir() or not hub_answers()
+                            config = AutoConfig.from_pretrained(path, local_files_only=here)
+                            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
                         entry.looked = Language(tokenizer), longest(config)
         return entry.looked
 
@@ -264,7 +269,9 @@ class Models:
     def _read(self, path: str) -> torch.nn.Module:
         kwargs = {"dtype": self.dtype or "auto", "attn_implementation": "sparsekv"}
         with _BUILDING:
-            if self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
+            if gguf_file.is_gguf(path):
+                model = gguf_file.load(path, self.dtype, self.device, attn_implementation="sparsekv")[1]
+            elif self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
                 model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)
             else:
                 model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(self.device)
@@ -277,7 +284,7 @@ class Models:
 
 def _fetch(path: str) -> None:
     """Bring safetensors from the hub into its local cache: what takes long, before the lock of building."""
-    if os.path.isdir(path):
+    if os.path.exists(path):
         return
     with contextlib.suppress(Exception):  # other formats come while it is built, which also says what is wrong
         try:

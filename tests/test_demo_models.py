@@ -422,3 +422,18 @@ def test_a_session_knows_its_model_weakly():
     assert gone() is None
     session.forget_lost()
     assert session.memory_bytes()["device"] == 0
+
+
+def test_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from gguf_files import write
+
+    path = tmp_path / "tiny.gguf"
+    write(path, "qwen2", "<|endoftext|>")
+    found = Models(CPU)
+    assert found.look(str(path))[1] == 1024
+    loaded = found.load(str(path))
+    assert loaded.ends == {loaded.language.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    (tmp_path / "bad.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match="is no GGUF file"):
+        found.look(str(tmp_path / "bad.gguf"))

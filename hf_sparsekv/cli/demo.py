@@ -20,7 +20,7 @@ def demo(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Hub ids or directories, offered beside `probe` and `small`; the first is chosen at first.",
+            help="Hub ids, directories, .gguf files, offered beside `probe` and `small`; the first is chosen first.",
             show_default="small",
         ),
     ] = None,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import typer
 
+from .. import gguf_file
 from ..attention.interface import NAME
 from ..option_names import guess
 from ..ranks import spread
@@ -21,7 +22,7 @@ HUB_SECONDS = 5  # how long the hub may take to answer
 
 
 def resolve_model(name: str, known: Iterable[str] = ()) -> str:
-    """A name that ``from_pretrained`` takes: ``small`` becomes a path, a path must exist.
+    """A name that ``from_pretrained`` takes, or a GGUF file: ``small`` becomes a path, a path must exist.
 
     Args:
         name: as given by the user.
@@ -40,10 +41,17 @@ def resolve_model(name: str, known: Iterable[str] = ()) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CommandError(f"{path} holds no model: there is no config.json in it")
+            files = sorted(file.name for file in path.iterdir() if gguf_file.is_gguf(file))
+            hint = f". Name the file: {path / files[0]}" if files else ""
+            raise CommandError(f"{path} holds no model: there is no config.json in it{hint}")
+        return str(path)
+    if gguf_file.is_gguf(path):
+        if not path.is_file():
+            raise CommandError(f"there is no file {name!r}")
+        gguf_file.check(path)
         return str(path)
     if path.exists():
-        raise CommandError(f"{path} is a file: give the directory of the model")
+        raise CommandError(f"{path} is a file: give the directory of the model, or a .gguf file")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise CommandError(f"there is no directory {name!r}")
     if "/" not in name:
@@ -125,6 +133,8 @@ def load_config(name: str, known: Iterable[str] = ()):
     """
     from transformers import AutoConfig
 
+    if gguf_file.is_gguf(path := resolve_model(name, known)):
+        return gguf_file.load_config(path)
     return pretrained(AutoConfig, name, known)
 
 
@@ -188,6 +198,7 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
 
     Args:
         name: as for :func:`resolve_model`; or ``random:SHAPE``, random weights of a known shape, for measurements.
+        dtype: ``None``: the checkpoint's own (:func:`hf_sparsekv.gguf_file.load`: of a GGUF file).
         tensor_parallel: of the model only this rank's share, of those that torch.distributed was begun with.
 
     Returns:
@@ -201,6 +212,10 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     if (shape := random_shape(name)) is not None:
         return _load_random(shape, dtype, device, tensor_parallel)
     path = resolve_model(name)
+    if gguf_file.is_gguf(path):
+        if tensor_parallel:
+            raise CommandError("--tensor-parallel takes no GGUF file: give a directory of safetensors, or a hub id")
+        return gguf_file.load(path, dtype, device, attn_implementation=NAME)
     here = Path(path).is_dir() or not hub_answers()
     config = _pretrained(AutoConfig, name, path, here)  # first: it is small, and says best what is wrong
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)

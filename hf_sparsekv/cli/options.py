@@ -48,7 +48,8 @@ class DType(str, Enum):
 
 
 Model = Annotated[
-    str, typer.Argument(help="Hub id, local directory, or `small` (what `fetch` fetches).", show_default=False)
+    str,
+    typer.Argument(help="Hub id, local directory, .gguf file, or `small` (what `fetch` fetches).", show_default=False),
 ]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision; auto is the checkpoint's own.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]

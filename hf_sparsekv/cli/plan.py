@@ -26,8 +26,8 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id, local directory, `small`, or without any file the shape of a known model, as qwen3-8b, "
-            "qwen2.5-7b, llama-3.1-8b, gemma3-12b, glm-4.7-flash, deepseek-v3.",
+            help="Hub id, local directory, .gguf file, `small`, or without any file the shape of a known model, as "
+            "qwen3-8b, qwen2.5-7b, llama-3.1-8b, gemma3-12b, glm-4.7-flash, deepseek-v3.",
             show_default=False,
         ),
     ],

@@ -24,6 +24,7 @@ import torch
 import typer
 
 from ..config import OffloadConfig
+from ..gguf_file import is_gguf
 from . import loading
 from . import options as opt
 from .output import CommandError, note
@@ -57,7 +58,9 @@ def serve(
     ] = None,
     model_id: Annotated[
         str | None,
-        _of_server(help="The name that clients ask for; default: MODEL, of a directory its name.", show_default=False),
+        _of_server(
+            help="The name that clients ask for; default: MODEL, of a directory or file its name.", show_default=False
+        ),
     ] = None,
     max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB",
     max_connections: Annotated[
@@ -405,4 +408,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _name(model: str) -> str:
     path = Path(model).expanduser()
+    if is_gguf(path):
+        return path.stem
     return path.resolve().name if path.is_dir() else model
