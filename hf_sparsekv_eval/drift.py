@@ -110,6 +110,7 @@ def evaluate(
     results: Results,
     stop: set[int],
     advance: Callable[[int], None] = lambda n: None,
+    indices: list[int] | None = None,
 ) -> None:
     """Compare every cache along full attention's answer to each prompt, except pairs that have results.
 
@@ -119,11 +120,12 @@ def evaluate(
         tokens: of an answer; ``window``: of the parts of it that have figures of their own.
         stop: ids that end answers; see :func:`own_answer`.
         advance: called with the number of finished (prompt, cache) pairs.
+        indices: numbers of the prompts in records; ``None``: their order.
     """
     parts = windows(tokens, window)
     names = [WHOLE, *(window_task(*part) for part in parts)]
     barred = sorted(stop)
-    for index, ids in enumerate(prompts):
+    for index, ids in zip(range(len(prompts)) if indices is None else indices, prompts):
         todo = [c for c in caches if not all(results.has(name, length, index, c.name) for name in names)]
         advance(len(caches) - len(todo))
         if not todo:

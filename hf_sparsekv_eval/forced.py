@@ -20,6 +20,7 @@ MEASURES = {
     "agreement": [
         Measure("top-1 agreement", "same", "tokens", percent=True),
         Measure("KL", "kl", "tokens"),
+        Measure("KL p95", "kl_p95"),
         PERPLEXITY,
         Measure("attended", "attended", percent=True),
     ],
@@ -76,6 +77,7 @@ def evaluate(
     batch: int = 1,
     against: bool = True,
     advance=lambda n: None,
+    indices: list[int] | None = None,
 ) -> None:
     """Measure every passage with every cache, except pairs that have results.
 
@@ -83,16 +85,21 @@ def evaluate(
         words: ids ``[n]`` of the text.
         starts: of the passages.
         context: tokens before the held-out ones.
-        against: compare with full attention, too.
+        against: compare with full attention, too: likeliest tokens, the mean of KL, and its 95th percentile over a
+            passage's steps.
         advance: called with the number of finished (passage, cache) pairs.
+        indices: numbers of the passages in records; ``None``: their order.
     """
+    numbers = list(range(len(starts))) if indices is None else indices
     for at in range(0, len(starts), batch):
-        group = list(range(at, min(at + batch, len(starts))))
+        group = numbers[at : at + batch]
         todo = [c for c in caches if not all(results.has(task, context, i, c.name) for i in group)]
         advance(len(group) * (len(caches) - len(todo)))
         if not todo:
             continue
-        rows = torch.stack([words[starts[i] : starts[i] + context + tokens + 1] for i in group]).to(model.device)
+        rows = torch.stack([words[start : start + context + tokens + 1] for start in starts[at : at + batch]]).to(
+            model.device
+        )
         prefix = prefill(model, rows[:, :context])
         ids, target = rows[:, context:-1], rows[:, context + 1 :]
         reference: list[Tensor] = []
@@ -100,7 +107,8 @@ def evaluate(
             cache, _ = prefix.start(model, None)
             reference = [logits.log_softmax(-1) for logits in forced_steps(model, cache, ids, prefix)]
         for spec in todo:
-            sums = torch.zeros(len(group), 3, dtype=torch.float64, device=model.device)
+            sums = torch.zeros(len(group), 2, dtype=torch.float64, device=model.device)
+            kl = torch.zeros(len(group), tokens, dtype=torch.float64, device=model.device)
             own = spec.make(model.config)
             if spec.full and against:
                 steps = iter(reference)
@@ -110,12 +118,12 @@ def evaluate(
             for i, logp in enumerate(steps):
                 sums[:, 0] -= logp.gather(-1, target[:, i : i + 1])[:, 0]
                 if against:
-                    same, kl = compare(reference[i], logp)
+                    same, kl[:, i] = compare(reference[i], logp)
                     sums[:, 1] += same
-                    sums[:, 2] += kl
             attended = 1.0 if own is None else own.stats().attended_share
-            for index, (nll, same, kl) in zip(group, sums.tolist()):
+            divergence = zip(kl.sum(-1).tolist(), kl.quantile(0.95, -1).tolist())
+            for index, (nll, same), (total, high) in zip(group, sums.tolist(), divergence):
                 values = {"nll": nll, "tokens": tokens, "attended": attended}
-                values |= {"same": same, "kl": kl} if against else {}
+                values |= {"same": same, "kl": total, "kl_p95": high} if against else {}
                 results.add(Record(task, context, index, spec.name, values))
             advance(len(group))

@@ -170,7 +170,7 @@ class Results:
         out = []
         for measure in measures:
             metric = measure.name.lower().replace("-", "").replace(" ", "_")
-            unit = "share" if measure.percent else "nats" if metric == "kl" else ""
+            unit = "share" if measure.percent else "nats" if metric in ("kl", "kl_p95") else ""
             for f in self.figures([measure]):
                 variant = ":".join(dict.fromkeys(x for x in (run, f.task, f.cache) if x))
                 out.append(Row("accuracy", case, variant, 1, f.length, metric, f.value, f.low, f.high, unit))

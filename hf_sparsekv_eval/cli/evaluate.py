@@ -14,6 +14,8 @@ from hf_sparsekv.cli.output import CommandError, one_line_errors
 from .evaluate_all import everything
 from .evaluate_run import (
     Chat,
+    Column,
+    Documents,
     Lengths,
     QuestionSteps,
     Run,
@@ -21,8 +23,10 @@ from .evaluate_run import (
     Samples,
     Seed,
     TextFile,
+    documents_of,
     lengths_of,
     names_of,
+    passages_of,
     samples_of,
     text_ids,
 )
@@ -217,17 +221,45 @@ def perplexity(
 def agreement(
     model: Model,
     lengths: Lengths = "4k",
-    tokens: Held = 64,
-    samples: Passages = 4,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            help="Held-out tokens of a passage, fed one by one.",
+            show_default="64; 200 of documents",
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Passages of each length, or documents that are long enough.")
+    ] = 4,
     text_file: TextFile = None,
+    documents: Documents = None,
+    column: Column = None,
     *,
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
-    sizes = lengths_of(lengths)
-    settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
+    sizes, texts = lengths_of(lengths), documents_of(documents, column, text_file)
+    if texts is None:
+        tokens = tokens or 64
+        settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
+        with Run("agreement", model, options, **settings) as run:
+            _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
+        return
+    from .. import forced
+
+    tokens = tokens or 200
+    settings = {"tokens": tokens, "documents": str(documents), "column": column, "texts": len(texts)}
     with Run("agreement", model, options, **settings) as run:
-        _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
+        run.check(sizes, tokens)
+        # The same documents at all lengths.
+        held = passages_of(run.tokenizer, texts, max(sizes) + tokens + 1, samples)
+        with run.progress(len(sizes) * len(held.starts)) as advance:
+            for n in sizes:
+                args = n, tokens, run.caches, run.results, "agreement", options.batch, True, advance, held.indices
+                forced.evaluate(run.model, held.words, held.starts, *args)
+        run.report(forced.MEASURES["agreement"])
 
 
 @app.command()
@@ -243,6 +275,8 @@ def output(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Answers for each length.")] = 1,
     chat: Chat = None,
     text_file: TextFile = None,
+    documents: Documents = None,
+    column: Column = None,
     *,
     options: RunOptions,
 ) -> None:
@@ -250,21 +284,29 @@ def output(
     from .. import drift, generation
 
     sizes, room = lengths_of(lengths), parse_tokens(tokens)
-    settings = {
-        "tokens": room,
-        "window": window,
-        "samples": samples,
-        "chat": chat,
-        "text": text_file and str(text_file),
-    }
+    texts = documents_of(documents, column, text_file)
+    settings = {"tokens": room, "window": window, "chat": chat}
+    if texts is None:
+        settings |= {"samples": samples, "text": text_file and str(text_file)}
+    else:
+        settings |= {"documents": str(documents), "column": column, "texts": len(texts)}
     with Run("output", model, options, **settings) as run:
-        words, chat = text_ids(run.tokenizer, text_file), run.chat(chat)
+        chat = run.chat(chat)
         run.check(sizes, room)
-        prompts = {n: drift.prompts(run.tokenizer, words, n, samples, chat) for n in sizes}
+        indices = None
+        if texts is None:
+            words = text_ids(run.tokenizer, text_file)
+            prompts = {n: drift.prompts(run.tokenizer, words, n, samples, chat) for n in sizes}
+        else:
+            held = passages_of(run.tokenizer, texts, max(sizes), samples)
+            indices = held.indices
+            prompts = {
+                n: [drift.prompt(run.tokenizer, held.words, start, n, chat) for start in held.starts] for n in sizes
+            }
         stop = generation.stop_ids(run.model, run.tokenizer)
-        with run.progress(len(sizes) * samples) as advance:
+        with run.progress(sum(map(len, prompts.values()))) as advance:
             for n in sizes:
-                drift.evaluate(run.model, prompts[n], n, room, window, run.caches, run.results, stop, advance)
+                drift.evaluate(run.model, prompts[n], n, room, window, run.caches, run.results, stop, advance, indices)
         run.report(drift.MEASURES)
 
 

@@ -78,6 +78,19 @@ TextFile = Annotated[
     Path | None,
     typer.Option("--text-file", help="UTF-8 text; default: Python's language reference.", show_default=False),
 ]
+Documents = Annotated[
+    Path | None,
+    typer.Option(
+        "--documents",
+        help="Instead of one text: a directory with .txt files, a text file, or a .csv file. The first tokens of each "
+        "document are read.",
+        show_default=False,
+    ),
+]
+Column = Annotated[
+    str | None,
+    typer.Option("--column", help="Of a .csv file; default: the one with the longest texts.", show_default=False),
+]
 
 
 @dataclass(frozen=True)
@@ -161,6 +174,29 @@ def text_ids(tokenizer, path: Path | None):
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from error
     return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
+
+
+def documents_of(path: Path | None, column: str | None, text_file: Path | None) -> list[str] | None:
+    """The texts of ``--documents``; ``None``: it is not given."""
+    from ..documents import read
+
+    if path is None:
+        if column is not None:
+            raise typer.BadParameter("--column is of --documents: give that, too")
+        return None
+    if text_file is not None:
+        raise typer.BadParameter("--documents and --text-file are both given: take one of them")
+    return read(path, column)
+
+
+def passages_of(tokenizer, texts: list[str], tokens: int, samples: int):
+    """The beginnings of ``samples`` documents, with a note if fewer are long enough."""
+    from ..documents import passages
+
+    found = passages(tokenizer, texts, tokens, samples)
+    if len(found.starts) < samples:
+        note(f"{len(found.starts)} of {len(texts)} documents have {tokens:,} tokens: --samples {samples} is more")
+    return found
 
 
 def caches_of(specs: list[str]) -> list:
