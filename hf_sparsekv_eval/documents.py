@@ -25,7 +25,7 @@ class Passages:
     Args:
         words: ids ``[n]`` of all of them, one after the other.
         starts: where each begins in ``words``.
-        indices: which document each is of, counted from 0.
+        indices: which document each begins with, counted from 0.
     """
 
     words: Tensor
@@ -60,8 +60,11 @@ def read(path: Path, column: str | None = None) -> list[str]:
     return found
 
 
-def passages(tokenizer, texts: list[str], tokens: int, count: int) -> Passages:
+def passages(tokenizer, texts: list[str], tokens: int, count: int, join: bool = False) -> Passages:
     """The first ``tokens`` ids of the first ``count`` texts that have as many; fewer if there are no more.
+
+    Args:
+        join: a text that is too short goes on with the next ones.
 
     Raises:
         ValueError: no text has as many.
@@ -69,19 +72,28 @@ def passages(tokenizer, texts: list[str], tokens: int, count: int) -> Passages:
     found: list[Tensor] = []
     indices: list[int] = []
     longest = 0
+    held: list[Tensor] = []  # the parts of a passage
     for index, text in enumerate(texts):
         if len(found) == count:
             break
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
-        longest = max(longest, len(ids))
-        if len(ids) >= tokens:
-            found.append(ids[:tokens])
-            indices.append(index)
+        text = f"\n\n{text}" if held else text
+        held.append(tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0])
+        length = sum(map(len, held))
+        longest = max(longest, length)
+        if length < tokens and join:
+            continue
+        if length >= tokens:
+            found.append(torch.cat(held)[:tokens])
+            indices.append(index + 1 - len(held))
+        held = []
     if not found:
-        raise ValueError(
-            f"the longest of {len(texts)} documents has {longest:,} tokens, and {tokens:,} are needed: give longer "
-            "ones, or shorten --lengths or --tokens"
+        what = (
+            f"{len(texts)} documents have {longest:,} tokens together"
+            if join
+            else (f"the longest of {len(texts)} documents has {longest:,} tokens")
         )
+        more = "give longer ones" if join else "give longer ones, --join them"
+        raise ValueError(f"{what}, and {tokens:,} are needed: {more}, or shorten --lengths or --tokens")
     return Passages(torch.cat(found), [i * tokens for i in range(len(found))], indices)
 
 

@@ -16,6 +16,7 @@ from .evaluate_run import (
     Chat,
     Column,
     Documents,
+    Join,
     Lengths,
     QuestionSteps,
     Run,
@@ -236,11 +237,12 @@ def agreement(
     text_file: TextFile = None,
     documents: Documents = None,
     column: Column = None,
+    join: Join = False,
     *,
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
-    sizes, texts = lengths_of(lengths), documents_of(documents, column, text_file)
+    sizes, texts = lengths_of(lengths), documents_of(documents, column, join, text_file)
     if texts is None:
         tokens = tokens or 64
         settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
@@ -250,11 +252,11 @@ def agreement(
     from .. import forced
 
     tokens = tokens or 200
-    settings = {"tokens": tokens, "documents": str(documents), "column": column, "texts": len(texts)}
+    settings = {"tokens": tokens, "documents": str(documents), "column": column, "join": join, "texts": len(texts)}
     with Run("agreement", model, options, **settings) as run:
         run.check(sizes, tokens)
         # The same documents at all lengths.
-        held = passages_of(run.tokenizer, texts, max(sizes) + tokens + 1, samples)
+        held = passages_of(run.tokenizer, texts, max(sizes) + tokens + 1, samples, join)
         with run.progress(len(sizes) * len(held.starts)) as advance:
             for n in sizes:
                 args = n, tokens, run.caches, run.results, "agreement", options.batch, True, advance, held.indices
@@ -277,6 +279,7 @@ def output(
     text_file: TextFile = None,
     documents: Documents = None,
     column: Column = None,
+    join: Join = False,
     *,
     options: RunOptions,
 ) -> None:
@@ -284,12 +287,12 @@ def output(
     from .. import drift, generation
 
     sizes, room = lengths_of(lengths), parse_tokens(tokens)
-    texts = documents_of(documents, column, text_file)
+    texts = documents_of(documents, column, join, text_file)
     settings = {"tokens": room, "window": window, "chat": chat}
     if texts is None:
         settings |= {"samples": samples, "text": text_file and str(text_file)}
     else:
-        settings |= {"documents": str(documents), "column": column, "texts": len(texts)}
+        settings |= {"documents": str(documents), "column": column, "join": join, "texts": len(texts)}
     with Run("output", model, options, **settings) as run:
         chat = run.chat(chat)
         run.check(sizes, room)
@@ -298,7 +301,7 @@ def output(
             words = text_ids(run.tokenizer, text_file)
             prompts = {n: drift.prompts(run.tokenizer, words, n, samples, chat) for n in sizes}
         else:
-            held = passages_of(run.tokenizer, texts, max(sizes), samples)
+            held = passages_of(run.tokenizer, texts, max(sizes), samples, join)
             indices = held.indices
             prompts = {
                 n: [drift.prompt(run.tokenizer, held.words, start, n, chat) for start in held.starts] for n in sizes

@@ -91,6 +91,7 @@ Column = Annotated[
     str | None,
     typer.Option("--column", help="Of a .csv file; default: the one with the longest texts.", show_default=False),
 ]
+Join = Annotated[bool, typer.Option("--join", help="Let documents that are too short go on with the next ones.")]
 
 
 @dataclass(frozen=True)
@@ -176,26 +177,27 @@ def text_ids(tokenizer, path: Path | None):
     return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
 
 
-def documents_of(path: Path | None, column: str | None, text_file: Path | None) -> list[str] | None:
+def documents_of(path: Path | None, column: str | None, join: bool, text_file: Path | None) -> list[str] | None:
     """The texts of ``--documents``; ``None``: it is not given."""
     from ..documents import read
 
     if path is None:
-        if column is not None:
-            raise typer.BadParameter("--column is of --documents: give that, too")
+        if column is not None or join:
+            option = "--column" if column is not None else "--join"
+            raise typer.BadParameter(f"{option} is of --documents: give that, too")
         return None
     if text_file is not None:
         raise typer.BadParameter("--documents and --text-file are both given: take one of them")
     return read(path, column)
 
 
-def passages_of(tokenizer, texts: list[str], tokens: int, samples: int):
+def passages_of(tokenizer, texts: list[str], tokens: int, samples: int, join: bool):
     """The beginnings of ``samples`` documents, with a note if fewer are long enough."""
     from ..documents import passages
 
-    found = passages(tokenizer, texts, tokens, samples)
-    if len(found.starts) < samples:
-        note(f"{len(found.starts)} of {len(texts)} documents have {tokens:,} tokens: --samples {samples} is more")
+    found = passages(tokenizer, texts, tokens, samples, join)
+    if (count := len(found.starts)) < samples:
+        note(f"{count} passages of {tokens:,} tokens are in {len(texts)} documents: --samples {samples} is more")
     return found
 
 

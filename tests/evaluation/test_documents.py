@@ -86,7 +86,7 @@ def test_agreement_over_documents(tiny, table, tmp_path):
     assert sorted({(r["length"], r["index"]) for r in again}) == [
         *((n, i) for n in (100,) for i in (0, 2, 3)), *((n, i) for n in (200,) for i in (0, 2, 3)), (450, 2), (450, 3)
     ]  # fmt: skip
-    assert "2 of 4 documents have 463 tokens: --samples 9 is more" in more.stderr
+    assert "2 passages of 463 tokens are in 4 documents: --samples 9 is more" in more.stderr
     assert "then --tokens 12, now --tokens 200" in error(*(a for a in args if a not in ("--tokens", 12)))
 
 
@@ -121,6 +121,7 @@ def test_wrong_options_are_told_before_a_model_is_loaded(tmp_path):
         given = ("--documents", tmp_path, "--text-file", __file__)
         assert "take one of them" in error("eval", task, "smal", *given, status=2)
         assert "--column is of --documents" in error("eval", task, "smal", "--column", "x", status=2)
+        assert "--join is of --documents" in error("eval", task, "smal", "--join", status=2)
         assert "has no .txt files" in error("eval", task, "smal", "--documents", tmp_path)
     (tmp_path / "a.txt").write_text("few words")
 
@@ -129,3 +130,18 @@ def test_documents_that_are_too_short(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("few words")
     args = ("--documents", tmp_path / "a.txt", "--lengths", "100", "--out", tmp_path / "out")
     assert "the longest of 1 documents has 9 tokens, and 301 are needed" in error("eval", "agreement", tiny, *args)
+    assert "1 documents have 9 tokens together, and 301 are needed" in error("eval", "agreement", tiny, *args, "--join")
+
+
+def test_short_documents_may_be_joined():
+    """A passage has the number of the document that it begins with."""
+
+    def words(text, **_):
+        return {"input_ids": torch.tensor([[int(word) for word in text.split()]])}
+
+    texts = ["1 2 3", "4 5", "6", "7 8 9 10", "11"]
+    alone, joined = (documents.passages(words, texts, 4, 9, join) for join in (False, True))
+    assert (alone.words.tolist(), alone.starts, alone.indices) == ([7, 8, 9, 10], [0], [3])
+    assert joined.words.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert (joined.starts, joined.indices) == ([0, 4], [0, 2])
+    assert documents.passages(words, texts, 4, 1, True).indices == [0]
