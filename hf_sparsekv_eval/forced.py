@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .batches import Once, each_batch
 from .cache_specs import CacheSpec
 from .measures import Measure, Record
 from .prefix import forced_steps, predicting, prefill
@@ -91,17 +92,17 @@ def evaluate(
         indices: numbers of the passages in records; ``None``: their order.
     """
     numbers = list(range(len(starts))) if indices is None else indices
-    for at in range(0, len(starts), batch):
-        group = numbers[at : at + batch]
+    told, rows = Once(advance), list(zip(numbers, starts))
+
+    def work(part: list[tuple[int, int]]) -> None:
+        group = [number for number, _ in part]
         todo = [c for c in caches if not all(results.has(task, context, i, c.name) for i in group)]
-        advance(len(group) * (len(caches) - len(todo)))
+        told((i, c.name) for i in group for c in caches if c not in todo)
         if not todo:
-            continue
-        rows = torch.stack([words[start : start + context + tokens + 1] for start in starts[at : at + batch]]).to(
-            model.device
-        )
-        prefix = prefill(model, rows[:, :context])
-        ids, target = rows[:, context:-1], rows[:, context + 1 :]
+            return
+        ids = torch.stack([words[start : start + context + tokens + 1] for _, start in part]).to(model.device)
+        prefix = prefill(model, ids[:, :context])
+        ids, target = ids[:, context:-1], ids[:, context + 1 :]
         reference: list[Tensor] = []
         if against:
             cache, _ = prefix.start(model, None)
@@ -126,4 +127,6 @@ def evaluate(
                 values = {"nll": nll, "tokens": tokens, "attended": attended}
                 values |= {"same": same, "kl": total, "kl_p95": high} if against else {}
                 results.add(Record(task, context, index, spec.name, values))
-            advance(len(group))
+            told((i, spec.name) for i in group)
+
+    each_batch((rows[at : at + batch] for at in range(0, len(rows), batch)), work)

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_sparsekv.cache import SparseCache
 
 from . import forced
+from .batches import Once, each_batch
 from .cache_specs import CacheSpec
 from .measures import Measure, Record
 from .prefix import Prefix, forced_steps, greedy_rows, predicting, prefill
@@ -97,12 +98,14 @@ def evaluate(
         raise ValueError("nothing to answer: leave prefilled=True, or give steps and no comparison")
     eos = stop_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(eos), 0)
-    for group in _groups(samples, batch):
+    told = Once(advance)
+
+    def work(group: list[Sample]) -> None:
         first = group[0]
         todo = [c for c in caches if not all(results.has(s.task, s.length, s.index, c.name) for s in group)]
-        advance(len(group) * (len(caches) - len(todo)))
+        told(((s.task, s.length, s.index), c.name) for s in group for c in caches if c not in todo)
         if not todo:
-            continue
+            return
         ids, mask = collate(group, pad, model.device)
         cut = ids.shape[1] - steps
         if steps and (cut < 1 or not bool(mask[:, cut - 1 :].all())):
@@ -112,7 +115,7 @@ def evaluate(
         stop, room = eos | first.stop, max(sample.max_new_tokens for sample in group)
         truth = _Answer(model, prefix, room, stop, pad) if against else None
 
-        def score(rows: list[list[int]], group=group) -> tuple[list[str], list[tuple[float, ...]]]:
+        def score(rows: list[list[int]]) -> tuple[list[str], list[tuple[float, ...]]]:
             texts = [
                 tokenizer.decode(row[: sample.max_new_tokens], skip_special_tokens=True)
                 for sample, row in zip(group, rows)
@@ -146,7 +149,9 @@ def evaluate(
             for sample, mine, text in zip(group, values, texts):
                 mine["attended"] = attended
                 results.add(Record(sample.task, sample.length, sample.index, spec.name, mine, text))
-            advance(len(group))
+            told(((s.task, s.length, s.index), spec.name) for s in group)
+
+    each_batch(_groups(samples, batch), work)
 
 
 class _Answer:
