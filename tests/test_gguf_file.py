@@ -121,3 +121,19 @@ def test_errors_name_what_to_do(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else find(name, *a))
     for command in (("plan", path, "--context", 10), ("generate", path, "--prompt", "a"), ("eval", "ruler", path)):
         assert "a GGUF file needs gguf: install the extra, `pip install '.[gguf]'`" in error(*command)
+
+
+def test_the_engine_ends_a_turn(tiny):
+    """Answers of an engine are those of ``generate()``, and end where the file's chat template ends a turn."""
+    from hf_sparsekv.serving.engine import Engine
+    from hf_sparsekv.serving.request import Sampling
+
+    tokenizer, net = gguf_file.load(tiny[0], None, CPU, attn_implementation="sparsekv")
+    ids = tokenizer("abc and cd")["input_ids"]
+    with torch.no_grad():
+        net.lm_head.weight[END] += 40 * net.lm_head.weight[net(torch.tensor([ids])).logits[0, -1].argmax()]
+    out = net.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :].tolist()
+    assert out == [END]
+    with Engine(net, tokenizer) as engine:
+        found = engine.submit(ids, Sampling(max_tokens=8, temperature=0.0)).result()
+    assert found.finish_reason == "stop" and found.text == ""
