@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-AGREE = timedelta(minutes=10)  # how long a rank waits for the others, some of which may be compiling kernels
+AGREE = timedelta(minutes=10)  # how long a rank waits for the others, which may be compiling kernels
 
 _made: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
 _making = threading.Lock()

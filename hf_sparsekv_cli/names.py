@@ -101,7 +101,7 @@ def _nearest(word: str, known: list[str]) -> str | None:
 
 
 def names_only() -> typer.Typer:
-    """The command with the names of its commands, none of which does anything."""
+    """The command with the names of its commands, which do nothing."""
     app = typer.Typer(name=NAME, cls=Group, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @app.callback()

@@ -151,7 +151,7 @@ def test_dynamic_factors_are_not_captured():
     net.set_attn_implementation("sparsekv")
     runner = Imitation(net)
     runner.install()
-    with pytest.warns(UserWarning, match=r"decode steps run eagerly: .*\(rope_type='dynamic'\) are computed anew"):
+    with pytest.warns(UserWarning, match=r"decode steps run eagerly: .*\(rope_type='dynamic'\) are recomputed"):
         found = continued(net, SparseCache(FULL, model_config=net.config), 50, 40)
     assert torch.equal(found, expected)
     assert runner.replays == 0

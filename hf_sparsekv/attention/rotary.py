@@ -240,7 +240,7 @@ class PassRotary:
         for module, found in self._found.items():
             if any(one.grows for one in found) and not hasattr(module.__dict__.get("forward"), _FIXED):
                 return (
-                    "the model's rotary factors (rope_type='dynamic') are computed anew when a context is longer than "
+                    "the model's rotary factors (rope_type='dynamic') are recomputed when a context is longer than "
                     "all before, which a replay cannot"
                 )
         return None

@@ -83,6 +83,6 @@ def use_rings(cache: Owner) -> None:
     kinds = getattr(cache.model_config.get_text_config(decoder=True), "layer_types", None) or ()
     for index, layer in enumerate(cache.layers):
         if index < len(kinds) and kinds[index] == "chunked_attention":
-            continue  # transformers keeps chunks in the same class: each begins anew, and is no window
+            continue  # transformers keeps chunks in the same class: each starts empty, and is no window
         if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past:
             cache.layers[index] = SlidingRing(layer, cache, index)

@@ -101,7 +101,7 @@ def map_rows(
 
 
 def crop_recent(table: RowTable, layers: Layers, tokens_to_remove: int) -> bool:
-    """A ``crop()`` that takes drafts back behind captured steps: a change of the table, and no other.
+    """A ``crop()`` that takes drafts back after captured steps: a change of the table, and no other.
 
     All layers follow the table. False, and nothing has changed, if layers have to be told.
     """

@@ -71,7 +71,7 @@ class BlockIds:
         return list(self._pools)
 
     def take(self, n: int) -> np.ndarray:
-        """``n`` ids, int32, each of which has one reference: such as were free, then new ones, one after the other."""
+        """``n`` ids, int32, with one reference each: such as were free, then new ones, one after the other."""
         with self.lock:
             self._drain()
             again, self._free = self._free[:n], self._free[n:]
@@ -102,7 +102,7 @@ class BlockIds:
             self._free += gone.tolist()
             live = self._references[: self.used].nonzero()[0]
             used = int(live[-1]) + 1 if len(live) else 0
-            if used < self.used:  # pools need no room for what nobody has
+            if used < self.used:  # pools need no room for unused blocks
                 self.used, self._free = used, [i for i in self._free if i < used]
 
     def _counted(self, ids: np.ndarray) -> np.ndarray:

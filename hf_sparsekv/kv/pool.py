@@ -102,7 +102,7 @@ class BlockPool:
 
     @no_inference_mode
     def _new_kv(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, kept: int) -> Tensor:
-        """Room for ``capacity`` physical blocks, the first ``kept`` of which keep their contents."""
+        """Room for ``capacity`` physical blocks; the first ``kept`` keep their contents."""
         arena, size = None, capacity * self._block_bytes
         if self.host is None:
             new = torch.empty(capacity, *shape, dtype=dtype, device=self.device)

@@ -193,7 +193,7 @@ class RowTable:
     # ------------------------------------------------------------------ rows that come and go
 
     def open(self, batch: int, tokens: int) -> None:
-        """Room for ``batch`` rows of ``tokens`` tokens, none of which is there."""
+        """Room for ``batch`` rows of ``tokens`` tokens, still empty."""
         self.start(batch, tokens)
         if (blocks := -(-tokens // self.block_size)) > self.blocks.capacity:  # the configuration expects shorter ones
             self.blocks.grow(blocks)

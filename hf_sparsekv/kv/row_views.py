@@ -13,7 +13,7 @@ class RowViews:
     """What all layers keep of each row, as views that are made once.
 
     A view of each layer's tensors costs more than the copy of them all, and where these tensors lie hardly ever
-    changes. That they are the same ones is looked up at each copy, so that nobody has to tell.
+    changes. That they are the same ones is looked up at each copy, so no caller has to say.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class Rows:
         columns: of the attention mask, padding included: the same for all rows.
         lengths: tokens of each row.
         sealed: full blocks of each row that are in the block pool.
-        valid: which columns are tokens, bool ``[batch, n]``, n <= columns: behind them all are. None: all are.
+        valid: which columns are tokens, bool ``[batch, n]``, n <= columns: later ones all are. None: all are.
     """
 
     block_size: int
@@ -76,7 +76,7 @@ class Rows:
         return Rows(self.block_size, self.columns, self.lengths, full, self.valid)
 
     def padded(self, rows: int) -> Rows:
-        """So many rows, of which the last ones hold nothing."""
+        """So many rows; the last ones hold nothing."""
         more = (0,) * (rows - self.batch)
         return Rows(self.block_size, self.columns, self.lengths + more, self.sealed + more)
 
@@ -86,7 +86,7 @@ class Rows:
         return tuple([max(blocks, (length - recent) // size, 0) for length, blocks in zip(lengths, self.sealed)])
 
     def with_row(self, row: int, length: int, sealed: int) -> Rows:
-        """The rows if row ``row`` holds ``length`` tokens, of which no column is padding."""
+        """The rows if row ``row`` holds ``length`` tokens, without padding."""
         lengths, blocks = list(self.lengths), list(self.sealed)
         lengths[row], blocks[row] = length, sealed
         return Rows(self.block_size, self.columns, tuple(lengths), tuple(blocks))

@@ -1,6 +1,6 @@
 """Sealing: full blocks move from the ring, or from a prompt, to the block pool, with their index and running means.
 
-Apart from the store, because it is told all that it reads: tokens, block table, and which blocks of which rows.
+Apart from the store, because it is told all that it reads: tokens, block table, rows and blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Indexer(Protocol):
     """Computes what a selection policy stores per block (bounds, labels)."""
 
     def index(self, kv: Tensor, start: int, rows: slice) -> dict[str, Tensor]:
-        """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first of which begins at token ``start``.
+        """Fields of blocks ``kv [n, rows, H, block_size, Dk + Dv]``, the first begins at token ``start``.
 
         Asked where :meth:`sealing` is None. ``rows``: which ones of the batch. Tokens before ``config.sinks`` are not
         selected.

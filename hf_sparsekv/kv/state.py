@@ -48,7 +48,7 @@ class State:
     """An object whose attributes are declared, those of its base classes included.
 
     Attributes:
-        TENSORS: tensors, each of which may be None.
+        TENSORS: tensors; each may be None.
         HOST: host values that a step changes, and what they begin with.
         PARTS: attributes that are states themselves, lists of such, or None.
         OWN: host values and parts that copies begin without, because they belong to one cache's device memory.

@@ -63,14 +63,14 @@ class StepRows:
         """A pass over ``count`` of at most ``width`` drafts of the only row begins; ``count``: int32 ``[1]``.
 
         Returns:
-            Each of the tokens as a row, int32 ``[width, 2]``: what a step of it would find; those behind the last one
-            hold nothing. And the row before each block that may have to be sealed, and behind the last, int32
+            Each of the tokens as a row, int32 ``[width, 2]``: what a step of it would find; those after the last one
+            hold nothing. And the row before each block that may have to be sealed, and after the last, int32
             ``[1, 2]`` each.
         """
         at = torch.arange(width + 1, dtype=torch.int32, device=count.device)
         length, sealed = self.after.unbind(1)  # [1] each
         self.past.copy_(length)
-        before = length + at  # tokens before each of the new ones, and behind them
+        before = length + at  # tokens before each of the new ones, and after them
         old = torch.div(before - recent, block_size, rounding_mode="floor") * block_size
         full = torch.maximum(old, sealed)
         queries = torch.stack((before[1:], full[:-1]), dim=1) * (at[:width, None] < count)

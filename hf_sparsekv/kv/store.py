@@ -50,7 +50,7 @@ class LayerStore(State):
         pool: full blocks. ``writer``: writes them, and knows what waits for copies of them.
         latent: a token is a latent with its rotary part (MLA): the whole row is the key, its first part the value.
         key_dim, value_dim: widths that attention sees.
-        mean_tokens: tokens of which one mean is kept, see :meth:`keep_means`; 0: none are.
+        mean_tokens: tokens that share one mean, see :meth:`keep_means`; 0: none are.
         split, width: of a token's row, whose part from ``split`` on is what ``update()`` calls its value.
         token_bytes, stored_bytes: of a token's key and value, one KV head; and as the pool has it, which may be codes.
     """
@@ -161,13 +161,13 @@ class LayerStore(State):
         self._rows = self._taken = None
 
     def announce(self, columns: int, valid: Tensor | None) -> None:
-        """``columns`` new columns are about to come, of which ``valid [batch, columns]`` are tokens: :attr:`coming`."""
+        """``columns`` new columns are about to come; ``valid [batch, columns]`` are tokens: :attr:`coming`."""
         if not self.capturing:
             more = self.table_of_rows.tokens_of(columns, valid)
             self.coming = tuple(length + n for length, n in zip(self.held.lengths, more))
 
     def first_rows(self, n: int) -> LayerStore:
-        """The first ``n`` rows, of which a captured step is to be made."""
+        """The first ``n`` rows, for a captured step of them."""
         new = super().first_rows(n)
         new.batch = n
         return new

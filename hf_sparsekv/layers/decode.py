@@ -55,7 +55,7 @@ def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], T
 
 
 def asked(store: LayerStore, owner: Owner) -> Rows:
-    """The rows as the step that begins finds them; of a batch of which rows come and go, which get a token."""
+    """The rows as the step that begins finds them; of a continuous batch, which get a token."""
     return owner.row_table.asked(store.held, new_rows(owner, store.device))
 
 
@@ -77,7 +77,7 @@ def planned(store: LayerStore, policy: Policy, rows: Rows, drafts: bool = False)
 
 
 def _unforeseen(plan: Plan) -> Plan:
-    """``plan`` without foresight: nobody expects the queries of drafts."""
+    """``plan`` without foresight: the queries of drafts are not expected."""
     return replace(plan, foresees=False) if plan.foresees else plan
 
 

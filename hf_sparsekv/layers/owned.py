@@ -93,7 +93,7 @@ def is_first(owner: Owner, layer: object) -> bool:
 
 
 def new_rows(owner: Owner, device: torch.device) -> Tensor | None:
-    """Which rows of a batch of which rows come and go get a token, bool ``[batch, 1]``; None: all."""
+    """Which rows of a continuous batch get a token, bool ``[batch, 1]``; None: all."""
     return None if owner.row_batch is None else owner.row_batch.valid(device)
 
 

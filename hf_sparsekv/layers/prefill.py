@@ -19,7 +19,7 @@ from .owned import Owner
 
 
 def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool, valid: Tensor | None) -> LayerStore:
-    """A store for the tokens of ``step``, of which ``valid`` bool ``[batch, q]`` (None: all) are no padding."""
+    """A store for the tokens of ``step``; ``valid`` bool ``[batch, q]`` (None: all) are no padding."""
     pools = None
     if policy.fetches:
         pools = owner.device_pools

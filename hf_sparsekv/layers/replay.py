@@ -17,9 +17,9 @@ class DraftRows(NamedTuple):
 
     Attributes:
         taken: its rows.
-        queries: each of its tokens as a row, on the host; those behind the last draft hold nothing.
+        queries: each of its tokens as a row, on the host; those after the last draft hold nothing.
         there: the same on the device, int32 ``[n, 2]``: another number of drafts in each replay.
-        due: the row before and behind each block that may have to be sealed, int32 ``[1, 2]`` each.
+        due: the row before and after each block that may have to be sealed, int32 ``[1, 2]`` each.
     """
 
     taken: Taken
@@ -82,7 +82,7 @@ class Replay:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def behind(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the side stream behind what is launched there next: nothing in this step waits for it.
+        """Run ``work`` on the side stream after what is launched there next: nothing in this step waits for it.
 
         It needs no fork of its own. Tensors that it holds live until the step ends.
         """

@@ -143,7 +143,7 @@ class HostBudget:
             return
         drop = ""
         if others:
-            why += f", of which other caches of this process hold {readable(others)}"
+            why += f"; other caches of this process hold {readable(others)}"
             drop = "drop caches that are done, "
         raise MemoryError(
             f"the offloaded KV cache needs {readable(self.used + size)} of host memory, the limit is {readable(limit)}"

@@ -28,7 +28,7 @@ class Policy(Indexing):
 
     A policy reads the cache through its :class:`LayerStore`, whether a block is on the device or the host. It declares
     what it stores (:class:`..kv.state.State`); captures, trial runs, beams, copies and files follow from that. These
-    methods are called, in this order, each of which does nothing unless a subclass overrides it:
+    methods are called, in this order; each does nothing unless a subclass overrides it:
 
     When tokens come: :meth:`start` with the layer's first ones; :meth:`observe` with each forward's queries and keys
     (if :attr:`observes`); :meth:`index` or :meth:`sealing` when a block becomes full (:class:`.indexing.Indexing`);

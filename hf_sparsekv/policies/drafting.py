@@ -48,7 +48,7 @@ class Drafting(Policy):
         What the next step finds chosen or brought beforehand is left here as well.
 
         Args:
-            rows: the store as a batch of ``n`` rows, each of which ends with one of these tokens
+            rows: the store as a batch of ``n`` rows, which end with one of these tokens each
                 (:class:`..kv.query_rows.QueryRows`): for scores, selection and attention.
         """
         raise NotImplementedError(f"{type(self).__name__}.drafts is 'together': write attend_drafts()")

@@ -145,7 +145,7 @@ class LabelIndex(State):
         ``store`` may be the only row several times (:class:`..kv.query_rows.QueryRows`).
 
         ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``fill``:
-        False for who reads no scores behind a row's sealed tokens, which are then anything.
+        False if no scores after a row's sealed tokens are read, which are then anything.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels_of(store)

@@ -82,7 +82,7 @@ class LabelledPolicy(Policy):
         paged: bool,
         used: Tensor | None = None,
     ) -> Tensor:
-        """Attention to tokens ``ids [batch, H, K]``, of which ``used [batch, H]`` count (None: all).
+        """Attention to tokens ``ids [batch, H, K]``, ``used [batch, H]`` of them count (None: all).
 
         ``paged``: those that have copies on the device are read there.
         """
@@ -120,7 +120,7 @@ class LabelledPolicy(Policy):
         return entered
 
     def bring_taken(self, q: Tensor, store: LayerStore) -> None:
-        """Bring what the step that has just ended has attended to; behind a prompt what its last query ``q`` wants."""
+        """Bring what the step that has just ended has attended to; after a prompt what its last query ``q`` wants."""
         taken, self._taken = self._taken, None
         if not self.enter(store):
             return

@@ -97,7 +97,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         super().__init__(config, layer_idx, offloaded, channels)
         self._audited = NOTHING
         self.launch = Launch(each_step=config.audit_every is not None)
-        # The latest. It stays: replays of an earlier capture do not tell it anew. A list, which views of rows share.
+        # The latest. It stays: replays of an earlier capture do not set it. A list, which views of rows share.
         self._params: list[AttentionParams] = []
 
     def reset(self) -> None:

@@ -120,7 +120,7 @@ class RowTokens:
         """Nothing of this row is held."""
         first, room = self.lanes.held[row]
         for part in self._parts:
-            part.slots[:, row] = -1  # first: if an interrupt comes behind it, nothing is found in slots of others
+            part.slots[:, row] = -1  # first: if an interrupt comes after it, nothing is found in slots of others
             self._clear(part, first, first + room)
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ def needed_room(held: Tensor) -> Tensor:
 
 
 def expected_working_set(policy: Policy, tokens: int) -> int:
-    """Slots that a row of ``tokens`` tokens is likely to need, of which no step is known. No more than it has tokens.
+    """Slots that a row of ``tokens`` tokens is likely to need, before any step of it. No more than it has tokens.
 
     ``REUSED`` selections; 0 where nothing is chosen of so few tokens, or no copies are kept.
     """

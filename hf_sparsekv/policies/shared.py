@@ -78,7 +78,7 @@ class Shared:
         return self.policy(layer_idx)
 
     def policy(self, layer_idx: int) -> Policy:
-        """The policy of a layer behind the dense ones."""
+        """The policy of a layer after the dense ones."""
         return self.kind(self.config, layer_idx, self.offloaded)
 
     def name_of(self, policy: Policy) -> str:

@@ -38,7 +38,7 @@ class TokenConfig(SparseConfig):
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
     By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device behind
+    what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device after
     its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
     choose in host memory (docs/offloading.md).
 

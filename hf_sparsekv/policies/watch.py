@@ -63,7 +63,7 @@ class BlockWatch(State):
     def share(self, store: LayerStore) -> Tensor:
         """The share of rows and KV heads that attended to tokens of each block, float32 ``[full_blocks]`` on the CPU.
 
-        1 where attention was dense; NaN where nobody says.
+        1 where attention was dense; NaN where it is unknown.
         """
         if store.counters.last_dense:
             return torch.ones(store.full_blocks)

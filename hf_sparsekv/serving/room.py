@@ -16,7 +16,7 @@ from .sampler import Sampler
 from .work import Work
 
 SETS_EVERY = STEPS  # steps from one count to the next, which takes the host 0.4 to 0.6 ms (rows.csv)
-SOON = 4  # tokens by which the host may lag behind the device
+SOON = 4  # tokens by which the host may be late
 
 
 class Room:

@@ -27,7 +27,7 @@ class Foresight(State):
 
     Attributes:
         source: where the stream comes from: who has put hooks on the model says so. None: from nowhere.
-        stream_like: how wide the stream is, and of which type.
+        stream_like: the stream's width and type.
     """
 
     TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype

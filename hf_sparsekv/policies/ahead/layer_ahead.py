@@ -27,7 +27,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
 
     What the step before has sealed can be chosen, and crops, beams and copies of the cache have no choice to follow.
     Where nobody foresees a layer's query (the first layer; no hooks on the model), :meth:`attend` chooses by the query
-    that it gets, before it attends. So do drafts: nobody foresees theirs.
+    that it gets, before it attends. So do drafts: their queries are not foreseen.
     """
 
     drafts = "together"

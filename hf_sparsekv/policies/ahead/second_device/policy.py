@@ -235,7 +235,7 @@ class SecondDevicePolicy(ChosenBefore):
         if self.pending is not None and self.pending[1] == replica.full_blocks and not self.config.strict:
             event = self.pending[0]
             if event is not None and not event.query():
-                return  # it is late already; another one behind it would never be in time
+                return  # it is late already; another one after it would never be in time
         self.replica.choose(replica)
         at = self.at if store.capturing else 1 - self.at  # in a captured step what it has attended to is over
         self.packs[at].update(self.replica.ids, replica.pool.kv, replica.table, self.replica.memory(replica)[-1])
@@ -247,7 +247,7 @@ class SecondDevicePolicy(ChosenBefore):
 
     def account(self, q: Tensor, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
-        if plan.ahead:  # behind what the step has sealed
+        if plan.ahead:  # after what the step has sealed
             store.counters.index_bytes += self.replica.labels.nbytes_read(store.replica, tally.blocks + tally.sealed)
 
     def replayed(self, store: PrimaryStore, plan: Plan, tally: Tally) -> None:
