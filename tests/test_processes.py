@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import signal
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,7 +285,7 @@ END = """
 @pytest.mark.slow
 def test_the_interpreter_ends_with_copies_in_flight():
     """Code 0 and nothing said: of a global, a cycle, a finaliser's caches, and of two inside ``generate()``."""
-    run_alone(END.format(tests=os.path.dirname(__file__)))
+    run_alone(END.format(tests=str(Path(__file__).with_name("helpers"))))
 
 
 def test_garbage_that_is_collected_in_the_middle_of_taking_memory():

@@ -6,7 +6,7 @@ set -uo pipefail
 python=$1
 cd "$(dirname "$0")/.."
 
-there() { PYTHONPATH=tests "$python" -c 'import sys, browsers; sys.exit(browsers.find() is None)'; }
+there() { PYTHONPATH=tests/demo "$python" -c 'import sys, browsers; sys.exit(browsers.find() is None)'; }
 
 there && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

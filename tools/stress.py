@@ -25,7 +25,7 @@ import psutil
 import torch
 from transformers import DynamicCache, StoppingCriteria
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
 
 from caches import FULL, TIGHT, two_level
 from models import VOCAB, build, prompt, reference

@@ -49,7 +49,7 @@ class Rule:
 
 
 # One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps: by calibrate-device; its times are in
-# tests/test_crossover_table.py. Exact names: parts of a GPU (MIG) have names of their own, and other rates.
+# tests/policies/test_crossover_table.py. Exact names: parts of a GPU (MIG) have names of their own, and other rates.
 MEASURED = "NVIDIA H200"
 BUILT_IN: dict[str, dict[str, Rule]] = {
     MEASURED: {

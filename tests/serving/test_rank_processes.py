@@ -130,7 +130,7 @@ class Rank0:
     """A process of a script's, and what it says."""
 
     def __init__(self, script: str, model: Path, *args: str) -> None:
-        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+        paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/helpers")))
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         if not args:
             environment["CUDA_VISIBLE_DEVICES"] = ""

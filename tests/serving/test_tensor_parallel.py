@@ -164,7 +164,7 @@ class Ranks:
     """Two processes as torchrun starts them, without its looking after them; what they say."""
 
     def __init__(self, command: list[str], port: int, gpus: bool = False) -> None:
-        paths = (str(ROOT), str(ROOT / "tests"))
+        paths = (str(ROOT), str(ROOT / "tests/helpers"))
         world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         base = {**os.environ, **world, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         if not gpus:

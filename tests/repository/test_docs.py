@@ -32,7 +32,7 @@ from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.types import AttentionParams
 from hf_sparsekv_eval.samples import Sample, found_share
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```", re.M | re.S)
 SITE = (
     "README.md",
@@ -172,7 +172,7 @@ REPLACED = {
     "docs/generating.md": (("you/sparse-generate", str(ROOT)),),
     "docs/rows.md": (("max_length=131072", "max_length=512"),),
 }
-BY_ANOTHER_TEST = ("README.md",)  # tests/test_readme.py runs its snippet on the small model
+BY_ANOTHER_TEST = ("README.md",)  # tests/repository/test_readme.py runs its snippet on the small model
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")

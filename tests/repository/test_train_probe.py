@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import train_probe
 from probe_training import gates, network
@@ -186,7 +186,7 @@ def test_interrupted_run_is_the_whole_run(kind: str, tmp_path, monkeypatch) -> N
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_published_models_are_of_this_recipe(kind: str) -> None:
     """The command of a model's card, without further options, trains what is in ``assets/``."""
-    path = Path(__file__).parent.parent / "assets" / f"probe-{kind}"
+    path = Path(__file__).parents[2] / "assets" / f"probe-{kind}"
     result = json.loads((path / "result.json").read_text())
     recipe = json.loads(json.dumps(asdict(train_probe.recipe_of("published", kind))))
     assert result["gates_failed"] == []

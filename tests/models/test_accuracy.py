@@ -22,7 +22,7 @@ from hf_sparsekv_eval.text import python_reference
 
 pytestmark = pytest.mark.accuracy
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 LENGTH = 2048
 QUESTION = 3  # tokens of the question that are answered from the sparse cache, too
 TIGHT = "token_budget=128,num_blocks=16"  # of 2,048 tokens, 30 blocks

@@ -14,7 +14,7 @@ import browsers
 import pytest
 
 pytestmark = pytest.mark.browser
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 STARTED_WITHIN = 120  # seconds; it takes some eight, but a machine may be busy
 
@@ -30,7 +30,7 @@ def server(tmp_path_factory):
 def serving(log: Path, *arguments: str):
     """The demo in a process of its own: ``(url, log)``."""
     log.touch()
-    command = [sys.executable, str(ROOT / "tests" / "demo_server.py"), str(log), *arguments]
+    command = [sys.executable, str(ROOT / "tests/demo/demo_server.py"), str(log), *arguments]
     with (log.parent / "server.log").open("w+") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
         try:

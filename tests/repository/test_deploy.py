@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from hf_sparsekv.cli.app import app as command
 from hf_sparsekv.serving.http import create_app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MISSING = "Ray is not installed: `make test-ray` installs it"
 RAY = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason=MISSING)

@@ -17,7 +17,7 @@ from hf_sparsekv.cli.app import app
 from hf_sparsekv_cli import version
 from hf_sparsekv_cli.names import COMMANDS, asks_for_names, names_only
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import sys
 import hf_sparsekv_cli

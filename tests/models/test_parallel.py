@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
+ROOT = Path(__file__).parents[2]
+
 # Each rank generates with its half of the heads, and alone with all of them.
 RANKS = """
 import os, sys, warnings
@@ -114,8 +116,7 @@ def ranks(tmp_path: Path, code: str) -> tuple[list[str], dict[str, str]]:
     """What runs ``code`` on a saved model, and its environment."""
     build("llama", "sparsekv", vocab_size=98).save_pretrained(tmp_path / "model")
     (tmp_path / "ranks.py").write_text(code)
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "tests/helpers"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return [str(tmp_path / "ranks.py"), str(tmp_path / "model")], environment
 

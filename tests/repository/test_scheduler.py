@@ -13,7 +13,7 @@ import torch
 
 from tools import test_gpu
 
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"
 DIES = """
 import os
 import pytest
@@ -34,7 +34,7 @@ def test_a_worker_that_dies(tmp_path, restarts, run):
     (tmp_path / "test_dies.py").write_text(DIES)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    env["PYTHONPATH"] = str(TESTS)
+    env["PYTHONPATH"] = str(HELPERS)
     how = ["-n", "2", "--max-worker-restart", str(restarts), "-p", "no:cacheprovider", "-rA", "test_dies.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120

@@ -108,7 +108,7 @@ EARLIER = {
 @pytest.mark.parametrize("name", EARLIER)
 def test_files_of_earlier_releases_go_on(name):
     """In the middle of an answer, with the blocks or tokens chosen for the next step, or before there are channels."""
-    cache = SparseCache.load(Path(__file__).parent / "data" / f"{name}.safetensors")
+    cache = SparseCache.load(Path(__file__).parents[1] / "data" / f"{name}.safetensors")
     policy = cache.sparse_layers[0].policy
     assert getattr(policy, "chosen", False) == (not policy.labels.calibrating) == (name != "calibrating")
     token, *expected = EARLIER[name]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.block_writer import BlockWriter
 from hf_sparsekv.offload.copy_streams import CopyStream
 
+HELPERS = Path(__file__).parents[1] / "helpers"
 LATE = 10_000_000  # cycles, some 5 ms
 TIMES = int(os.environ.get("HF_SPARSEKV_REPEAT", "1"))
 TOKENS = {"level": "auto", "lag": False}
@@ -365,6 +367,6 @@ assert not all(event.query() for event in pending), "nothing is in flight"
 @pytest.mark.parametrize("ends", ["", "del cache, caches[0]", "sys.exit(0)", "cycle = [caches]; cycle.append(cycle)"])
 def test_the_process_ends_with_copies_in_flight(ends):
     """Code 0, and nothing said."""
-    script = END.format(tests=os.path.dirname(__file__), ends=ends)
+    script = END.format(tests=str(HELPERS), ends=ends)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, "CUDA error" in done.stderr) == (0, False), done.stderr

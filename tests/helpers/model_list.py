@@ -1,8 +1,8 @@
 """docs/models.md: transformers' own list of causal models, each built tiny and decoded sparsely.
 
-    python tests/model_list.py                  # write the page (minutes on a CPU)
-    python tests/model_list.py llama gemma3_text  # print the lines of some
-    python tests/model_list.py --show llama     # with the whole error, where there is one
+    python tests/helpers/model_list.py                  # write the page (minutes on a CPU)
+    python tests/helpers/model_list.py llama gemma3_text  # print the lines of some
+    python tests/helpers/model_list.py --show llama     # with the whole error, where there is one
 
 Each model type of ``MODEL_FOR_CAUSAL_LM_MAPPING`` gets a configuration of tiny sizes and random weights. Decoded are 12
 tokens after a prompt of 150, greedily:
@@ -10,7 +10,7 @@ tokens after a prompt of 150, greedily:
 1. by transformers' own cache and attention;
 2. by ``sparse(model)`` with a budget above the context: the same tokens, or it does not work;
 3. by ``sparse(model)`` with a small budget, in which steps must be sparse;
-4. the same by replayed steps: captured ones on a GPU, imitated ones without (tests/captured.py);
+4. the same by replayed steps: captured ones on a GPU, imitated ones without (tests/helpers/captured.py);
 5. by an engine: two requests together, and one that begins as an earlier one did. Each gets the tokens of generate()
    alone, or opening the engine says why not.
 """
@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TokenConfig, generating, sparse
 from hf_sparsekv.cuda_graph.runner import StepRunner
 
-PAGE = Path(__file__).parents[1] / "docs/models.md"
+PAGE = Path(__file__).parents[2] / "docs/models.md"
 WORKS, EAGER, WRONG, DENSE, REFUSED, FAILS, UNBUILT = (
     "works",
     "works, not captured",
@@ -387,7 +387,7 @@ def page(lines: list[Line]) -> str:
         f"All {len(lines)} model types of transformers {transformers.__version__}'s `MODEL_FOR_CAUSAL_LM_MAPPING`,",
         "each built with tiny random weights and decoded greedily inside `sparse(model)`. Written by",
         "",
-        "    python tests/model_list.py",
+        "    python tests/helpers/model_list.py",
         "",
         "A tiny model shows that the code of its architecture goes together with sparse caches. It says nothing of",
         "speed, nor of how well a trained model bears a selection: for that, [evaluation](evaluation.md). Latents:",

@@ -30,7 +30,7 @@ def test_the_page_has_all_of_transformers_list():
 @needs_its_transformers
 @on_a_cpu
 def test_the_page_is_as_the_command_writes_it():
-    assert model_list.page(list(LINES.values())) == TEXT, "run: python tests/model_list.py"
+    assert model_list.page(list(LINES.values())) == TEXT, "run: python tests/helpers/model_list.py"
 
 
 @needs_its_transformers

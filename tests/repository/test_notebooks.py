@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What takes the time, made shorter: nothing else is changed.
 SHORTER = {
     "first_steps": {"length=1500": "length=700", ": 24, ": ": 12, "},

@@ -16,7 +16,7 @@ from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.registry import methods
 from hf_sparsekv_eval.text import python_reference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 SINCE = readme.DATA["since"]["defaults"][0]  # of the first row of today's defaults
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in ("generating", "speed", "presets"))]
