@@ -41,14 +41,14 @@ def line_plot(race: RaceView) -> str:
         if values:
             parts.append(_line(values, width, top, f"{name} each"))
             parts.append(_line(_running_median(values), width, top, f"{name} median"))
-    ticks = _ticks(top)
+    ticks = axis_ticks(top)
     rules = "".join(
         f'<line class="rule" x1="0" x2="100" y1="{100 - 100 * t / top:.2f}" y2="{100 - 100 * t / top:.2f}"/>'
         for t in ticks
     )
     y_labels = "".join(f'<span style="bottom:{100 * t / top:.2f}%">{t:g}</span>' for t in ticks)
     x_labels = "".join(
-        f'<span style="left:{100 * t / width:.2f}%">{t:g}</span>' for t in _ticks(width, whole=True) if t
+        f'<span style="left:{100 * t / width:.2f}%">{t:g}</span>' for t in axis_ticks(width, whole=True) if t
     )
     legend = "".join(f'<span class="{name}">{esc(_label(lane))}</span>' for name, lane in zip(NAMES, race.lanes))
     note = f"; {clipped} slower ones lie above the picture" if clipped else ""
@@ -90,7 +90,7 @@ def _running_median(values: list[float], window: int = 15) -> list[float]:
     return [sorted(values[max(0, i - window + 1) : i + 1])[(min(i + 1, window) - 1) // 2] for i in range(len(values))]
 
 
-def _ticks(top: float, whole: bool = False) -> list[float]:
+def axis_ticks(top: float, whole: bool = False) -> list[float]:
     step = 10 ** math.floor(math.log10(top / 3))
     step *= next(m for m in (1, 2, 5, 10) if m * step * 5.5 >= top)
     step = max(1, step) if whole else step

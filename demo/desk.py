@@ -380,8 +380,8 @@ class Desk:
         where = {"recorded:": view.recorded} if view.recorded else self.machine()
         buttons = [gr.update(interactive=not running), gr.update(interactive=running)]
         return [
-            self.status(message, fraction, error), self._verdict(view),
-            *(self._pane(view, i, history) for i in range(2)),
+            self.status(message, fraction, error), self.verdict(view),
+            *(self.pane(view, i, history) for i in range(2)),
             charts.line_plot(view), charts.numbers(view, where), charts.heat_map(view.lanes[1].blocks), *buttons,
             *(gr.update(interactive=not running) for _ in self.recordings),
         ]  # fmt: skip
@@ -429,7 +429,7 @@ class Desk:
         return {"plot": charts.line_plot(RaceView()), "numbers": "", "heat": ""}
 
     @staticmethod
-    def _verdict(view: RaceView) -> str:
+    def verdict(view: RaceView) -> str:
         """The headline, above everything else; of a recording with its mark."""
         mark = ""
         if view.recorded:
@@ -440,7 +440,7 @@ class Desk:
         return f"{mark}<div class='verdict'><strong>{headline}</strong><span>{below}</span></div>"
 
     @staticmethod
-    def _pane(view: RaceView, number: int, history: list[tuple[str, list[str]]]) -> str:
+    def pane(view: RaceView, number: int, history: list[tuple[str, list[str]]]) -> str:
         lane = view.lanes[number]
         name, _, about = (lane.name or ("full attention", "sparse")[number]).partition(", ")
         said = [f"<p class='q'>{charts.esc(q)}</p><p class='a'>{charts.esc(a[number])}</p>" for q, a in history]

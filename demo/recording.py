@@ -189,7 +189,7 @@ def _lane_out(lane: RecordedLane) -> dict:
         "pieces": lane.pieces,
         "answer_tokens": lane.answer_tokens,
         "looks": [[token, _stats_out(stats), memory] for token, stats, memory in _few(lane.looks, _LOOKS)],
-        "maps": [[token, _map_out(blocks)] for token, blocks in _few(lane.maps, _MAPS)],
+        "maps": [[token, map_out(blocks)] for token, blocks in _few(lane.maps, _MAPS)],
         "totals": _stats_out(lane.totals),
     }
 
@@ -201,7 +201,7 @@ def _lane_in(fields: dict) -> RecordedLane:
         pieces=tuple(fields["pieces"]),
         answer_tokens=int(fields["answer_tokens"]),
         looks=tuple((int(token), _stats_in(stats), memory) for token, stats, memory in fields["looks"]),
-        maps=tuple((int(token), _map_in(blocks)) for token, blocks in fields["maps"]),
+        maps=tuple((int(token), map_in(blocks)) for token, blocks in fields["maps"]),
         totals=_stats_in(fields["totals"]),
     )
 
@@ -237,7 +237,7 @@ def _nothing(field: dataclasses.Field) -> object:
     return None if "None" in str(field.type) else 0
 
 
-def _map_out(blocks: BlockMap) -> dict:
+def map_out(blocks: BlockMap) -> dict:
     """Shares in 255ths, with as many columns as a picture has; of blocks that become one column the largest."""
     share, size = blocks.share, blocks.block_size
     if (factor := -(-share.shape[1] // _COLUMNS)) > 1:
@@ -254,7 +254,7 @@ def _map_out(blocks: BlockMap) -> dict:
     }
 
 
-def _map_in(fields: dict) -> BlockMap:
+def map_in(fields: dict) -> BlockMap:
     pixels = np.frombuffer(zlib.decompress(base64.b64decode(fields["data"])), np.uint8)
     share = torch.from_numpy(pixels.reshape(len(fields["layers"]), fields["columns"]).astype(np.float32)) / 255
     return BlockMap(tuple(fields["layers"]), share, fields["block_size"], fields["length"])

@@ -42,10 +42,10 @@ def doctor() -> None:
         sections = {
             "versions": _versions(_PACKAGES),
             "quantised weights": _versions(_FORMATS),
-            "GPU": _gpus(),
+            "GPU": gpus(),
             "host memory": _host(),
             "transformers": _registered(),
-            "operators": _operators(),
+            "operators": operators(),
         }
     for title, rows in sections.items():
         results.print(title, style="bold")
@@ -63,12 +63,12 @@ def _versions(packages: tuple[str, ...]) -> list[tuple[str, str]]:
     return rows
 
 
-def _gpus() -> list[tuple[str, str]]:
+def gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else " (torch was built without CUDA)"
         return [("none", f"everything runs on the CPU{built}: right, but not fast")]
     rows = []
-    details = _nvidia_smi()
+    details = nvidia_smi()
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{p.name}, {size(p.total_memory)}, compute {p.major}.{p.minor}"))
@@ -99,7 +99,7 @@ def _crossover(name: str, index: int) -> str:
     return f"guessed from {from_what}: `hf-sparsekv calibrate-device` measures it"
 
 
-def _nvidia_smi() -> list[list[str]]:
+def nvidia_smi() -> list[list[str]]:
     """Driver and link of each GPU; empty where nvidia-smi is missing or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -136,7 +136,7 @@ def _registered() -> list[tuple[str, str]]:
     ]
 
 
-def _operators() -> list[tuple[str, str]]:
+def operators() -> list[tuple[str, str]]:
     rows = []
     for operator, folder in _OPERATORS.items():
         kernel = importlib.util.find_spec(f"hf_sparsekv.ops.{folder}.triton") is not None

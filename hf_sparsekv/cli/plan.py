@@ -63,7 +63,7 @@ def plan(
         sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
         raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
     config = options.config(cache)
-    gpu = _memory("--gpu-memory", gpu_memory) if gpu_memory else _detected_gpu()
+    gpu = _memory("--gpu-memory", gpu_memory) if gpu_memory else detected_gpu()
     host = _memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
     model_config = _config(model)
     shape = model_shape(model_config, opt.torch_dtype(dtype))
@@ -79,7 +79,7 @@ def plan(
             raise CommandError(f"nothing fits: not a single row of {context:,} tokens. Take fewer tokens{more}")
         return
     planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
-    fits = _show(planned, gpu, host)
+    fits = show(planned, gpu, host)
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most and context > most:
         note(f"{context:,} tokens are more than the {most:,} that the model was made for")
@@ -135,13 +135,13 @@ def _memory(option: str, text: str) -> int:
     return size_in_bytes
 
 
-def _detected_gpu() -> int | None:
+def detected_gpu() -> int | None:
     if not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
+def show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
     """The table and what fits; whether the sparse or the dense cache does, as far as memory is known."""
     layers = p.model.layers
     kinds = [(kind, sum(layer.kind == kind for layer in layers)) for kind in ("full", "sliding", "other")]

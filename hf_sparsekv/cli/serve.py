@@ -180,7 +180,7 @@ def serve(
     try:
         _serve(
             model,
-            model_id or _name(model),
+            model_id or served_name(model),
             listener,
             max_connections,
             {
@@ -211,8 +211,8 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         app = create_app(engine, model_id, **options)
-        server = _server(app, engine, max_connections)
-        with set_aside(), short_turns(), _heard(server):  # signals: before anybody is told that it listens
+        server = server_of(app, engine, max_connections)
+        with set_aside(), short_turns(), signals_heard(server):  # signals: before anybody is told that it listens
             if tensor_parallel:
                 threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
             listener.listen(2048)
@@ -297,7 +297,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _server(app, engine, max_connections=2048):
+def server_of(app, engine, max_connections=2048):
     """uvicorn's server, but the first signal lets running requests finish, and the second one cancels them.
 
     Its own signal handlers are left out. They are set only while it runs, and a signal may come earlier or later.
@@ -338,11 +338,11 @@ def _server(app, engine, max_connections=2048):
     # Hides errors of clients that were cut off: their tasks are cancelled, and uvicorn would show where.
     logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
     options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
-    options |= {"http": protocol(_connections(max_connections)), "proxy_headers": False}
+    options |= {"http": protocol(affordable_connections(max_connections)), "proxy_headers": False}
     return Server(uvicorn.Config(app, **options, timeout_graceful_shutdown=GRACE_S))
 
 
-def _connections(asked: int) -> int:
+def affordable_connections(asked: int) -> int:
     """As many as this process may have files for, which are raised as far as it may."""
     try:
         import resource
@@ -365,7 +365,7 @@ def _no_cancellation(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _heard(server) -> Iterator[None]:
+def signals_heard(server) -> Iterator[None]:
     """Signals go to the server. If one has come, no more are heard afterwards: the process is about to end."""
     before = {one: signal.signal(one, server.handle_exit) for one in SIGNALS}
     try:
@@ -406,7 +406,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _name(model: str) -> str:
+def served_name(model: str) -> str:
     path = Path(model).expanduser()
     if is_gguf(path):
         return path.stem

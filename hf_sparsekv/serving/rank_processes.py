@@ -125,13 +125,13 @@ class RankProcesses:
             world[name] = os.environ.get(name, LOOPBACK)
         places = [{**world, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": devices[rank]} for rank in range(size)]
         os.environ.update(places[0])
-        self._children: list[subprocess.Popen] = []
+        self.children: list[subprocess.Popen] = []
         try:
             for rank in range(1, size):
                 started: Future[subprocess.Popen] = Future()
                 args, name = (rank, places[rank], started), f"hf-sparsekv-rank-process-{rank}"
                 threading.Thread(target=self._look_after, args=args, name=name, daemon=True).start()
-                self._children.append(started.result())
+                self.children.append(started.result())
         except BaseException:
             self.close(0)
             raise
@@ -170,12 +170,12 @@ class RankProcesses:
         """Wait ``seconds`` for the children, which end after the engine is closed, and kill those that are left."""
         self._closing = True
         until = time.monotonic() + seconds
-        for process in self._children:
+        for process in self.children:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-        for process in self._children:
+        for process in self.children:
             process.wait()
 
     def _unless_lost(self, make: Callable[[], T]) -> T:

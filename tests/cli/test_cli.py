@@ -347,9 +347,9 @@ def test_doctor_without_triton(monkeypatch):
     monkeypatch.setattr(doctor, "has_triton", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
-    assert all("Triton is not installed" in value for _, value in doctor._operators())
+    assert all("Triton is not installed" in value for _, value in doctor.operators())
     monkeypatch.setattr(doctor, "has_triton", lambda: True)
-    assert all(value == "Triton kernel on the GPU" for _, value in doctor._operators())
+    assert all(value == "Triton kernel on the GPU" for _, value in doctor.operators())
 
 
 def test_doctor_reads_nvidia_smi(monkeypatch):
@@ -357,10 +357,10 @@ def test_doctor_reads_nvidia_smi(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     done = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *a, **k: done)
-    assert doctor._nvidia_smi() == [["580.1", "4", "5", "16"], ["580.1", "5", "5", "16"]]
+    assert doctor.nvidia_smi() == [["580.1", "4", "5", "16"], ["580.1", "5", "5", "16"]]
 
     def fail(*args, **kwargs):
         raise subprocess.CalledProcessError(9, "nvidia-smi")
 
     monkeypatch.setattr(doctor.subprocess, "run", fail)
-    assert doctor._nvidia_smi() == []
+    assert doctor.nvidia_smi() == []

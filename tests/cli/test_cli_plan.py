@@ -185,7 +185,7 @@ NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", 
 )  # fmt: skip
 def test_plan_says_one_thing_and_its_status_is_that(eight_billion, monkeypatch, size, gpu_line, proposed, reasons):
     """What fits, what is proposed and the exit status agree; if nothing fits, the reason and an option are named."""
-    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: None)
     monkeypatch.setattr("hf_sparsekv.cli.plan.host_memory_limit", lambda: int(19 / 0.8 * 2**30) + 1)
     done = run("plan", eight_billion, *size, status=0 if reasons is None else 1)
     lines = done.stdout.splitlines()
@@ -212,7 +212,7 @@ def test_plan_compares_fast_with_nothing():
 
 
 def test_plan_proposes_nothing_without_a_size(tiny, monkeypatch):
-    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: None)
     assert "proposed" not in run("plan", tiny, "--context", 1000).stdout
 
 
@@ -230,5 +230,5 @@ def test_plan_of_a_server(tiny):
 
 
 def test_plan_of_a_server_needs_a_gpu_s_size(tiny, monkeypatch):
-    monkeypatch.setattr("hf_sparsekv.cli.plan._detected_gpu", lambda: None)
+    monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: None)
     assert "give --gpu-memory" in error("plan", tiny, "--context", 1000, "--serve", status=2)

@@ -8,11 +8,29 @@ import torch
 
 from demo import documents
 from demo.caches import METHODS
+from demo.desk import Desk
 from demo.models import PROBE, Loaded, Models
 from demo.race import Session, Task
 from demo.view import RaceView
 
 LENGTH = 1024
+
+
+# What a tab, a session and the models hold: tests look into it here, and nowhere else.
+def tabs_of(page: Desk) -> dict:
+    return page._tabs
+
+
+def talks_of(session: Session) -> dict:
+    return session._talks
+
+
+def prefix_of(session: Session):
+    return session._prefix
+
+
+def entries_of(models: Models) -> dict:
+    return models._entries
 
 
 @cache

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
-from demos import a_task, probe_model, run
+from demos import a_task, prefix_of, probe_model, run, talks_of
 
 from demo.caches import DENSE, METHODS
 from demo.race import Busy, Ended, Reading, Session, Started, Stepped, Task
@@ -114,14 +114,14 @@ def test_offload(probe):
 def test_a_follow_up_reads_neither_the_document_nor_the_talk_again(probe):
     session, task = Session(Turns()), a_task(probe)
     run(session, probe, task)
-    lengths = [len(session._talks["race", i].ids) for i in range(2)]
+    lengths = [len(talks_of(session)["race", i].ids) for i in range(2)]
     view, events = run(session, probe, task)
     assert view.reused
     assert [event.follows for event in events if isinstance(event, Started)] == [True, True]
     needle = probe.language.needle(5)
     for number, lane in enumerate(view.lanes):
         assert needle.answer in probe.language.tokenizer.decode(lane.ids[:2])
-        talk = session._talks["race", number]
+        talk = talks_of(session)["race", number]
         assert len(talk.ids) == lengths[number] + len(task.follow_up) + 2, "cut where the answer ended"
         assert talk.cache.get_seq_length() <= len(talk.ids)
     with session.running():
@@ -159,7 +159,7 @@ def test_several_rows_decode_one_lane_after_the_other(probe):
     assert {len(event.report.tokens) for event in steps} == {3}
     stats, one = view.lanes[1].stats, alone.lanes[1].stats
     assert stats.kv_bytes_read == 3 * one.kv_bytes_read
-    assert not session._talks, "their memory is given back"
+    assert not talks_of(session), "their memory is given back"
 
 
 def test_another_cache_uses_the_same_reading(probe):
@@ -176,7 +176,9 @@ def test_stop_comes_at_once_and_frees_the_memory(probe):
     with session.running():
         for event in session.race(probe, task):
             if isinstance(event, Stepped) and event.report.index == 3 and event.lane == 1:
-                kept = [weakref.ref(talk.cache) for talk in session._talks.values()] + [weakref.ref(session._prefix)]
+                held = [*(talk.cache for talk in talks_of(session).values()), prefix_of(session)]
+                kept = [weakref.ref(one) for one in held]
+                del held
                 session.stop.set()
                 stopped_at = time.monotonic()
             if isinstance(event, Ended):
@@ -242,7 +244,7 @@ def test_an_error_in_one_pane_leaves_the_other(probe, monkeypatch):
     def fails(*args):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(session._prefix, "start", fails)
+    monkeypatch.setattr(prefix_of(session), "start", fails)
     with session.running():
         session.new_talk()
     view, _ = run(session, probe, task)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
-from demos import a_task, probe_model, run
+from demos import a_task, entries_of, probe_model, run, tabs_of
 from typer.testing import CliRunner
 
 from demo import __main__ as command
@@ -220,7 +220,7 @@ def test_two_models_are_in_memory_however_many_tabs_have_raced(tmp_path):
         alive.append(weakref.ref(shared.load(path).model))
     gc.collect()
     assert [ref() is not None for ref in alive] == [False, False, True, True]
-    kept = [tab.session.memory_bytes()["device"] > 0 for tab in page._tabs.values()]
+    kept = [tab.session.memory_bytes()["device"] > 0 for tab in tabs_of(page).values()]
     assert kept == [False, False, True, True], "what a model that is gone has read is of no use"
     assert "was read before" in last(race(page, path, tab="d"))
     assert "took" in last(race(page, str(tmp_path / "a"), tab="a"))
@@ -236,7 +236,7 @@ def test_what_a_race_uses_stays_and_others_wait(tmp_path):
         assert shared.load(paths[0]) is first
         assert len(shared.look(paths[2])) == 2, "its tokenizer needs no place"
     third = shared.load(paths[2])
-    held = {path: entry.loaded for path, entry in shared._entries.items() if path in paths}
+    held = {path: entry.loaded for path, entry in entries_of(shared).items() if path in paths}
     assert held == {paths[0]: first, paths[1]: None, paths[2]: third}, "what was not used for longest made room"
 
 
@@ -245,7 +245,7 @@ def test_a_model_that_cannot_be_loaded_keeps_no_place(tmp_path):
     for name in "abc":
         with pytest.raises(ModelError, match="cannot load"):
             shared.load(str(a_copy(tmp_path / name, hidden_size=64, num_attention_heads="8")))
-    assert not [entry for entry in shared._entries.values() if entry.has_place or entry.runs or entry.users]
+    assert not [entry for entry in entries_of(shared).values() if entry.has_place or entry.runs or entry.users]
     shared.load(PROBE)
 
 
@@ -257,7 +257,7 @@ def test_tokenizers_are_kept_of_few_models(tmp_path, slow):
         shared.look(str(a_copy(tmp_path / str(number))))
         with pytest.raises(ModelError):
             shared.look(f"org/model-{number}/of/no/such/form")
-    assert len(shared._entries) == models._LOOKED
+    assert len(entries_of(shared)) == models._LOOKED
     assert shared.load(PROBE) is kept, "weights stay"
     asked.clear()
     shared.look(str(tmp_path / str(number)))
@@ -272,17 +272,17 @@ def test_a_silent_tab_gives_its_memory_back(monkeypatch):
     monkeypatch.setattr(desk, "_SWEEP", 0.05)
     page = Desk(Models(CPU))
     assert "Done" in last(race(page, PROBE))
-    session = page._tabs["tab"].session
+    session = tabs_of(page)["tab"].session
     assert session.memory_bytes()["device"] > 0
     end = time.monotonic() + 30
-    while page._tabs or page._sweeper:
+    while tabs_of(page) or page._sweeper:
         assert time.monotonic() < end, "nobody looks for silent tabs"
         time.sleep(0.05)
     assert session.memory_bytes()["device"] == 0
     running = race(page, PROBE, new_tokens=1024)
     next(running)
     time.sleep(1)
-    assert page._tabs, "a tab that runs is not silent"
+    assert tabs_of(page), "a tab that runs is not silent"
     page.stop(SimpleNamespace(session_hash="tab"))
     assert "Stopped" in last(running)
 
@@ -391,7 +391,7 @@ def test_a_damaged_config_is_told_in_the_page(config, changes, tmp_path):
     assert f"cannot load {path}: " in page.about(path, "Bundled", "", None, 512)
     for told in (page.chose_model(path, True, 40)[2], last(race(page, path))):
         assert "error" in told and f"cannot load {path}: " in told
-    assert not page._tabs["tab"].session.busy
+    assert not tabs_of(page)["tab"].session.busy
 
 
 def test_what_nobody_expected_is_told_in_the_page(monkeypatch, capsys):

@@ -91,7 +91,7 @@ def test_panes_say_who_missed_the_fact(answers, marks):
     for lane, answer in zip(view.lanes, answers):
         lane.answer, lane.after = answer, "x"
     for number, mark in enumerate(marks):
-        assert mark in Desk._pane(view, number, [])
+        assert mark in Desk.pane(view, number, [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -122,7 +122,7 @@ def test_one_very_slow_step_does_not_flatten_the_plot():
 
 @pytest.mark.parametrize("top", [0.003, 0.7, 4.2, 17, 96, 1234])
 def test_ticks(top):
-    ticks = charts._ticks(top)
+    ticks = charts.axis_ticks(top)
     assert 2 <= len(ticks) <= 7
     assert ticks[0] == 0
     assert ticks[-1] <= top

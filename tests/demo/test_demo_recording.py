@@ -78,9 +78,9 @@ def test_it_plays_by_each_lanes_own_clock():
 def test_random_weights_are_said_to_say_nothing():
     shown = bare((5.0, *[10.0] * 20)).view(9.0)
     assert shown.same_answer is None
-    assert "Random weights say nothing" in Desk._pane(shown, 0, [])
-    assert "recorded" in Desk._pane(shown, 0, [])
-    assert "a GPU" in Desk._verdict(shown)
+    assert "Random weights say nothing" in Desk.pane(shown, 0, [])
+    assert "recorded" in Desk.pane(shown, 0, [])
+    assert "a GPU" in Desk.verdict(shown)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_large_picture_keeps_its_darkest_blocks():
     share = torch.zeros(3, 1100)
     share[1, 1099] = 1.0
     blocks = recording.BlockMap((0, 1, 2), share, 64, 1100 * 64)
-    back = recording._map_in(recording._map_out(blocks))
+    back = recording.map_in(recording.map_out(blocks))
     assert back.share.shape == (3, 367) and back.block_size == 192
     assert back.share.nonzero().tolist() == [[1, 366]]
 

@@ -26,6 +26,15 @@ BLOCK_SHAPE = (2, 16, 32)  # float32: one page
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
+def arena_of(blocks: BlockPool) -> host_pool.HostArena | None:
+    """The host memory that a pool's blocks lie in: tests look into it here."""
+    return blocks._arena
+
+
+def block_bytes_of(blocks: BlockPool) -> int:
+    return blocks._block_bytes
+
+
 class FakeCuda:
     """Registers ranges as CUDA does, and complains about what CUDA would not survive."""
 

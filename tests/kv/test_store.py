@@ -110,8 +110,9 @@ def check_ids(stores: list[LayerStore]) -> None:
     ids = stores[0].table_of_rows.ids
     ids.share(ids.take(0))  # tables that are gone give theirs back
     named = np.concatenate([store.table_of_rows.blocks.host.flatten() for store in stores])
-    counts = np.bincount(named[named >= 0], minlength=len(ids._references))
-    assert (ids._references == counts).all()
+    references = ids._references
+    counts = np.bincount(named[named >= 0], minlength=len(references))
+    assert (references == counts).all()
     assert sorted(ids._free) == [i for i in range(ids.used) if counts[i] == 0]
 
 

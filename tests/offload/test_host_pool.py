@@ -10,7 +10,21 @@ import warnings
 import psutil
 import pytest
 import torch
-from host_memory import BLOCK_SHAPE, CPU, GPU, MB, budget_of, faked, fill, grow, in_child, intact, make_pool
+from host_memory import (
+    BLOCK_SHAPE,
+    CPU,
+    GPU,
+    MB,
+    arena_of,
+    block_bytes_of,
+    budget_of,
+    faked,
+    fill,
+    grow,
+    in_child,
+    intact,
+    make_pool,
+)
 
 from hf_sparsekv import SparseConfig
 from hf_sparsekv.kv.row_table import RowTable
@@ -41,7 +55,7 @@ def test_growth_never_moves_data(fake, pin, block_shape):
         assert blocks.kv.data_ptr() == place
         assert budget.used == blocks.kv.nbytes == blocks.kv.untyped_storage().nbytes() == blocks.nbytes()[1]
         assert intact(blocks)
-    assert len(fake.told("register")) == (len(blocks._arena.borders) if pin else 0)
+    assert len(fake.told("register")) == (len(arena_of(blocks).borders) if pin else 0)
     if pin:
         assert sum(size for _, size in fake.told("register")) == budget.used
     assert not fake.told("unregister")
@@ -59,14 +73,14 @@ def test_an_old_view_stays_valid(fake):
 def test_runs_do_not_cross_a_border(fake):
     blocks = make_pool(budget_of())
     fill(blocks, 100)
-    ends = [end // blocks._block_bytes for end in blocks._arena.borders]
+    ends = [end // block_bytes_of(blocks) for end in arena_of(blocks).borders]
     fill(blocks, 1 + ends[-1])
     parts = list(blocks.runs(3, blocks.capacity))
     assert parts[0][0] == 3 and parts[-1][1] == blocks.capacity
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)) and len(parts) == len(blocks._arena.borders) > 1
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)) and len(parts) == len(arena_of(blocks).borders) > 1
     start = blocks.kv.data_ptr()
     for lo, hi in parts:
-        at, size = start + lo * blocks._block_bytes, (hi - lo) * blocks._block_bytes
+        at, size = start + lo * block_bytes_of(blocks), (hi - lo) * block_bytes_of(blocks)
         assert any(a <= at and at + size <= a + n for a, n in fake.live.items())
     assert list(blocks.runs(5, 5)) == []
     on_device = make_pool(None)
@@ -172,7 +186,7 @@ def test_pinning_fails(fake, step):
         other = make_pool(budget)
         fill(other, 40)
     assert len(caught) == 1
-    assert not blocks._arena.pinned and not other._arena.pinned and not fake.live
+    assert not arena_of(blocks).pinned and not arena_of(other).pinned and not fake.live
     assert fake.calls == step, "what has failed once is not tried again"
     assert intact(blocks) and intact(other)
     assert budget.used == blocks.kv.nbytes + other.kv.nbytes
@@ -210,7 +224,7 @@ def test_pinning_that_was_asked_for_must_work(fake):
     with pytest.raises(RuntimeError, match=r"could not be pinned.*OffloadConfig\(pin_memory=None\) to go on"):
         grow(blocks, 16)
     assert before == (budget.used, blocks.capacity, blocks.ids.used, blocks.addresses)
-    assert blocks._arena.pinned and len(fake.live) == 1
+    assert arena_of(blocks).pinned and len(fake.live) == 1
     fill(blocks, 16)
     assert intact(blocks) and len(fake.live) == 2
 

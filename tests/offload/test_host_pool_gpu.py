@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from caches import FULL, two_level
-from host_memory import budget_of, fill, grow, intact, make_pool
+from host_memory import arena_of, budget_of, fill, grow, intact, make_pool
 from models import build, prompt
 
 from hf_sparsekv.offload import host_pool
@@ -56,7 +56,7 @@ def grown(budget, sizes=(16, 16, 40, 100)):
     for n in sizes:
         fill(blocks, n)
     torch.cuda.synchronize()  # a kernel writes; tests read on the host
-    assert len(blocks._arena.borders) > 2
+    assert len(arena_of(blocks).borders) > 2
     return blocks
 
 
@@ -67,7 +67,7 @@ def number_of(physical_ids):
 def test_pinned_and_in_place():
     budget = budget_of(GB, pin_memory=True)
     blocks = make_pool(budget, device=GPU, block_shape=BLOCK_SHAPE, dtype=torch.bfloat16)
-    assert blocks.kv.is_pinned() and blocks._arena.pinned and blocks.kv.device.type == "cpu"
+    assert blocks.kv.is_pinned() and arena_of(blocks).pinned and blocks.kv.device.type == "cpu"
     place = blocks.kv.data_ptr()
     for n in (16, 30, 200):
         fill(blocks, n)
@@ -91,7 +91,7 @@ def test_a_kernel_reads_across_borders_and_copies_keep_between_them():
     # One program reads 8192 values beginning 4096 before each border, others all of it.
     read[(triton.cdiv(flat.numel(), 8192),)](flat, got, flat.numel(), BLOCK=8192)
     assert torch.equal(got.cpu(), flat)
-    for border in blocks._arena.borders[:-1]:
+    for border in arena_of(blocks).borders[:-1]:
         start = border // 2 - 4096
         piece = torch.zeros(8192, dtype=torch.bfloat16, device=GPU)
         read[(1,)](flat[start:], piece, 8192, BLOCK=8192)
@@ -213,7 +213,7 @@ def test_a_registration_that_cuda_refuses(monkeypatch):
     with pytest.warns(UserWarning, match=r"could not be pinned \(cudaHostRegister: error \d+\)"):
         fill(blocks, 16)
     assert (torch.ones(3, device=GPU) + 1).sum() == 6
-    assert not blocks.kv.is_pinned() and not blocks._arena.pinned
+    assert not blocks.kv.is_pinned() and not arena_of(blocks).pinned
     assert intact(blocks)
     fill(blocks, 40)
     # The imitation left the second step registered, which the pool does not know of.

@@ -9,7 +9,7 @@ import os
 import psutil
 import pytest
 from caches import TIGHT, two_level
-from host_memory import MB, budget_of, faked, fill, make_pool, run_alone
+from host_memory import MB, arena_of, budget_of, faked, fill, make_pool, run_alone
 from models import model, prompt
 
 from hf_sparsekv.offload.host_pool import _release
@@ -108,7 +108,7 @@ def test_a_device_in_error_does_not_stop_the_release(fake, monkeypatch):
 def test_a_forked_child_releases_nothing(fake):
     """It has no CUDA context, and at these addresses, which it did not inherit, memory of its own."""
     blocks = make_pool(budget_of())
-    held = blocks._arena._held
+    held = arena_of(blocks)._held
     held.pid = os.getpid() + 1
     before = len(fake.log)
     del blocks

@@ -69,14 +69,14 @@ def test_doctor_shows_the_link(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: [])
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: [])
     monkeypatch.setattr(doctor, "measured_rate", lambda index: 48e9)
     monkeypatch.setattr(doctor, "link_name", lambda index: ("PCIe 5.0 x16", UNKNOWN)[index])
     facts = [_device.Gpu(142, 96 << 20, 99 << 10, rate) for rate in (864e9, None)]
     monkeypatch.setattr(doctor, "gpu", lambda device: facts[device.index])
     monkeypatch.setattr(doctor, "has_triton", lambda: True)
     monkeypatch.setattr(doctor, "why_not", lambda index, least=9: (None, "no clusters" if least == 9 else None)[index])
-    rows = [value for _, value in doctor._gpus()]
+    rows = [value for _, value in doctor.gpus()]
     guessed = "crossover guessed from 864 GB/s and 142 processors: `hf-sparsekv calibrate-device` measures it"
     assert rows[1::7] == [guessed, "crossover not known: all steps select"]
     assert rows[2::7] == ["kernels in CUDA C++: used", "kernels in CUDA C++: no clusters"]

@@ -367,18 +367,19 @@ def test_memory_of_a_captured_step_is_there_before():
     race = PredictiveRace(captured=True, cache_rank="cpu")
     race.feed(prompt(1, 130)["input_ids"])
     peer, record, made = race.ours.shared.peer, race.runner.recorder.record, []
-    peer._buffers.clear()
+    buffers = peer._buffers
+    buffers.clear()
 
     def watch(run, device, saved):
-        made.append(dict(peer._buffers))
+        made.append(dict(buffers))
         return record(run, device, saved)
 
     race.runner.recorder.record, race.runner.recorder.warm_up = watch, lambda run, device: None
     race.run(2)
     assert race.runner.captures == len(made) == 1
     handed_over = {"q", "k", "v", "past", "now", "after"}  # which kernels read in place
-    assert {name for name, *_ in peer._buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
-    assert all(peer._buffers[key] is held for key, held in made[0].items())
+    assert {name for name, *_ in buffers} - handed_over == {name for name, *_ in made[0]} - handed_over
+    assert all(buffers[key] is held for key, held in made[0].items())
 
 
 def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():

@@ -53,9 +53,14 @@ def made(name: str, slots: int, captured: bool = False, **changes) -> Iterator[R
             QueryTap(alone).remove()
 
 
+def lanes_of(rows):
+    """Which slots each row has."""
+    return rows._slots.tokens.lanes
+
+
 def consistent(rows) -> None:
     """Each slot that is taken holds its column's token, and the column knows its slot."""
-    lanes = rows._slots.tokens.lanes
+    lanes = lanes_of(rows)
     for layer in rows.cache.sparse_layers:
         held, store = layer.policy.tokens, layer.store
         assert held.lanes.tolist() == [list(lane) for lane in lanes.held]
@@ -148,13 +153,13 @@ def test_what_does_not_fit_any_more_was_chosen_longest_ago(room):
             it.join(it.prefill(n, n), room=160)
         for _ in range(14):
             it.step()
-        first = rows._slots.tokens.lanes.held[1][0]
+        first = lanes_of(rows).held[1][0]
         layers = [layer.policy.tokens for layer in rows.cache.sparse_layers]
         before = [held.stamps[:, first : first + 160].sort(descending=True).values for held in layers]
         assert all(int((stamps[:, 0] - stamps[:, -1]).min()) > 0 for stamps in before), "some are older than others"
         rows.give(1, room)
         consistent(rows)
-        first = rows._slots.tokens.lanes.held[1][0]
+        first = lanes_of(rows).held[1][0]
         for held, stamps in zip(layers, before):
             after = held.stamps[:, first : first + room].sort(descending=True).values
             assert torch.equal(after, stamps[:, :room])
@@ -220,7 +225,7 @@ def test_a_row_holds_what_it_would_alone_in_so_much_room(monkeypatch):
                 table = store.block_table[row : row + 1]
                 for ids in (ids for mine, ids, _ in calls if mine is held):
                     bring_tokens(ids[row : row + 1], store.pool.kv, table, slots, counters=expected)
-                first = rows._slots.tokens.lanes.held[row][0]
+                first = lanes_of(rows).held[row][0]
                 assert torch.equal(held.columns[:, first : first + room], slots.columns)
                 assert torch.equal(held.stamps[:, first : first + room], slots.stamps)
                 assert torch.equal(held.slots[row], slots.slots[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 from caches import FULL, SMALL
 from models import prompt
@@ -32,12 +34,36 @@ def greedy(tokens: int, **settings) -> Sampling:
     return Sampling(max_tokens=tokens, temperature=0, **settings)
 
 
+def inside(engine: Engine) -> SimpleNamespace:
+    """What an engine is made of: tests look into it here, and nowhere else."""
+    return SimpleNamespace(
+        loop=engine._loop,
+        cache=engine._cache,
+        rows=engine._rows,
+        blocks=engine._blocks,
+        detokenizer=engine._detokenizer,
+        threads=engine._loop._threads,
+    )
+
+
+def before_steps(engine: Engine, look: Callable[[], object]) -> None:
+    """Call ``look`` before each step of the engine's rows."""
+    loop = engine._loop
+    plain = loop._step
+
+    def step() -> bool:
+        look()
+        return plain()
+
+    loop._step = step
+
+
 def quiet(engine: Engine) -> None:
     """Nothing is left of any request."""
     until = time.monotonic() + 10
-    while not engine._loop.idle and time.monotonic() < until:
+    loop = inside(engine).loop
+    while not loop.idle and time.monotonic() < until:
         time.sleep(0.01)
-    loop = engine._loop
     assert (loop.idle, loop.blocks.used, loop.rows.rows, loop.order.reading) == (True, 0, (), None)
     table = loop.rows.cache.row_table
     pinned, kept = (0, 0) if (index := loop.blocks.index) is None else (index.pinned, len(index))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from caches import SMALL
 from captured import imitated
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, pieces, quiet
+from engines import BUDGET, SERVING, WHOLE, before_steps, greedy, ids_of, inside, once, pieces, quiet
 from models import VOCAB, build
 from waiting import wait_until
 
@@ -94,7 +94,7 @@ def test_short_prompts_are_calibrated_with_their_answers(config, offload):
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
     expected = [alone(net, config, ids, tokens) for ids, tokens in asked]
     with Engine(build("llama", "sdpa"), None, config, offload, SERVING) as engine:
-        work, calibrated = engine._loop.work, []
+        work, calibrated = inside(engine).loop.work, []
         plain = work.calibrate
         work.calibrate = lambda row, ids: calibrated.append(list(ids)) or plain(row, ids)
         handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
@@ -124,7 +124,7 @@ def test_blocks_are_kept_once_their_channels_are_those_of_enough_tokens():
 def test_an_error_while_a_row_is_calibrated_is_of_that_request_only(monkeypatch):
     config = TokenConfig(**SHORT)
     with Engine(build("llama", "sdpa"), None, config, OffloadConfig(), SERVING) as engine:
-        work, error = engine._loop.work, torch.OutOfMemoryError("no memory to read it anew")
+        work, error = inside(engine).loop.work, torch.OutOfMemoryError("no memory to read it anew")
         monkeypatch.setattr(work.rows, "calibrate", once(work.rows.calibrate, error))
         first, second = (engine.submit(ids_of(n, n), greedy(120)) for n in (30, 20))
         with pytest.raises(torch.OutOfMemoryError, match="no memory to read it anew"):
@@ -143,7 +143,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
 
     ``most``: tokens that take no longer than a turn, on whatever machine.
     """
-    work, go, turns = engine._loop.work, threading.Event(), []
+    work, go, turns = inside(engine).loop.work, threading.Event(), []
     read, overtake = work.read, work.overtake
 
     def wait_and_read(n: int) -> bool:
@@ -158,7 +158,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
     work.read, work.overtake = wait_and_read, overtake_once
     work.pace.tokens_in = lambda ms, past: most
     handle = engine.submit(ids or ids_of(301, 301), greedy(tokens))
-    wait_until(lambda: engine._loop.order.reading is not None)
+    wait_until(lambda: inside(engine).loop.order.reading is not None)
     try:
         yield handle, turns
     finally:
@@ -200,7 +200,7 @@ def test_nobody_who_is_passed_waits_for_what_a_short_prompt_took(others, setting
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
         with a_long_prompt(engine, tokens=30, most=most) as (_, turns):
             handles = [engine.submit(ids_of(n, 1), greedy(30)) for n in others]
-            wait_until(lambda: engine._loop.intake.queued >= len(others))
+            wait_until(lambda: inside(engine).loop.intake.queued >= len(others))
         for handle in handles:
             handle.result(60)
         quiet(engine)
@@ -212,7 +212,7 @@ def test_a_place_more_stays_free_where_rows_may_be_held_back():
     serving = replace(SERVING, max_rows=4)
     for offload, passed in ((None, True), (OffloadConfig(device_pool=120_000), False)):
         with Engine(build("llama", "sdpa"), None, TokenConfig(**BUDGET), offload, serving) as engine:
-            loop = engine._loop
+            loop = inside(engine).loop
             assert loop.room.by_need == (offload is not None)
             with a_long_prompt(engine) as (_, turns):
                 handles = [engine.submit(ids_of(n, n), greedy(4)) for n in (290, 280, 9)]
@@ -241,7 +241,7 @@ def test_short_prompts_that_begin_alike_keep_nothing_of_a_long_one():
 def test_short_prompts_teach_nothing_about_long_ones():
     """They take as long as more tokens would, and waiting for memory is not shorter for them."""
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
-        loop, learnt = engine._loop, []
+        loop, learnt = inside(engine).loop, []
         learn, since = loop.work.pace.learn, []
         loop.work.pace.learn = lambda tokens, *rest: learnt.append(tokens) or learn(tokens, *rest)
         with a_long_prompt(engine) as (_, turns):
@@ -264,8 +264,8 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(engine.model, "forward", forward)
-        orders, step = [], engine._loop._step
-        engine._loop._step = lambda: orders.append([one.order for one in engine._loop.room.running]) or step()
+        orders, loop = [], inside(engine).loop
+        before_steps(engine, lambda: orders.append([one.order for one in loop.room.running]))
         with a_long_prompt(engine, tokens=30) as (long, turns):
             unlucky, gone, fine = (engine.submit(ids_of(n, 2), greedy(40)) for n in (33, 34, 35))
             gone.cancel()
@@ -282,7 +282,7 @@ def test_a_short_prompt_that_fails_takes_nobody_with_it(expected, monkeypatch):
 def test_a_short_prompt_that_has_a_row_and_fails_leaves_it(monkeypatch):
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, replace(SERVING, max_rows=8)) as engine:
         with a_long_prompt(engine) as (long, turns):
-            sampler = engine._loop.room.sampler
+            sampler = inside(engine).loop.room.sampler
             monkeypatch.setattr(sampler, "set", once(sampler.set, RuntimeError("unlucky")))
             unlucky, fine = (engine.submit(ids_of(n, n), greedy(4)) for n in (33, 34))
         with pytest.raises(RuntimeError, match="unlucky"):
@@ -373,9 +373,8 @@ def test_blocks_that_are_shared_are_counted_once():
     document = ids_of(300, 5)
     with Engine(build("llama", "sdpa"), None, config, None, serving) as engine:
         engine.submit([*document, 7, 7], greedy(1)).result(20)
-        together, loop = [], engine._loop
-        plain = loop._step
-        loop._step = lambda: together.append(len(loop.room.running)) or plain()
+        together, loop = [], inside(engine).loop
+        before_steps(engine, lambda: together.append(len(loop.room.running)))
         handles = [engine.submit([*document, k, k], greedy(30)) for k in range(4)]
         assert all(handle.result(30).cached_tokens > 200 for handle in handles)
         assert max(together) >= 3
@@ -385,7 +384,7 @@ def test_blocks_that_are_shared_are_counted_once():
 def test_a_prompt_that_cannot_begin_fails_alone(engine, expected, monkeypatch):
     busy = engine.submit(ids_of(40, 6), greedy(30))
     next(iter(busy))
-    plain, failures = engine._cache.beside, []
+    plain, failures = inside(engine).cache.beside, []
 
     def beside():
         if not failures:
@@ -393,7 +392,7 @@ def test_a_prompt_that_cannot_begin_fails_alone(engine, expected, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return plain()
 
-    monkeypatch.setattr(engine._cache, "beside", beside)
+    monkeypatch.setattr(inside(engine).cache, "beside", beside)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         engine.submit(ids_of(50, 7), greedy(2)).result(10)
     assert list(engine.submit(ids_of(50, 8), greedy(4)).result(10).token_ids) == expected(50, 8, 4)
@@ -408,20 +407,20 @@ def test_what_is_kept_gives_way(expected):
             output = engine.submit(ids_of(150, seed), greedy(20)).result(20)
             assert list(output.token_ids) == expected(150, seed, 20)
             quiet(engine)
-            assert len(engine._loop.blocks.index) <= engine._blocks
+            assert len(inside(engine).loop.blocks.index) <= inside(engine).blocks
         assert engine.submit(ids_of(150, 5), greedy(20)).result(20).cached_tokens > 0
         assert engine.submit(ids_of(150, 0), greedy(20)).result(20).cached_tokens == 0
 
 
 def test_an_answer_ends_with_its_end_of_sequence(engine, expected):
     like = expected(40, 3, 20)
-    engine._loop.eos, eos = frozenset({like[5]}), engine._loop.eos
+    inside(engine).loop.eos, eos = frozenset({like[5]}), inside(engine).loop.eos
     try:
         output = engine.submit(ids_of(40, 3), greedy(20)).result(20)
         assert (list(output.token_ids), output.finish_reason) == (like[: like.index(like[5]) + 1], "stop")
         assert list(engine.submit(ids_of(40, 3), greedy(20, ignore_eos=True)).result(20).token_ids) == like
     finally:
-        engine._loop.eos = eos
+        inside(engine).loop.eos = eos
     quiet(engine)
 
 
@@ -455,7 +454,7 @@ def test_a_prompt_is_cancelled_in_the_middle(engine):
     busy = engine.submit(ids_of(10, 2), greedy(60))
     handle = engine.submit(ids_of(390, 1), greedy(2))
     until = time.monotonic() + 10
-    while engine._loop.order.reading is None and time.monotonic() < until:
+    while inside(engine).loop.order.reading is None and time.monotonic() < until:
         time.sleep(0.001)
     handle.cancel()
     assert handle.result(10).finish_reason in ("cancelled", "length")  # it may have been quick
@@ -527,7 +526,9 @@ def test_bytes_over_the_link(monkeypatch):
             wait_until(lambda: engine.stats().link_bytes >= total)  # noqa: B023 (called at once)
             assert engine.stats().link_bytes == total > 0
         handle = engine.submit(ids_of(300, 2), greedy(1))
-        wait_until(lambda: (found := engine._loop.work.reading) is not None and found.cache.get_seq_length() > 100)
+        wait_until(
+            lambda: (found := inside(engine).loop.work.reading) is not None and found.cache.get_seq_length() > 100
+        )
         handle.cancel()
         quiet(engine)
         wait_until(lambda: engine.stats().link_bytes > total)
@@ -536,8 +537,8 @@ def test_bytes_over_the_link(monkeypatch):
 def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
     """And not more often than that: it makes the host wait for the device."""
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), OffloadConfig(), SERVING) as engine:
-        counted, count = [], engine._loop.work.link_bytes
-        monkeypatch.setattr(engine._loop.work, "link_bytes", lambda: counted.append(1) or count())
+        counted, count = [], inside(engine).loop.work.link_bytes
+        monkeypatch.setattr(inside(engine).loop.work, "link_bytes", lambda: counted.append(1) or count())
         engine.submit(ids_of(150, 1), greedy(20)).result(30)
         assert not counted
         handle = engine.submit(ids_of(150, 2), greedy(20))
@@ -549,7 +550,7 @@ def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
         wait_until(lambda: counted)
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, SERVING) as engine:
         engine.submit(ids_of(60, 1), greedy(4)).result(30)
-        assert engine.stats().link_bytes == engine._loop.work.link_bytes() == 0
+        assert engine.stats().link_bytes == inside(engine).loop.work.link_bytes() == 0
 
 
 def test_requests_wait_for_memory(expected):
@@ -565,17 +566,17 @@ def test_no_more_memory_is_taken_than_was_reserved(layers):
     """Blocks that are kept of rows that run are not let go for others: that would free nothing."""
     serving, draw = replace(SERVING, max_tokens=800, layer_segments=layers), random.Random(3)
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
-        loop, ids = engine._loop, engine._cache.row_table.ids
-        most, plain = [], loop._step
-        loop._step = lambda: most.append((ids.used, loop.blocks.used + len(loop.blocks.index))) or plain()
+        loop, ids = inside(engine).loop, inside(engine).cache.row_table.ids
+        most = []
+        before_steps(engine, lambda: most.append((ids.used, loop.blocks.used + len(loop.blocks.index))))
         asked = [(draw.randint(5, 350), draw.randint(1, 40)) for _ in range(30)]
         for handle in [engine.submit(ids_of(n, seed), greedy(tokens)) for seed, (n, tokens) in enumerate(asked)]:
             handle.result(60)
         quiet(engine)
-        assert max(used for used, _ in most) <= engine._blocks
-        assert max(spoken for _, spoken in most) <= engine._blocks
+        assert max(used for used, _ in most) <= inside(engine).blocks
+        assert max(spoken for _, spoken in most) <= inside(engine).blocks
         beside = 32 // 16  # in which a row is calibrated
-        assert {pool.capacity for pool in engine._cache.block_pools.values()} == {engine._blocks + beside}
+        assert {pool.capacity for pool in inside(engine).cache.block_pools.values()} == {inside(engine).blocks + beside}
 
 
 def test_too_many_waiting_are_refused():
@@ -654,7 +655,7 @@ def test_draining_and_closing():
     engine.close()
     engine.close()
     assert "closed" in repr(engine) and net.config._attn_implementation == "sdpa"
-    assert not any(thread in threading.enumerate() for thread in engine._loop._threads)
+    assert not any(thread in threading.enumerate() for thread in inside(engine).threads)
     assert not net.model.layers[0]._forward_pre_hooks
     out = net.generate(torch.tensor([ids_of(20, 1)]), max_new_tokens=3, do_sample=False)
     assert out[0, 20:].tolist() == list(handle.result().token_ids[:3])
@@ -699,7 +700,7 @@ def test_all_steps_are_captured_at_the_start(offload, dense_below):
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(asked)]
     with Engine(net, None, config, offload, replace(SERVING, prefix_cache=False)) as engine:
         captures, replays = runner.captures, runner.replays
-        assert captures > len(engine._rows.widths)
+        assert captures > len(inside(engine).rows.widths)
         handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
         outputs = [handle.result(100) for handle in handles]
         assert runner.captures == captures == engine.stats().captures
@@ -730,13 +731,12 @@ def crowded(request):
 
 
 def test_rows_are_held_back_until_their_working_sets_fit(crowded):
-    held, rooms, lacking, loop = [], [], [], crowded._loop
-    plain = loop._step
+    held, rooms, lacking, loop = [], [], [], inside(crowded).loop
 
     def most_of(request) -> int:
         return len(request.ids) + request.sampling.max_tokens
 
-    def step() -> bool:
+    def look() -> None:
         held.append(sum(not request.candidate.runs for request in loop.room.running))
         rooms.append(sum(loop.rows.room(row) for row in loop.rows.rows))
         assert all(loop.rows.room(r.row) == 0 for r in loop.room.running if not r.candidate.runs)
@@ -744,9 +744,8 @@ def test_rows_are_held_back_until_their_working_sets_fit(crowded):
         if sum(r.candidate.need for r in decoding) <= loop.rows.slots:  # not the oldest one, which runs anyway
             lacks = [r for r in decoding if loop.rows.room(r.row) < 0.75 * min(r.candidate.need, most_of(r)) - 16]
             lacking.append(len(lacks))
-        return plain()
 
-    loop._step = step
+    before_steps(crowded, look)
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(6 * [(150, 40)] + [(40, 70), (301, 25)])]
     handles = [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]
     outputs = [handle.result(100) for handle in handles]
@@ -784,7 +783,7 @@ def test_a_row_that_has_just_come_gets_what_others_have_too_much(before, after):
 
 
 def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
-    loop, grown, asked = crowded._loop, {}, []
+    loop, grown, asked = inside(crowded).loop, {}, []
     give, working_sets = loop.work.give, loop.rows.working_sets
 
     def gave(row: int, tokens: int) -> None:
@@ -818,14 +817,8 @@ def test_working_sets_are_counted_once_more_room_has_filled_up(crowded):
 
 def test_rows_close_up(crowded):
     """Rows that decode move to the front, so that a step is no wider than needed."""
-    loop, widths = crowded._loop, []
-    plain = loop._step
-
-    def step() -> bool:
-        widths.append((len(loop.rows.active), loop.rows.width))
-        return plain()
-
-    loop._step = step
+    loop, widths = inside(crowded).loop, []
+    before_steps(crowded, lambda: widths.append((len(loop.rows.active), loop.rows.width)))
     tokens = [60, 5, 5, 5, 5, 40]
     handles = [crowded.submit(ids_of(20, seed), greedy(n)) for seed, n in enumerate(tokens)]
     outputs = [handle.result(60) for handle in handles]
@@ -836,8 +829,7 @@ def test_rows_close_up(crowded):
 @pytest.mark.parametrize("crowded", [480_000], indirect=True, ids=[""])
 def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
     """Of rows that came first some wait: those that decode take their places, and give them back behind."""
-    mine, seen = crowded._loop, []
-    plain = mine._step
+    mine, seen = inside(crowded).loop, []
 
     def chosen(candidates, room):
         first = len(seen) < 30
@@ -845,14 +837,13 @@ def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
             one.runs = i >= 3 or not first
         return [one.runs for one in candidates]
 
-    def step() -> bool:
+    def look() -> None:
         seen.append((mine.rows.active, mine.rows.width, len(mine.rows.rows)))
         if len(seen) == 30:
             mine.room.changed = True
-        return plain()
 
     monkeypatch.setattr(room, "admit", chosen)
-    mine._step = step
+    before_steps(crowded, look)
     asked = [(ids_of(90 + seed, seed), 60) for seed in range(7)]
     outputs = [handle.result(100) for handle in [crowded.submit(ids, greedy(tokens)) for ids, tokens in asked]]
     net = build("llama", "sparsekv")

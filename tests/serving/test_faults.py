@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, once, quiet
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, inside, once, quiet
 from models import build
 from tokenizers_made import byte_level
 
@@ -51,7 +51,7 @@ def test_an_error_behind_a_join_leaves_no_row(where, monkeypatch):
         expected = engine.submit(ids_of(60, 2), greedy(3)).result(20).token_ids
         busy = engine.submit(ids_of(30, 1), greedy(200))
         next(iter(busy))
-        loop, error = engine._loop, torch.OutOfMemoryError("no memory for a row")
+        loop, error = inside(engine).loop, torch.OutOfMemoryError("no memory for a row")
         place, name = {
             "room": (loop.work, "give"),
             "channels": (loop.work, "channels"),
@@ -232,7 +232,7 @@ def test_blocks_of_a_prompt_without_a_distribution_are_not_offered_again(tokens,
     """Whatever has made the logits NaN may be in the keys and values that were kept."""
     document = ids_of(200, 6)
     with engine_of() as engine:
-        loop, plain = engine._loop, engine.model.forward
+        loop, plain = inside(engine).loop, engine.model.forward
         expected = engine.submit([*document, 1, 1], greedy(4)).result(10).token_ids
         assert engine.submit([*document, 2], greedy(2)).result(10).cached_tokens > 0
 
@@ -267,7 +267,7 @@ class Panic(BaseException):
 def test_a_failure_in_detokenising_ends_one_request(error):
     tokenizer = byte_level()
     with engine_of(tokenizer=tokenizer) as engine:
-        loop, detokenizer = engine._loop, engine._detokenizer
+        detokenizer = inside(engine).detokenizer
         before = engine.submit("the cat", greedy(300, ignore_eos=True))
         next(iter(before))
         plain, calls = detokenizer.decode, []
@@ -287,7 +287,7 @@ def test_a_failure_in_detokenising_ends_one_request(error):
             wrong.result(10)
         assert len(before.result(30).token_ids) == 300
         assert len(engine.submit("the", greedy(5, ignore_eos=True)).result(10).token_ids) == 5
-        assert engine.ready and engine.stats().failed == 1 and loop._threads[1].is_alive()
+        assert engine.ready and engine.stats().failed == 1 and inside(engine).threads[1].is_alive()
         quiet(engine)
         assert engine.stats().generated_tokens < 500  # it has given its row back long before its end
 
@@ -325,7 +325,7 @@ def test_a_request_that_comes_while_the_engine_ends(end, monkeypatch):
         ended.set()
         late.join(10)
         assert len(found) == 1 and isinstance(found[0], Closed), found
-        assert engine._loop.intake.open == [] and engine.stats().refused == {"closed": 1}
+        assert inside(engine).loop.intake.open == [] and engine.stats().refused == {"closed": 1}
 
 
 def test_many_come_while_it_drains():
@@ -361,13 +361,13 @@ def test_who_closes_second_waits_for_the_first():
     with engine_of() as engine:
         handle = engine.submit(ids_of(20, 1), greedy(300))
         next(iter(handle))
-        plain, slow = engine._loop._cancel_all, threading.Event()
-        engine._loop._cancel_all = lambda: slow.set() or time.sleep(0.3) or plain()
+        loop, slow = inside(engine).loop, threading.Event()
+        plain, loop._cancel_all = loop._cancel_all, lambda: slow.set() or time.sleep(0.3) or plain()
         first = threading.Thread(target=engine.close)
         first.start()
         assert slow.wait(10)
         engine.close()
-        assert not any(thread.is_alive() for thread in engine._loop._threads)
+        assert not any(thread.is_alive() for thread in inside(engine).threads)
         assert handle.result(0).finish_reason == "cancelled"
         first.join(10)
 
@@ -408,7 +408,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeyp
 def test_none_may_wait():
     """``max_waiting=0``: what can start at once is taken, and does; anything else is refused."""
     with engine_of(max_waiting=0, max_rows=2) as engine:
-        loop = engine._loop
+        loop = inside(engine).loop
         first = engine.submit(ids_of(20, 1), greedy(300))
         next(iter(first))
         second = engine.submit(ids_of(20, 2), greedy(300))  # a row is free
@@ -433,9 +433,9 @@ def test_none_may_wait_for_memory_or_behind_a_prompt():
         with pytest.raises(Busy):
             engine.submit(ids_of(100, 2), greedy(60))  # a row is free, the memory is not
         first.result(20)
-        wait_for(lambda: engine._loop.idle)
-        plain, go = engine._loop.work.read, threading.Event()
-        engine._loop.work.read = lambda n: go.wait(10) and plain(n)
+        wait_for(lambda: inside(engine).loop.idle)
+        plain, go = inside(engine).loop.work.read, threading.Event()
+        inside(engine).loop.work.read = lambda n: go.wait(10) and plain(n)
         first = engine.submit(ids_of(20, 3), greedy(2))
         try:
             for _ in range(50):  # queued, begun or read: it is before this one
@@ -450,9 +450,9 @@ def test_none_may_wait_for_memory_or_behind_a_prompt():
 @pytest.mark.parametrize("most", [0, 3])
 def test_no_more_wait_than_may_whoever_asks_at_once(most):
     with engine_of(max_waiting=most, max_rows=1) as engine:
-        plain, there, go, found = engine._loop._once, threading.Event(), threading.Event(), []
-        engine._loop._once = lambda: there.set() or (go.wait(10) and plain())
-        engine._loop.intake.look()
+        loop, there, go, found = inside(engine).loop, threading.Event(), threading.Event(), []
+        plain, loop._once = loop._once, lambda: there.set() or (go.wait(10) and plain())
+        inside(engine).loop.intake.look()
         assert there.wait(10)  # and no turn is under way
         barrier = threading.Barrier(12)
 
@@ -483,7 +483,7 @@ def test_no_more_wait_than_may_whoever_asks_at_once(most):
 def test_clients_are_told_of_a_failure_when_the_engine_says_so(also, monkeypatch):
     """Whoever hears the error finds the engine not ready, with the reason; also if more goes wrong behind it."""
     with engine_of() as engine:
-        loop, heard, back = engine._loop, [], threading.Event()
+        loop, heard, back = inside(engine).loop, [], threading.Event()
 
         def listen(news) -> None:
             if isinstance(news, BaseException):

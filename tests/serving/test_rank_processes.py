@@ -50,14 +50,14 @@ def answers(engine):
         return found, engine._cache.sparse_layers[0].store.heads
 
 ranks = RankProcesses(2, served, gpus)
-print("child", ranks._children[0].pid, flush=True)
+print("child", ranks.children[0].pid, flush=True)
 both, share = answers(ranks.engine())
-while ranks._children[0].poll() is None:
+while ranks.children[0].poll() is None:
     time.sleep(0.01)
 time.sleep(0.2)  # the engine is closed: nobody misses the child
 assert ranks.lost is None
 ranks.close()
-assert [process.returncode for process in ranks._children] == [0] and ranks.lost is None
+assert [process.returncode for process in ranks.children] == [0] and ranks.lost is None
 tokenizer, whole = load(path, "float32", "cuda" if gpus else "cpu")
 if gpus:
     whole.set_attn_implementation("sparsekv")
@@ -72,7 +72,7 @@ os._exit(0)
 # It answers until it is told to end, or a rank is lost.
 RUNS = """
 ranks = RankProcesses(2, served, gpus)
-print("child", ranks._children[0].pid, flush=True)
+print("child", ranks.children[0].pid, flush=True)
 told = []
 ranks.when_lost(lambda error: told.append(print(f"lost: {error}", flush=True)))
 engine = ranks.engine()
@@ -94,8 +94,8 @@ os._exit(3)
 # A child that ends while all begin.
 BEGINS = """
 ranks = RankProcesses(2, served, gpus)
-print("child", ranks._children[0].pid, flush=True)
-ranks._children[0].kill()
+print("child", ranks.children[0].pid, flush=True)
+ranks.children[0].kill()
 try:
     ranks.engine()
 except RuntimeError as error:
@@ -108,7 +108,7 @@ NO_MODEL = """
 from dataclasses import replace
 
 ranks = RankProcesses(2, replace(served, model=path + "/not-there"), gpus)
-print("child", ranks._children[0].pid, flush=True)
+print("child", ranks.children[0].pid, flush=True)
 try:
     ranks.engine()
 except OSError as error:

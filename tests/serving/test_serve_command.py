@@ -96,7 +96,7 @@ def generated(path: Path, prompt: str, tokens: int) -> str:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_first_signal_drains_and_the_second_stops(signals, capfd):
     with FakeEngine(byte_level(), step_s=0.005) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
-        server = module._server(create_app(engine, "m"), engine)
+        server = module.server_of(create_app(engine, "m"), engine)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         wait_until(lambda: server.started)
@@ -199,7 +199,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", *names)
     assert (given["id"], given["options"]["api_key"], given["settings"][1]) == ("mine", None, None)
     assert (given["connections"], given["options"]["allowed_hosts"]) == (7, ("a.example", "b.example"))
-    assert module._name("small") == "small" and module._name("org/model") == "org/model"
+    assert module.served_name("small") == "small" and module.served_name("org/model") == "org/model"
 
 
 def test_there_are_files_for_as_many_connections_as_may_be(monkeypatch, capsys):
@@ -208,9 +208,9 @@ def test_there_are_files_for_as_many_connections_as_may_be(monkeypatch, capsys):
     limits = [(100, 5000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
-    assert module._connections(2048) == 2048 and limits[-1] == (2048 + module.OTHER_FILES, 5000)
+    assert module.affordable_connections(2048) == 2048 and limits[-1] == (2048 + module.OTHER_FILES, 5000)
     limits.append((100, 1024))
-    assert module._connections(2048) == 1024 - module.OTHER_FILES and limits[-1] == (1024, 1024)
+    assert module.affordable_connections(2048) == 1024 - module.OTHER_FILES and limits[-1] == (1024, 1024)
     assert "this process may have 1024 (ulimit -n)" in " ".join(capsys.readouterr().err.split())
 
 
@@ -225,7 +225,7 @@ def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypa
         def run(self, sockets) -> None:
             found.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(module, "_server", lambda *_: Server())
+    monkeypatch.setattr(module, "server_of", lambda *_: Server())
     done = run(str(tiny), "--port", "0", "--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload")
     assert done.exit_code == 0, done.output
     assert found[0] > 100_000 and gc.get_freeze_count() == 0
@@ -295,7 +295,7 @@ def test_a_third_signal_ends_what_hangs(monkeypatch):
     monkeypatch.setattr(module, "_leave", left.append)
     with FakeEngine(byte_level(), step_s=0.005) as engine:
         monkeypatch.setattr(engine, "close", lambda: closing.set() or go.wait(10))
-        server = module._server(create_app(engine, "m"), engine)
+        server = module.server_of(create_app(engine, "m"), engine)
         engine.submit([1, 2, 3], Sampling(max_tokens=900, ignore_eos=True))
         for _ in range(2):
             server.handle_exit(signal.SIGTERM, None)
@@ -309,9 +309,9 @@ def test_a_third_signal_ends_what_hangs(monkeypatch):
 def test_handlers_are_as_before_when_no_signal_has_come():
     with FakeEngine(byte_level()) as engine:
         server, before = (
-            module._server(create_app(engine, "m"), engine),
+            module.server_of(create_app(engine, "m"), engine),
             [signal.getsignal(one) for one in module.SIGNALS],
         )
-        with module._heard(server):
+        with module.signals_heard(server):
             assert [signal.getsignal(one) for one in module.SIGNALS] == [server.handle_exit] * 2
         assert [signal.getsignal(one) for one in module.SIGNALS] == before

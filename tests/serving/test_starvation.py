@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, quiet
+from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, inside, quiet
 from models import build
 
 from hf_sparsekv import Engine, OffloadConfig, TokenConfig
@@ -46,7 +46,7 @@ def test_a_request_that_needs_much_memory_begins_in_its_turn():
     """Short ones would always fit what is free; those that came later wait behind it."""
     serving = replace(SERVING, max_tokens=360, prefix_cache=False)
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
-        loop, begun = engine._loop, []
+        loop, begun = inside(engine).loop, []
         plain = loop.work.begin
         loop.work.begin = lambda ids, *rest: begun.append(len(ids)) or plain(ids, *rest)
         with a_stream_of_short_ones(engine, 6, 12) as short:
@@ -70,7 +70,7 @@ def test_a_request_that_needs_much_memory_begins_in_its_turn():
 def test_the_order_of_beginning_is_that_of_arrival(prefill_ms, sizes):
     serving = replace(SERVING, max_tokens=360, prefix_cache=False, prefill_ms=prefill_ms)
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, serving) as engine:
-        loop, begun = engine._loop, []
+        loop, begun = inside(engine).loop, []
         plain = loop.work.begin
         loop.work.begin = lambda ids, *rest: begun.append(len(ids)) or plain(ids, *rest)
         handles = [engine.submit(ids_of(n, n), greedy(20)) for n in sizes]
@@ -85,7 +85,7 @@ def test_a_row_that_is_held_back_is_overtaken_a_few_times_and_comes_back():
     serving = replace(SERVING, max_rows=6, prefix_cache=False)
     config = TokenConfig(**BUDGET)
     with Engine(build("llama", "sdpa"), None, config, OffloadConfig(device_pool=120_000), serving) as engine:
-        loop, room = engine._loop, engine._rows.slots
+        loop, room = inside(engine).loop, inside(engine).rows.slots
         expected = engine.submit(ids_of(200, 2), greedy(40)).result(60).token_ids
         seen: list[tuple[bool, int, int]] = []  # of the long one: it runs, was overtaken, later ones that run
         plain, long = loop.room.choose, []
