@@ -25,12 +25,12 @@ _PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "li
 _FORMATS = ("bitsandbytes", "torchao", "compressed-tensors", "gptqmodel")  # libraries of quantised weights
 # operator -> its folder in hf_sparsekv.ops
 _OPERATORS = {
-    "append": "append",
-    "block_score": "block_score",
-    "block_select": "topk_select",
-    "token_score": "token_score",
-    "token_select": "topk_select",
-    "sparse_decode": "sparse_decode",
+    "append": "storage.append",
+    "block_score": "selection.block_score",
+    "block_select": "selection.topk_select",
+    "token_score": "selection.token_score",
+    "token_select": "selection.topk_select",
+    "sparse_decode": "attention.sparse_decode",
 }
 METHOD = "token_only"  # the default method, as the crossover table names it
 _QUERY = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
