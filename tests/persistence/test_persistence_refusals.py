@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,29 +77,6 @@ def _put(name, *value, at=0):
     return put
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("layers.1.blocks"), "tensor layers.1.blocks is missing"),
-        (lambda t: t.update(more=torch.zeros(1)), "tensor more is not expected"),
-        (lambda t: t.update(table=torch.zeros(6).int()), r"tensor table is I32 \[6\]"),
-        (lambda t: t.update(table=torch.zeros(1, 6)), "tensor table is F32"),
-        (lambda t: t.pop("table"), "tensor table is missing"),
-        (lambda t: t.update(valid=torch.ones(1, 130, dtype=torch.bool)), "tensor valid is not expected"),
-        # More blocks than there are, one twice, none, and what stands for none.
-        *((_put("table", *ids), "table of the rows does not fit") for ids in ((999,), (0, 0), (-1,), (-2,), (6,))),
-        (_put("channels", 16), "channels in layer 0 is out of range"),
-        (_put("channels", 3, 3), "channels in layer 0 does not fit"),
-        (_put("previous", -2), "previous in layer 0 is out of range"),
-        (_put("previous", 1, 1), "previous in layer 0 does not fit"),
-    ],
-    ids=range(15),
-)
-def test_damaged_tensors(path, tmp_path, change, message):
-    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(rewrite(path, tmp_path / "x", tensors=change))
-
-
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
     """A saved cache of rows of 130 and 100 tokens, 6 and 5 blocks."""
@@ -106,172 +84,151 @@ def padded(tmp_path_factory):
     feed(cache, *prompt(2, 130, (0, 30)).values())
     path = tmp_path_factory.mktemp("saved") / "padded.safetensors"
     cache.save(path)
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("table").tolist()[1][-1] == -1
+        assert json.loads(file.metadata()["state"])["rows"] == {"lengths": [130, 100], "sealed": [6, 5], "padding": 130}
     return path
 
 
-ROWS = {"lengths": [130, 100], "sealed": [6, 5], "padding": 130}
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"lengths": 130}, "lengths in rows is 130, not a list of an integer from 0"),
-        ({"lengths": [130, 1 << 31]}, "lengths in rows is .*, not a list of an integer from 0"),
-        ({"lengths": [130, -1]}, "lengths in rows is .*, not"),
-        ({"lengths": [130, 100.0]}, "lengths in rows is .*, not"),
-        ({"lengths": [130, True]}, "lengths in rows is .*, not"),
-        ({"lengths": []}, "tensor table is"),
-        ({"lengths": [130]}, "tensor table is"),
-        ({"lengths": [130, 100, 100]}, "tensor table is"),
-        ({"lengths": [130, 101]}, "padding of the rows does not fit"),
-        ({"lengths": [100, 130]}, "sealed of the rows does not fit"),
-        ({"sealed": [6]}, "blocks in layer 0 does not fit"),  # there are more
-        ({"sealed": [6, 5, 5]}, "sealed of the rows does not fit"),
-        ({"sealed": [6, 4]}, "blocks in layer 0 does not fit"),
-        ({"sealed": [6, 6]}, "sealed of the rows does not fit"),
-        ({"sealed": [7, 5]}, "tensor table is"),
-        ({"sealed": []}, "tensor table is not expected"),
-        ({"sealed": [0, 0]}, "tensor table is not expected"),
-        ({"sealed": [6, None]}, "sealed in rows is .*, not"),
-        ({"padding": None}, "tensor valid is not expected"),
-        ({"padding": 0}, "padding in rows is 0, not an integer from 1"),
-        ({"padding": 131}, "tensor valid is"),
-        ({"more": 1}, "'more' in rows is not known"),
-    ],
-)
-def test_damaged_rows(padded, tmp_path, entry, message):
-    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(rewrite(padded, tmp_path / "x", state=lambda held: held["rows"].update(entry)))
-
-
-@pytest.mark.parametrize(
-    ("entry", "change", "message"),
-    [
-        ({}, _put("valid", True, at=130), "padding of the rows does not fit"),
-        ({}, _put("valid", False), "padding of the rows does not fit"),
-        # The map says of more columns than there are, but counts right.
-        (
-            {"padding": 131},
-            lambda t: t.update(valid=torch.cat((t["valid"], torch.zeros(2, 1, dtype=torch.bool)), 1)),
-            "padding of the rows does not fit",
-        ),
-        ({}, _put("table", 0, at=11), "table of the rows does not fit"),  # behind the second row's blocks
-        ({}, _put("table", 0, at=6), "table of the rows does not fit"),  # shared: the other one is nobody's
-        ({}, _put("table", 1, 0), "table of the rows does not fit"),  # its second row shares them at other places
-        # Nothing to look at, of as many blocks as there could be.
-        (
-            {"lengths": [], "sealed": [(1 << 31) - 1]},
-            lambda t: t.update(table=torch.zeros(0, (1 << 31) - 1).int(), valid=t["valid"][:0]),
-            "lengths of the rows does not fit",
-        ),
-        ({"lengths": [130]}, lambda t: t.update({n: t[n][:1] for n in ("table", "valid")}), "lengths of the rows does"),
-    ],
-    ids=range(8),
-)
-def test_rows_that_do_not_fit_together(padded, tmp_path, entry, change, message):
-    with safe_open(padded, "pt") as file:
-        assert file.get_tensor("table").tolist()[1][-1] == -1
-        assert json.loads(file.metadata()["state"])["rows"] == ROWS
-    file = rewrite(padded, tmp_path / "x", tensors=change, state=lambda held: held["rows"].update(entry))
-    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(file)
+def _configured(**changes):
+    return lambda held: held["config"].update(changes)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
+NO_FIT = "of the rows does not fit"
+
+# What is changed in which file, and what is said of it.
+TENSORS = [
+    (lambda t: t.pop("layers.1.blocks"), "tensor layers.1.blocks is missing"),
+    (lambda t: t.update(more=torch.zeros(1)), "tensor more is not expected"),
+    (lambda t: t.update(table=torch.zeros(6).int()), r"tensor table is I32 \[6\]"),
+    (lambda t: t.update(table=torch.zeros(1, 6)), "tensor table is F32"),
+    (lambda t: t.pop("table"), "tensor table is missing"),
+    (lambda t: t.update(valid=torch.ones(1, 130, dtype=torch.bool)), "tensor valid is not expected"),
+    # More blocks than there are, one twice, none, and what stands for none.
+    *((_put("table", *ids), f"table {NO_FIT}") for ids in ((999,), (0, 0), (-1,), (-2,), (6,))),
+    (_put("channels", 16), "channels in layer 0 is out of range"),
+    (_put("channels", 3, 3), "channels in layer 0 does not fit"),
+    (_put("previous", -2), "previous in layer 0 is out of range"),
+    (_put("previous", 1, 1), "previous in layer 0 does not fit"),
+]
+# By place: what is said of which values of a field.
+ROWS = {
+    "lengths in rows is .*, not a list of an integer from 0": {
+        "lengths": [130, [130, 1 << 31], [130, -1], [130, 100.0], [130, True]]
+    },
+    "tensor table is": {"lengths": [[], [130], [130, 100, 100]], "sealed": [[7, 5]]},
+    f"padding {NO_FIT}": {"lengths": [[130, 101]]},
+    f"sealed {NO_FIT}": {"lengths": [[100, 130]], "sealed": [[6, 5, 5], [6, 6]]},
+    "blocks in layer 0 does not fit": {"sealed": [[6], [6, 4]]},  # there are more
+    "tensor table is not expected": {"sealed": [[], [0, 0]]},
+    "sealed in rows is .*, not": {"sealed": [[6, None]]},
+    "tensor valid is not expected": {"padding": [None]},
+    "padding in rows is 0, not an integer from 1": {"padding": [0]},
+    "tensor valid is": {"padding": [131]},
+    "'more' in rows is not known": {"more": [1]},
+}
+ROWS_AND_TENSORS = [
+    ({}, _put("valid", True, at=130), f"padding {NO_FIT}"),
+    ({}, _put("valid", False), f"padding {NO_FIT}"),
+    # The map says of more columns than there are, but counts right.
+    (
+        {"padding": 131},
+        lambda t: t.update(valid=torch.cat((t["valid"], torch.zeros(2, 1, dtype=torch.bool)), 1)),
+        f"padding {NO_FIT}",
+    ),
+    ({}, _put("table", 0, at=11), f"table {NO_FIT}"),  # behind the second row's blocks
+    ({}, _put("table", 0, at=6), f"table {NO_FIT}"),  # shared: the other one is nobody's
+    ({}, _put("table", 1, 0), f"table {NO_FIT}"),  # one is nobody's
+    # Nothing to look at, of as many blocks as there could be.
+    (
+        {"lengths": [], "sealed": [(1 << 31) - 1]},
+        lambda t: t.update(table=torch.zeros(0, (1 << 31) - 1).int(), valid=t["valid"][:0]),
+        f"lengths {NO_FIT}",
+    ),
+    ({"lengths": [130]}, lambda t: t.update({n: t[n][:1] for n in ("table", "valid")}), f"lengths {NO_FIT}"),
+]
+LAYERS = {
+    "length in layer 1 does not fit": {"length": [140, 13]},  # that of the first one
+    "policy in layer 0 does not fit": {"policy": ["Policy"]},
+    "tensor layers.0.* is": {"batch": [2]},
+    "{name} in layer 0 is {value!r}, not an integer from 1": {"length": ["130", -1, 1 << 31], "batch": [1.0, True, 0]},
+    "{name} in layer 0 is {value!r}, not true or false": {"record_past": ["no", 0]},
+    "{name} in layer 0 is {value!r}, not": {"latent": [0], "device": ["meta", 3]},
+    "its header: {name} in layer 0 is {value!r}, not one of float64, ": {"dtype": ["float8", "int32"]},
+    "its header: '{name}' in layer 0 is not known": {"surprise": [1]},
+    "latent in layer 0 does not fit": {"latent": [True]},
+    "index in layer 0 is .*, not an object": {"index": [{"bounds": ["float32", None]}, {"bounds": [[], [1]]}]},
+    "channels in layer 0 does not fit": {"stats_tokens": [1]},
+    "tensor layers.0.stats_k is missing": {"query_heads": [4]},
+    "tensor layers.0.near_kv": {"near": [53]},
+}
+STATE = {
+    "{name} in the state is": {"layers": [[], 3], "model": [{"model_type": [[]]}], "cache": [["x"]]},
+    "layer 0 is 3, not an object": {"layers": [[3]]},
+    "{name} in the state is {value!r}, not": {"config": [3, []], "model": ["llama"], "record_past": [1]},
+    "{name} is {value!r}, not an object": {"channel_file": [3], "rows": [None]},
+    "'{name}' in the state is not known": {"more": [1]},
+    "lengths in rows is missing": {"rows": [{}]},
+}
+WHOLE = {
+    DEEP: "its header: it is nested too deeply",
+    "{": "its header",
+    "{}": "its header: cache in the state is missing",
+    "3": "the state is 3, not an object",
+    "NaN": "the state is nan, not an object",
+}
+CONFIGURATION = {
+    "near buffer in layer 0 does not fit": {"sinks": [1 << 40], "window": [1 << 40], "max_draft": [1 << 40]},
+    "config in the state is": {"window": [10**30], "level": [[]]},
+    "{name} in the configuration is {value!r}": {"block_size": [1 << 40, 16.0]},
+    "policy in layer 0 does not fit": {"dense_layers": [1]},
+    "label_channels=32 exceeds": {"label_channels": [32]},
+    "index in layer 0 does not fit": {"label_channels": [8]},
+    "its configuration: lag must be True, False or None": {"lag": [1]},
+    "its configuration: label_bits must be 4 or 16": {"label_bits": [4.0]},
+    "its configuration: channel_file must be a path or None": {"channel_file": [3]},
+    "channel_file does not fit the rest": {"channel_file": ["x"]},
+}
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"length": 140}, "length in layer 1 does not fit"),  # that of the first one
-        ({"length": 13}, "length in layer 1 does not fit"),
-        ({"length": "130"}, "length in layer 0 is '130', not"),
-        ({"length": -1}, "length in layer 0 is -1, not"),
-        ({"length": 1 << 31}, "length in layer 0 is 2147483648, not"),
-        ({"policy": "Policy"}, "policy in layer 0 does not fit"),
-        ({"batch": 2}, "tensor layers.0.* is"),
-        ({"batch": 1.0}, "batch in layer 0 is 1.0, not an integer from 1"),
-        ({"batch": True}, "batch in layer 0 is True, not an integer from 1"),
-        ({"batch": 0}, "batch in layer 0 is 0, not"),
-        ({"surprise": 1}, "its header: 'surprise' in layer 0 is not known"),
-        ({"record_past": "no"}, "record_past in layer 0 is 'no', not true or false"),
-        ({"record_past": 0}, "record_past in layer 0 is 0, not true or false"),
-        ({"latent": 0}, "latent in layer 0 is 0, not"),
-        ({"latent": True}, "latent in layer 0 does not fit"),
-        ({"device": "meta"}, "device in layer 0 is 'meta', not"),
-        ({"device": 3}, "device in layer 0 is 3, not"),
-        ({"dtype": "float8"}, "its header: dtype in layer 0 is 'float8', not one of float64, "),
-        ({"dtype": "int32"}, "dtype in layer 0 is 'int32', not one of float64"),
-        ({"index": {"bounds": ["float32", None]}}, "index in layer 0 is .*, not an object"),
-        ({"index": {"bounds": [[], [1]]}}, "index in layer 0 is .*, not an object"),
-        ({"stats_tokens": 1}, "channels in layer 0 does not fit"),
-        ({"query_heads": 4}, "tensor layers.0.stats_k is missing"),
-        ({"near": 53}, "tensor layers.0.near_kv"),
-    ],
-)
-def test_damaged_layers(path, tmp_path, entry, message):
+def _cases(file, place, table):
+    """Each value in turn: the file, what is changed in it, and what is said."""
+    for says, fields in table.items():
+        for name, values in fields.items():
+            for value in values:
+                message = says.replace("{name}", name).replace("{value!r}", re.escape(repr(value)))
+                yield file, {"state": lambda held, new={name: value}: place(held).update(new)}, message
+
+
+DAMAGED = [
+    *(("path", {"tensors": change}, says) for change, says in TENSORS),
+    *(
+        ("padded", {"state": lambda held, new=entry: held["rows"].update(new), "tensors": change}, says)
+        for entry, change, says in ROWS_AND_TENSORS
+    ),
+    *(("path", {"metadata": lambda meta, text=text: meta.update(state=text)}, says) for text, says in WHOLE.items()),
+    *_cases("padded", lambda held: held["rows"], ROWS),
+    *_cases("path", lambda held: held["layers"][0], LAYERS),
+    *_cases("path", lambda held: held, STATE),
+    *_cases("path", lambda held: held["config"], CONFIGURATION),
+]
+
+
+@pytest.mark.parametrize(("file", "changes", "message"), DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged(file, changes, message, tmp_path, request):
     with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(rewrite(path, tmp_path / "x", **entry))
+        SparseCache.load(rewrite(request.getfixturevalue(file), tmp_path / "x", **changes))
 
 
-@pytest.mark.parametrize(
-    ("whole", "message"),
-    [
-        ({"layers": []}, "layers in the state is"),
-        ({"layers": 3}, "layers in the state is"),
-        ({"layers": [3]}, "layer 0 is 3, not an object"),
-        ({"config": 3}, "config in the state is 3, not"),
-        ({"config": []}, r"config in the state is \[\], not"),
-        ({"model": "llama"}, "model in the state is 'llama', not"),
-        ({"model": {"model_type": [[]]}}, "model in the state is"),
-        ({"record_past": 1}, "record_past in the state is 1, not"),
-        ({"channel_file": 3}, "channel_file is 3, not an object"),
-        ({"cache": ["x"]}, "cache in the state is"),
-        ({"more": 1}, "'more' in the state is not known"),
-        (DEEP, "its header: it is nested too deeply"),
-        ("{", "its header"),
-        ("{}", "its header: cache in the state is missing"),
-        ({"rows": None}, "rows is None, not an object"),
-        ({"rows": {}}, "lengths in rows is missing"),
-        ("3", "the state is 3, not an object"),
-        ("NaN", "the state is nan, not an object"),
-    ],
-    ids=lambda x: "deep" if x == DEEP else None,
-)
-def test_damaged_states(path, tmp_path, whole, message):
-    def change(meta):
-        meta["state"] = whole if isinstance(whole, str) else json.dumps(json.loads(meta["state"]) | whole)
-
-    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(rewrite(path, tmp_path / "x", metadata=change))
-
-
-def _configured(path, to, **changes):
-    return rewrite(path, to, state=lambda held: held["config"].update(changes))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"sinks": 1 << 40}, "near buffer in layer 0 does not fit"),
-        ({"window": 1 << 40}, "near buffer in layer 0 does not fit"),
-        ({"window": 10**30}, "config in the state is"),
-        ({"max_draft": 1 << 40}, "near buffer in layer 0 does not fit"),
-        ({"block_size": 1 << 40}, "block_size in the configuration is"),
-        ({"block_size": 16.0}, "block_size in the configuration is 16.0"),
-        ({"dense_layers": 1}, "policy in layer 0 does not fit"),
-        ({"label_channels": 32}, "label_channels=32 exceeds"),
-        ({"label_channels": 8}, "index in layer 0 does not fit"),
-        ({"lag": 1}, "its configuration: lag must be True, False or None"),
-        ({"label_bits": 4.0}, "its configuration: label_bits must be 4 or 16"),
-        ({"channel_file": 3}, "its configuration: channel_file must be a path or None"),
-        ({"channel_file": "x"}, "channel_file does not fit the rest"),
-        ({"level": []}, "config in the state is"),
-    ],
-)
-def test_configurations_of_files(path, tmp_path, config, message):
-    with pytest.raises(ValueError, match=rf"is damaged \(.*{message}"):
-        SparseCache.load(_configured(path, tmp_path / "x", **config))
+def test_rows_share_blocks_at_the_same_places_only(tmp_path):
+    cache = two_level(**TIGHT)
+    feed(cache, IDS)
+    cache.reorder_cache(torch.tensor([0, 0]))
+    cache.save(tmp_path / "shared")
+    assert SparseCache.load(tmp_path / "shared").get_seq_length() == 130
+    with pytest.raises(ValueError, match=f"table {NO_FIT}"):
+        SparseCache.load(rewrite(tmp_path / "shared", tmp_path / "x", tensors=_put("table", 1, 0)))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +241,7 @@ def test_configurations_of_files(path, tmp_path, config, message):
 )
 def test_a_small_file_may_not_reserve_much(path, tmp_path, monkeypatch, config, size):
     """Who trusts it says so; nothing is allocated before."""
-    file = _configured(path, tmp_path / "x", **config)
+    file = rewrite(path, tmp_path / "x", state=_configured(**config))
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: pytest.fail("memory was taken"))
     message = rf"{file} reserves {size}.*than the 256\.0 MiB that a file of .*: pass config, with as much"
     with pytest.raises(ValueError, match=message):
@@ -293,7 +250,7 @@ def test_a_small_file_may_not_reserve_much(path, tmp_path, monkeypatch, config, 
 
 def test_a_file_may_reserve_as_much_as_is_usual(path, tmp_path, monkeypatch):
     """Room for some times the prompt; with the configuration given, whatever it says."""
-    file = _configured(path, tmp_path / "x", max_length=5000)
+    file = rewrite(path, tmp_path / "x", state=_configured(max_length=5000))
     for config in (None, replace(two_level(**TIGHT).config, max_length=5000)):
         loaded = SparseCache.load(file, config=config)
         assert loaded.config.max_length == 5000
