@@ -32,7 +32,9 @@ from groups import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
 
 from hf_sparsekv.small_model import is_fetched, small_model_path
 
-pytest.register_assert_rewrite("captured", "saved_files")  # modules with assertions of several files' tests
+# Modules with assertions of several files' tests.
+pytest.register_assert_rewrite("captured", "command_line", "saved_files")
+from command_line import tiny  # noqa: E402, F401 (a fixture)
 
 
 def pytest_report_header() -> str:

@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 import torch
+from command_line import SPARSE, error, run
 from gguf_files import SPECIAL, vocabulary, write
 from models import prompt
-from test_cli import SPARSE, error, run
 
 from hf_sparsekv import gguf_file
 from hf_sparsekv.cli import loading

@@ -7,12 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from test_cli import error, run, tiny
+from command_line import error, run
 
 from hf_sparsekv.cli import loading
 from hf_sparsekv.tuning.shapes import HUB, SHAPES, known_shape
-
-__all__ = ["tiny"]  # a fixture
 
 
 @pytest.mark.quick

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_cli import error, run, tiny
+from command_line import error, run
 
 from hf_sparsekv.cli import options as opt
 from hf_sparsekv.tuning.shapes import SHAPES
-
-__all__ = ["tiny"]  # a fixture
 
 
 @pytest.mark.quick

@@ -7,14 +7,13 @@ import json
 
 import pytest
 import torch
+from command_line import error, run
 from models import model, prompt
-from test_cli import error, run, tiny
 
 from hf_sparsekv_eval import documents, forced
 from hf_sparsekv_eval.cache_specs import parse_caches
 from hf_sparsekv_eval.records import Results
 
-__all__ = ["tiny"]  # a fixture
 SPEC = "token:block_size=16,window=16,token_budget=32,num_blocks=2,dense_layers=0,calibration_tokens=32"
 CACHES = ("--cache", "full", "--cache", SPEC, "--cache", "streaming:block_size=16,window=16")
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from test_cli import error, flat, run, tiny
-
-__all__ = ["tiny"]  # a fixture; made for 2,048 tokens
+from command_line import error, flat, run
 
 TIGHT = "two_level:block_size=16,window=16,dense_layers=0,token_budget=32,num_blocks=4"
 SAYS_NOTHING = "attended to everything at 300 tokens: there it is full attention, and these figures say nothing about"

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
+from command_line import error, run
 from models import model, prompt
-from test_cli import error, run, tiny  # noqa: F401 (a fixture)
 from test_evaluation_tasks import letters, probe  # noqa: F401 (fixtures)
 
 from hf_sparsekv_eval import drift, generation, long_tasks, report, whole_table
@@ -308,7 +308,7 @@ def text(tmp_path_factory) -> tuple:
     return "--text-file", path
 
 
-def test_eval_all_goes_on_after_an_interruption_and_reports(tiny, text, tmp_path, monkeypatch) -> None:  # noqa: F811
+def test_eval_all_goes_on_after_an_interruption_and_reports(tiny, text, tmp_path, monkeypatch) -> None:
     args = ("eval", "all", tiny, "--lengths", "600", "--only", "ruler,text,output", "--families", "niah_single_1")
     args = (*args, "--question-steps", "4", *SMALL, *text, "--output", tmp_path)
     real = drift.evaluate
@@ -360,7 +360,7 @@ def test_eval_all_on_a_probe_has_no_texts(probe, tmp_path) -> None:  # noqa: F81
     assert "texts, and a probe model knows no words" in error("eval", "tasks", probe, "--out", tmp_path / "o")
 
 
-def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:  # noqa: F811
+def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:
     args = ("eval", "all", tiny, *text, "--out", tmp_path / "out")
     assert "no part 'rulers' (did you mean 'ruler'?); there are ruler, needle" in error(
         *args, "--only", "rulers", status=2
@@ -375,7 +375,7 @@ def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:  # noqa: F81
     assert not (tmp_path / "out").exists()
 
 
-def test_eval_tasks_and_output_have_commands(tiny, text, tmp_path) -> None:  # noqa: F811
+def test_eval_tasks_and_output_have_commands(tiny, text, tmp_path) -> None:
     common = ("--cache", "full", *SPARSE)
     args = (
         "--lengths",

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 import torch
+from command_line import run
 from models import model, prompt
-from test_cli import run, tiny
 from test_evaluation_passes import LABELS, Letters
 
 from hf_sparsekv_eval import forced, generation, prefix
@@ -17,7 +17,6 @@ from hf_sparsekv_eval.cache_specs import parse_caches
 from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.samples import Sample, found_share
 
-__all__ = ["tiny"]  # a fixture
 ROWS, LENGTH = 5, 120
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from command_line import SPARSE, run
 from models import build, model, prompt
-from test_cli import SPARSE, run, tiny
 
 from hf_sparsekv.cli import running
 from hf_sparsekv.tuning import channels
@@ -16,7 +16,6 @@ from hf_sparsekv_eval.cache_specs import parse_caches
 from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.samples import Sample, found_share
 
-__all__ = ["tiny"]  # a fixture
 PASS, ROWS, LENGTH = 256, 3, 331  # at most 85 columns a pass, four passes
 SMALL = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 LABELS = f"two_level:{SMALL},calibration_tokens=32,num_blocks=4"

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_cli import error, run, tiny  # noqa: F401 (a fixture)
+from command_line import error, run
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -286,14 +286,14 @@ def test_eval_of_held_out_text(which: str, task: str, request, tmp_path) -> None
         assert max(v for (_, m), v in found.items() if m == "KL") > 0
 
 
-def test_eval_longbench_reads_local_files(tiny, local_longbench, tmp_path) -> None:  # noqa: F811
+def test_eval_longbench_reads_local_files(tiny, local_longbench, tmp_path) -> None:
     args = ("eval", "longbench", tiny, "--data", local_longbench, "--tasks", "hotpotqa,trec", "--max-length", "600")
     result = run(*args, "--out", tmp_path, *CACHES)
     assert "## all lengths" in result.stdout
     assert {f.task: f.samples for f in figures(tmp_path)} == {"hotpotqa": 2, "trec": 1, "average": 3}
 
 
-def test_eval_says_what_is_wrong(probe, tiny, tmp_path) -> None:  # noqa: F811
+def test_eval_says_what_is_wrong(probe, tiny, tmp_path) -> None:
     out = ("--out", tmp_path / "out")
     assert "unknown method" in error("eval", "ruler", probe, "--cache", "nothing", *out, status=2)
     assert "no family 'cwe'" in error("eval", "ruler", probe, "--families", "cwe", *out, status=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_cli import tiny  # noqa: F401 (a fixture)
 from test_evaluation_passes import passes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,7 +45,7 @@ def requests(kind: str, *args) -> list[Instance]:
     return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(args)]
 
 
-def test_likelihoods_with_room_for_all_are_full_attentions(tiny) -> None:  # noqa: F811
+def test_likelihoods_with_room_for_all_are_full_attentions(tiny) -> None:
     asked = [(CONTEXT, "fox"), (CONTEXT, "dog and jug"), ("the lazy", " dog")]
     found = {}
     for name, cache in (("full", "full"), ("all", ALL), ("few", FEW)):
@@ -60,7 +59,7 @@ def test_likelihoods_with_room_for_all_are_full_attentions(tiny) -> None:  # noq
     assert found["few"][2][0] == pytest.approx(found["full"][2][0], abs=1e-3)
 
 
-def test_rolling_likelihood_and_text_are_full_attentions(tiny) -> None:  # noqa: F811
+def test_rolling_likelihood_and_text_are_full_attentions(tiny) -> None:
     rolling, text = requests("loglikelihood_rolling", (CONTEXT[:100],)), (CONTEXT, {"until": ["."], "max_gen_toks": 8})
     results = []
     for cache in ("full", ALL):
@@ -75,7 +74,7 @@ def test_rolling_likelihood_and_text_are_full_attentions(tiny) -> None:  # noqa:
     assert results[1][1] == results[0][1]
 
 
-def test_harness_runs_local_tasks(tiny, task_dir) -> None:  # noqa: F811
+def test_harness_runs_local_tasks(tiny, task_dir) -> None:
     out = lm_eval.simple_evaluate(
         model="sparsekv",
         model_args=f"pretrained={tiny},cache={FEW}",
@@ -88,7 +87,7 @@ def test_harness_runs_local_tasks(tiny, task_dir) -> None:  # noqa: F811
     assert out["results"]["local_write"]["exact_match,none"] == 0
 
 
-def test_a_model_that_is_loaded_already_and_wrong_specs(tiny) -> None:  # noqa: F811
+def test_a_model_that_is_loaded_already_and_wrong_specs(tiny) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="sparsekv")
     ours = SparseKVLM(model, tokenizer=AutoTokenizer.from_pretrained(tiny), cache=ALL)
     assert ours.spec.options["token_budget"] == 4096
@@ -97,7 +96,7 @@ def test_a_model_that_is_loaded_already_and_wrong_specs(tiny) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("cache", ["full", ALL])
-def test_long_contexts_are_read_in_passes(tiny, cache, monkeypatch) -> None:  # noqa: F811
+def test_long_contexts_are_read_in_passes(tiny, cache, monkeypatch) -> None:
     """A batch of several lengths; no pass holds more tokens than evaluation's own, none a single column."""
     asked = [(CONTEXT + "pack my box " * i, {"until": ["."], "max_gen_toks": 8}) for i in range(3)]
     monkeypatch.setattr(prefix, "_LEAST", 16)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_cli import error, run, tiny  # noqa: F401 (a fixture)
+from command_line import error, run
 from test_evaluation_tasks import letters, probe  # noqa: F401 (fixtures)
 
 from hf_sparsekv_eval import ruler_data, ruler_paper
@@ -162,7 +162,7 @@ def test_the_largest_prompt_takes_few_encodings(seed: int) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_eval_ruler_with_data(tiny, folder, tmp_path) -> None:  # noqa: F811
+def test_eval_ruler_with_data(tiny, folder, tmp_path) -> None:
     settings = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
     args = ("eval", "ruler", tiny, "--data", folder, "--lengths", "1k", "--families", "qa_1,qa_2", "--out", tmp_path)
     args = (*args, "--cache", "full", "--cache", f"random:{settings}")

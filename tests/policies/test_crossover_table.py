@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from caches import SMALL, TIGHT, two_level
+from command_line import error, run
 from models import model, prompt
-from test_cli import error, run
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, user_file
 from hf_sparsekv.cli import calibrate_device as command

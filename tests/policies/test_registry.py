@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 from caches import CACHES, SMALL, TIGHT, generic
+from command_line import TEXT, error, run
 from models import build, model, prompt
 from saved_files import feed, rewrite, same, saved, state, steps
-from test_cli import TEXT, error, run, tiny
 
 from benchmarks.baselines import VARIANTS
 from hf_sparsekv import (
@@ -38,8 +38,6 @@ from hf_sparsekv.policies.registry import called, method_of, methods, names, reg
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 from hf_sparsekv_eval.cache_specs import known, parse_cache
-
-__all__ = ["tiny"]  # a fixture
 
 
 @pytest.fixture
