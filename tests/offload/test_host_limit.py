@@ -123,9 +123,7 @@ def test_the_default_limit_is_one_of_all_caches(machine):
     machine(10)
     one, other, own = HostBudget(OffloadConfig()), HostBudget(OffloadConfig()), limited(3 << 30)
     one.take(5 << 30)
-    message = (
-        r"needs 4\.00 GiB of host memory, the limit is 8\.00 GiB .*; other caches of this process hold 5\.00"
-    )
+    message = r"needs 4\.00 GiB of host memory, the limit is 8\.00 GiB .*; other caches of this process hold 5\.00"
     with pytest.raises(MemoryError, match=message + r" GiB: drop caches that are done, shorten the context"):
         other.take(4 << 30)
     assert other.used == 0
