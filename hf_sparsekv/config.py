@@ -47,6 +47,7 @@ class SparseConfig(Options):
 
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    UNNAMED: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # what files mean that do not name a newer option
 
     block_size: int = 64
     sinks: int = 4

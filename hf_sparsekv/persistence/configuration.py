@@ -42,7 +42,7 @@ def empty_cache(
             del named["predictor"]
         elif named.get("predictor") == _DEFAULT:
             named["predictor"] = None
-        saved = saved_as(**named)
+        saved = saved_as(**{**saved_as.UNNAMED, **named})
         if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
             raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
         if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):

@@ -29,7 +29,7 @@ from .label_index import label_bytes
 from .labelled import LabelledPolicy
 from .launch import Launch
 from .measured import PackStats, WalkStats
-from .memory import Memory, Request
+from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
 from .shared import Labelled, Shared
@@ -60,6 +60,8 @@ class Progressive(Labelled):
             memory.bounds = walk_bytes(request)
             return memory
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
+        if request.config.means:
+            memory.means = mean_bytes(request)
         if request.offload is not None and request.full_blocks > 0:
             add_device_tokens(memory, request, expected(request.table * request.config.block_size))
         return memory
@@ -109,6 +111,8 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
+        if self.config.means:
+            store.keep_means(self.config.tail_tokens)
         self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
 
     # ------------------------------------------------------------------ a step
@@ -164,6 +168,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         super().account(q, store, plan, tally)
         if not plan.dense:
             store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
+            store.count_means(tally)
 
     # ------------------------------------------------------------------ the next step
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from ..config import SparseConfig
 from ..option_checks import not_negative, one_of, positive, require
-from .label_options import Reduce, check_labels
+from .label_options import Reduce, check_labels, check_tail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class ProgressiveConfig(SparseConfig):
         label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
             128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
             (docs/studies/progressive.md).
-        label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TokenConfig`.
+        label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in :class:`TokenConfig`.
+            ``tail`` is without effect with other estimates than labels.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
             ``estimate="labels"``.
@@ -52,10 +53,13 @@ class ProgressiveConfig(SparseConfig):
         {
             "fast": {"threshold": 0.9},
             "accurate": {"threshold": 0.98},
-            "previous": {"estimate": "scores", "threshold": 0.98, "min_tokens": 512, "dense_layers": 2},
-            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0, "dense_layers": 2},
+            "previous": {
+                **{"estimate": "scores", "threshold": 0.98, "min_tokens": 512, "dense_layers": 2, "tail": None}
+            },
+            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0, "dense_layers": 2, "tail": None},
         }
     )
+    UNNAMED = MappingProxyType({"tail": None})
 
     threshold: float = 0.95
     min_tokens: int = 256
@@ -67,6 +71,8 @@ class ProgressiveConfig(SparseConfig):
     channel_file: str | PathLike[str] | None = None
     channel_importance: Literal["max", "mean"] = "max"
     calibration_tokens: int = 256
+    tail: Literal["mean"] | None = "mean"
+    tail_tokens: int = 256
     audit_every: int | None = None
 
     label_share = 2  # of the channels are label channels by default: one in so many
@@ -92,6 +98,7 @@ class ProgressiveConfig(SparseConfig):
         one_of("group_reduce", self.group_reduce, ("all", "sum"))
         one_of("estimate", self.estimate, ("labels", "scores", "as_min", "bound"))
         check_labels(self)
+        check_tail(self)
         if self.audit_every is not None:
             positive("audit_every", self.audit_every)
             require(self.labels, f"audit_every needs estimate='labels', got {self.estimate!r}")
@@ -100,3 +107,8 @@ class ProgressiveConfig(SparseConfig):
     def labels(self) -> bool:
         """Tokens have labels."""
         return self.estimate == "labels"
+
+    @property
+    def means(self) -> bool:
+        """Means stand for tokens that are not chosen."""
+        return self.labels and self.tail is not None

@@ -70,7 +70,7 @@ def progressive(offload: bool | OffloadConfig = True, model_config=None, **chang
     changes.pop("num_blocks", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    config = ProgressiveConfig(**{**SMALL, "threshold": 0.6, "min_tokens": 8, **changes})
+    config = ProgressiveConfig(**{**SMALL, "threshold": 0.6, "min_tokens": 8, "tail": None, **changes})
     return ProgressiveCache(config, offload=offload, model_config=model_config)
 
 
@@ -144,6 +144,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-bound": _progressive(True, estimate="bound", dense_layers=1),
     "progressive-paper": _progressive(False, estimate="as_min"),
     "progressive-capped": _progressive(True, max_tokens=37, threshold=0.9),
+    "progressive-tail": _progressive(False, **TAIL),
+    "progressive-host-tail": _progressive(True, **TAIL),
     "predictive": _predictive(False),
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
@@ -173,6 +175,7 @@ CODED: dict[str, Callable[..., SparseCache]] = {
     "host-dense1-int8": _default(OffloadConfig(kv_dtype="int8", keep_dense=False), dense_layers=1),
     "host-kept1-int8": _default(INT8, dense_layers=1),
     "progressive-host-int8": _progressive(INT8),
+    "progressive-tail-int8": _progressive(INT8, **TAIL),
     "progressive-bound-int8": _progressive(INT8, estimate="bound"),
     "predictive-host-int8": _predictive(INT8),
     "streaming-host-int8": generic(methods()["streaming"], INT8),
