@@ -30,16 +30,16 @@ def selection_of(cache: SparseCache) -> Selection | None:
     config = cache.config
     for policy in (layer.policy for layer in cache.sparse_layers):
         if isinstance(policy, LayerAheadPolicy) and policy.foresight is not None:
-            return Selection(config.token_budget, place_of(cache.foresight), config)
+            return Selection(config.budget, place_of(cache.foresight), config)
         if isinstance(policy, TokenPolicy) and policy.fetches:
-            return Selection(config.token_budget, None, config)
+            return Selection(config.budget, None, config)
     return None
 
 
 def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
     """The tokens that a layer chooses for ``q [batch, Hq, Dk]``, ``[batch, H, n]``: -1 for none."""
     policy, store = layer.policy, layer.store
-    return token_select(policy.labels.scores(q, store), None, policy.config.token_budget, store.block_size)
+    return token_select(policy.labels.scores(q, store), None, policy.config.budget, store.block_size)
 
 
 def shared(ids: Tensor, others: Tensor) -> float:

@@ -83,7 +83,7 @@ def parts(layers: list[SparseLayer], queries: list[Tensor], scale: float) -> dic
         else [p.predictor.predict(p.queries.held, p.queries.position, p.queries.count) for p in policies]
     )
     scores = [policy.scores(q, store) for policy, q, store in zip(policies, predicted, stores)]
-    budget = policies[0].config.token_budget
+    budget = policies[0].config.budget
     plans = [layer.policy.plan(layer.store) for layer in layers]
 
     def predict(i: int) -> None:

@@ -83,6 +83,11 @@ class SparseConfig(Options):
         require(name in cls.PRESETS, f"{cls.__name__} has no preset {name!r}{hint}; it has {offered}")
         return cls(**{**cls.PRESETS[name], **changes})
 
+    @property
+    def budget(self) -> int:
+        """Tokens that a step attends to beside sinks and window, where that number is fixed; else 0."""
+        return getattr(self, "token_budget", None) or 0
+
     def brief(self) -> str:
         """Class and options that differ from the defaults, on one line: ``"TokenConfig(token_budget=512)"``."""
         return f"{type(self).__name__}({self.changes()})"

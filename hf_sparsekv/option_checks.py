@@ -43,3 +43,8 @@ def flag_or_none(name: str, value: object) -> None:
 def one_of(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     hint = guess(value, filter(None, choices)) if isinstance(value, str) else ""
     require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}{hint}, got {value!r}")
+
+
+def share(name: str, value: object) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    require(ok, f"{name} must lie in (0, 1], got {value!r}")

@@ -65,7 +65,7 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
     labels = (layer.codes, layer.qparams, layer.channels, layer.rows)
     expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce, sinks=layer.sinks)
     near_enough(layer, "token_score", layer.token_scores, expected)
-    expected = token_select(layer.token_scores, blocks, config.token_budget, config.block_size)
+    expected = token_select(layer.token_scores, blocks, config.budget, config.block_size)
     same("token_select", layer.tokens, expected)
     near_enough(layer, "sparse_decode", layer.out, attention(layer, layer.tokens, "token", layer.shape.batch))
 

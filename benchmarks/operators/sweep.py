@@ -127,7 +127,7 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
         t = layers[i]
         blocks, rows = (None, t.rows) if every else (t.blocks, None)
         how = {"rows": rows, "out": t.tokens, "config": Select(**options)}
-        token_select(scores[i], blocks, config.token_budget, config.block_size, **how)
+        token_select(scores[i], blocks, config.budget, config.block_size, **how)
 
     return _ways(grid, launch, lambda: layers[0].tokens)
 

@@ -98,6 +98,10 @@ class CacheOptions:
     token_budget: Annotated[
         int | None, _field("token_budget", "Tokens attended per step and KV head beside sinks and window.")
     ] = None
+    mass: Annotated[
+        float | None,
+        _of_cache(help="Choose by need: until this share of each query head's attention mass is covered, as 0.9."),
+    ] = None
     num_blocks: Annotated[
         int | None,
         _of_cache(help="Blocks that two-level selection keeps; default: 128, or more if the budget needs it."),

@@ -221,7 +221,7 @@ def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
             f"proposed: full attention, which {found.call} does by itself at this length; {need}", markup=False
         )
     else:
-        budget = f"{found.config.token_budget:,} of {context:,} tokens a step"
+        budget = f"{found.config.budget:,} of {context:,} tokens a step"
         results.print(f"proposed: {found.call}: {budget}; {need}", markup=False)
         more = f"{found.more:.0%}"
         if more != "0%":

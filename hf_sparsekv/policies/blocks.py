@@ -67,7 +67,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
 
     def is_few(self, store: LayerStore) -> bool:
         """All tokens of full blocks are within the budget."""
-        return store.full_blocks * store.block_size <= self.config.token_budget
+        return store.full_blocks * store.block_size <= self.config.budget
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -85,7 +85,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
         pages, size, columns = None if page_ids is None else store.pages.pool.pages, store.block_size, None
         if self.labels is None:
             return store.attend(q, blocks, "block", params, page_ids, pages)
-        scores, budget = self.labels.scores(q, store, blocks), self.config.token_budget
+        scores, budget = self.labels.scores(q, store, blocks), self.config.budget
         if pages is not None and store.mean_tokens:
             columns, tokens = place_tokens(token_select(scores, None, budget, size), blocks, page_ids, size)
         else:

@@ -160,7 +160,7 @@ class Crossover:
         if blocks is None:
             config, width = self.config, store.heads * store.token_bytes
             name = f"{self.name}:mla" if store.latent else self.name  # other kernels, other numbers
-            chosen = getattr(config, "token_budget", 0)
+            chosen = config.budget
             tokens = dense_tokens(config.dense_below, name, store.device, self.offloaded, rows, width, chosen)
             blocks = self._blocks[rows] = tokens // store.block_size
         return sum(held.sealed) <= blocks * rows

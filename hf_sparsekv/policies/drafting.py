@@ -34,8 +34,7 @@ class Drafting(Policy):
         Where chosen tokens have copies on the device, what is read in host memory is what any of them chooses: always
         less.
         """
-        budget = getattr(self.config, "token_budget", 0)
-        return self.tokens is not None or new * budget < store.full_blocks * store.block_size
+        return self.tokens is not None or new * self.config.budget < store.full_blocks * store.block_size
 
     def begin_drafts(self) -> None:
         """Several drafts come: what was chosen for a step that never came is not for them."""

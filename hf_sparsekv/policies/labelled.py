@@ -98,7 +98,7 @@ class LabelledPolicy(Policy):
 
         0: no copies of tokens are kept on the device (:mod:`.device_tokens`), or nothing is chosen of so few.
         """
-        budget = self.config.token_budget
+        budget = self.config.budget
         return budget if self.copies_tokens and tokens > budget else 0
 
     def enter(self, store: LayerStore) -> bool:
@@ -130,7 +130,7 @@ class LabelledPolicy(Policy):
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
         """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
         scores = self.labels.scores(q, store, fill=False)
-        return token_select(scores, None, self.config.token_budget, store.block_size, rows=store.rows)
+        return token_select(scores, None, self.config.budget, store.block_size, rows=store.rows)
 
     def reopened(self) -> None:
         super().reopened()

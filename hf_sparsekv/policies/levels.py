@@ -10,6 +10,7 @@ from .blocks import BlockPolicy
 from .device_tokens import add_device_tokens
 from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
+from .progressive import ProgressivePolicy, expected
 from .registry import register
 from .shared import Labelled
 from .token import TokenPolicy
@@ -22,14 +23,18 @@ class Levels(Labelled):
     saved_as = "TwoLevelPolicy"  # of any level: the configuration says which
 
     def __init__(self, policy: type[Policy], config: TokenConfig, offload: OffloadConfig | None) -> None:
-        if level(config) != "token":
+        if config.threshold is not None:
+            policy = ProgressivePolicy
+        elif level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
         super().__init__(policy, config, offload)
         self.rows_join = not lags(config)
 
     @property
     def whole_tokens(self) -> int:
-        return 0 if level(self.config) == "block" else self.config.token_budget
+        if self.config.threshold is not None:
+            return self.config.min_tokens
+        return 0 if level(self.config) == "block" else self.config.budget
 
     @classmethod
     def crossover(cls, config: TokenConfig) -> str:
@@ -51,8 +56,13 @@ class Levels(Labelled):
             memory.bounds = bounds_bytes(request, kind_of(config), config.bounds_per_block)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
-        elif request.offload is not None and request.full_blocks * config.block_size > config.token_budget:
-            add_device_tokens(memory, request, config.token_budget)
+        elif request.offload is not None:
+            if config.threshold is not None:
+                least, chosen = 0, expected(request.table * config.block_size)
+            else:
+                least = chosen = config.budget
+            if request.full_blocks * config.block_size > least:
+                add_device_tokens(memory, request, chosen)
         return memory
 
 

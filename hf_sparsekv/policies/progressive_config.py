@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ..config import SparseConfig
-from ..option_checks import not_negative, one_of, positive, require
+from ..option_checks import not_negative, one_of, positive, require, share
 from .label_options import Reduce, check_labels, check_tail
 
 
@@ -82,10 +82,7 @@ class ProgressiveConfig(SparseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = (
-            isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool) and 0 < self.threshold <= 1
-        )
-        require(ok, f"threshold must lie in (0, 1], got {self.threshold!r}")
+        share("threshold", self.threshold)
         not_negative("min_tokens", self.min_tokens)
         if self.max_tokens is not None:
             positive("max_tokens", self.max_tokens)

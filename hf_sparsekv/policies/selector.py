@@ -41,7 +41,7 @@ class Selector(Drafting):
         raise NotImplementedError
 
     def plan(self, store: LayerStore) -> Plan:
-        if store.full_blocks * store.block_size <= getattr(self.config, "token_budget", 0):
+        if store.full_blocks * store.block_size <= self.config.budget:
             return DENSE
         return CROSSOVER if self.crossover.below(store) else planned("every", captured=self.captured)
 

@@ -40,7 +40,7 @@ class TokenPolicy(Drafting, LabelledPolicy):
     def plan(self, store: LayerStore) -> Plan:
         if self.labels.calibrating:
             return planned(learns=True, captured=self.labels.goes_on)
-        if store.full_blocks * store.block_size <= self.config.token_budget:
+        if store.full_blocks * store.block_size <= self.config.budget:
             return DENSE
         if self.crossover.below(store):
             return CROSSOVER

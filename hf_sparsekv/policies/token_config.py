@@ -8,11 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..config import SparseConfig
-from ..option_checks import flag_or_none, one_of, positive, power_of_two, require
+from ..option_checks import flag_or_none, one_of, positive, power_of_two, require, share
 from .label_options import Reduce, check_labels, check_tail
+
+FIXED = 1024  # tokens, unless the configuration says otherwise
+MIN_TOKENS = 64  # of a selection by need
 
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
 METADATA = ("min_max", "cuboid_mean", "mean")
@@ -42,8 +45,14 @@ class TokenConfig(SparseConfig):
     its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
     choose in host memory (docs/offloading.md).
 
+    A ``mass`` gives each row and KV head as many tokens as it needs, as :class:`ProgressiveConfig` does.
+
     Args:
-        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window. ``None`` means 1,024,
+            or with ``mass`` as many as that takes.
+        mass: choose by need: the tokens of the largest estimated masses, until this share of each query head's
+            attention mass is covered, in (0, 1]. At least 64 tokens, at most ``token_budget``. Only where tokens are
+            chosen among all. ``None``: always ``token_budget`` tokens.
         num_blocks: blocks that the coarse level keeps, which must be able to hold the budget. ``None`` means 128, or as
             many as ``token_budget`` needs if that is more.
         level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
@@ -77,7 +86,7 @@ class TokenConfig(SparseConfig):
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
-    FREE = ("token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+    FREE = ("mass", "token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
     PRESETS = MappingProxyType(
         {
             "fast": {"token_budget": 512},
@@ -92,7 +101,8 @@ class TokenConfig(SparseConfig):
 
     label_share = 4  # of the channels are label channels by default: one in so many
 
-    token_budget: int = 1024
+    token_budget: int | None = None
+    mass: float | None = None
     num_blocks: int | None = None
     level: Level = "auto"
     metadata: Metadata | None = None
@@ -110,19 +120,26 @@ class TokenConfig(SparseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("token_budget", self.token_budget)
         one_of("level", self.level, LEVELS)
+        if self.token_budget is not None:
+            positive("token_budget", self.token_budget)
+        if self.mass is not None:
+            share("mass", self.mass)
+            require(
+                level(self) == "token",
+                f"mass={self.mass} goes with level='token', not with a choice of blocks: give a token_budget instead",
+            )
         if self.num_blocks is not None:
             positive("num_blocks", self.num_blocks)
             holds = self.num_blocks * self.block_size
             require(
-                self.level not in ("auto", "two_level") or holds >= self.token_budget,
+                self.level not in ("auto", "two_level") or holds >= self.budget,
                 f"num_blocks={self.num_blocks} blocks of {self.block_size} tokens hold {holds} tokens, fewer than "
-                f"token_budget={self.token_budget}: raise num_blocks to at least {self.blocks_for_budget}",
+                f"token_budget={self.budget}: raise num_blocks to at least {self.blocks_for_budget}",
             )
         require(
-            self.level != "block" or self.token_budget >= self.block_size,
-            f"level='block' attends to whole blocks: token_budget={self.token_budget} is less than one block of "
+            self.level != "block" or self.budget >= self.block_size,
+            f"level='block' attends to whole blocks: token_budget={self.budget} is less than one block of "
             f"{self.block_size} tokens",
         )
         one_of("metadata", self.metadata, (*METADATA, None))
@@ -131,10 +148,39 @@ class TokenConfig(SparseConfig):
         check_tail(self)
         flag_or_none("lag", self.lag)
 
+    # What selection by need (:mod:`.progressive`) asks of a configuration.
+    group_reduce: ClassVar[Literal["all"]] = "all"
+    audit_every: ClassVar[None] = None
+
+    @property
+    def threshold(self) -> float | None:
+        """Share of the mass to cover; None: the number of tokens is fixed."""
+        return self.mass
+
+    @property
+    def budget(self) -> int:
+        """The number of tokens, where it is fixed."""
+        return self.token_budget or (FIXED if self.mass is None else 0)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens attended at least."""
+        return min(MIN_TOKENS, self.token_budget or MIN_TOKENS)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens attended at most."""
+        return self.token_budget
+
+    @property
+    def means(self) -> bool:
+        """Means stand for tokens that are not chosen."""
+        return has_tail(self)
+
     @property
     def blocks_for_budget(self) -> int:
         """Fewest blocks that hold ``token_budget`` tokens."""
-        return -(-self.token_budget // self.block_size)
+        return -(-self.budget // self.block_size)
 
     @property
     def bounds_per_block(self) -> int:
@@ -145,7 +191,7 @@ class TokenConfig(SparseConfig):
     def coarse_blocks(self) -> int:
         """Blocks that the coarse level keeps per step, row and KV head."""
         if self.level == "block":
-            return self.token_budget // self.block_size
+            return self.budget // self.block_size
         return self.num_blocks or max(128, self.blocks_for_budget)
 
 
@@ -174,6 +220,8 @@ def lags(config: TokenConfig) -> bool:
 def selection(config: TokenConfig) -> str:
     """What the table of crossovers calls the selection."""
     of = level(config)
+    if config.threshold is not None:
+        return "progressive"
     if of != "two_level":
         return f"{of}_only"
     return "two_level:lag" if lags(config) else "two_level"

@@ -192,7 +192,7 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     contexts are made by repeating one block. They leave room for one step of each width.
     """
     config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
-    budget = (getattr(config, "token_budget", None) or 0) // config.block_size
+    budget = config.budget // config.block_size
     most = (rows.max_length - len(rows.widths)) // config.block_size
     lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
     longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]

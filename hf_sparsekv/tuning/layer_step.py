@@ -96,7 +96,7 @@ class Shape:
         bounds = self.full_blocks * 2 * self.dim * item
         label = self.channels // 2 + 4
         recent = (self.config.sinks + self.recent) * token
-        chosen = min(self.config.token_budget, stored) * token
+        chosen = min(self.config.budget, stored) * token
         kept = min(self.config.coarse_blocks, self.full_blocks) * self.config.block_size
         each = {
             "two_level": bounds + kept * label + chosen + recent,
@@ -157,8 +157,8 @@ class Layer:
         chosen = torch.rand(s.batch, s.heads, s.full_blocks, device=device, generator=generator).argsort(-1)
         self.previous = chosen[..., :kept].sort(-1).values.int().contiguous()
         self.token_scores = empty(s.batch, s.heads, kept * size, dtype=torch.float32)
-        self.tokens = empty(s.batch, s.heads, config.token_budget, dtype=torch.int32)
-        self.few_blocks = empty(s.batch, s.heads, max(1, config.token_budget // size), dtype=torch.int32)
+        self.tokens = empty(s.batch, s.heads, config.budget, dtype=torch.int32)
+        self.few_blocks = empty(s.batch, s.heads, max(1, config.budget // size), dtype=torch.int32)
         self.attended = torch.zeros(s.batch, s.heads, dtype=torch.int64, device=device)
         self.out = empty(s.batch, s.q_heads, s.values, dtype=s.dtype)
 

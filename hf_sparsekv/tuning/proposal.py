@@ -74,7 +74,7 @@ def propose(
             pieces = pieces_of(planned, gpu)
             more = step_bytes(model, config, offload, context=context, batch=batch) / least - 1
             if pieces is not None and planned.cache_host <= host and more <= MORE:
-                every = context <= max(config.token_budget, planned.dense_tokens)
+                every = context <= max(config.budget, planned.dense_tokens)
                 return Proposal(preset, config, offload is not None, pieces, every, in_pieces(planned, pieces), more)
     return None
 
@@ -119,7 +119,7 @@ def step_bytes(
         if layer.kind == "full":
             width = layer.heads * layer.width * model.dtype.itemsize
             dense, sparse = (dense + width, sparse) if index < config.dense_layers else (dense, sparse + width)
-    chosen = batch * min(config.token_budget, context) * sparse * (1 if offload is None else OFFLOADED)
+    chosen = batch * min(config.budget, context) * sparse * (1 if offload is None else OFFLOADED)
     everywhere = planned.labels + planned.means + planned.recent + planned.stock
     return model.weights + batch * context * dense + everywhere + chosen
 

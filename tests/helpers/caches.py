@@ -81,6 +81,19 @@ def _progressive(offload: bool | OffloadConfig, **settings) -> Callable[..., Spa
     return make
 
 
+def by_need(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    """Caches of the default method that choose by ``mass``, low because random models attend to everything."""
+
+    def make(model_config=None, **changes) -> SparseCache:
+        changes = {**settings, **changes}
+        if changes.pop("token_budget", None) == FULL["token_budget"]:
+            changes["mass"] = 1.0
+        changes.pop("num_blocks", None)
+        return two_level(offload, model_config, **{"level": "auto", "lag": False, "mass": 0.6, **changes})
+
+    return make
+
+
 def predictive(offload: bool | OffloadConfig = False, model_config=None, **changes) -> AsyncPredictiveCache:
     """A predictive cache with test-sized settings."""
     changes.pop("num_blocks", None)
@@ -136,6 +149,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "device-tail": _default(False, **TAIL),
     "host-tail": _default(True, **TAIL),
     "host-lag-tail": _two_level(True, tail="mean", tail_tokens=16),
+    "need": by_need(False),
+    "need-host-tail": by_need(True, **TAIL),
     "progressive": _progressive(False),
     "progressive-host": _progressive(True),
     "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),

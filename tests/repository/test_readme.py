@@ -102,7 +102,7 @@ def test_every_preset_is_in_the_table():
             assert lines[name][0].split("+")[0] == of[name]
     assert {timed.split("+")[0] for names in lines.values() for timed in names} <= set(VARIANTS)
     default = make_cache(build("llama", "sparsekv"), VARIANTS["token_only"], None).config
-    assert replace(default, level="auto") == TokenConfig(dense_below=None)
+    assert replace(default, level="auto") == TokenConfig(token_budget=TokenConfig().budget, dense_below=None)
 
 
 def test_the_accuracy_beside_the_speed_is_of_the_same_settings():

@@ -36,7 +36,7 @@ def test_what_a_step_reads():
 
 def test_more_rows_choose_fewer_tokens():
     found = [propose(MODEL, context=32 << 10, batch=batch, **ROOMY) for batch in (1, 2, 4, 8, 16, 32, 64)]
-    budgets = [one.config.token_budget for one in found]
+    budgets = [one.config.budget for one in found]
     assert budgets == sorted(budgets, reverse=True) and set(budgets) == {512, 1024, 2048}
     for one in found:
         assert one.config == (TokenConfig.preset(one.preset) if one.preset else TokenConfig())
