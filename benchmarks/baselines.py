@@ -102,6 +102,10 @@ VARIANTS = {
             settings={"token_budget": 1024, "level": "token", "tail": None},
         ),
         *(
+            Variant(f"mass:{mass}", f"labels of every token, {mass:.0%} of each head's mass", settings={"mass": mass})
+            for mass in (0.8, 0.85, 0.9, 0.95)
+        ),
+        *(
             Variant(
                 f"progressive:{threshold}{how}",
                 f"tokens until {threshold:.0%} of the mass is covered{', not captured' * bool(how)}",
