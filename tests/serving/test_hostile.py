@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 
-import forked
 import httpx
 import pytest
 from fake_engine import FakeEngine
 from http_server import serving
-from models import build
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from benchmarks.serving import attacks, hostile, soak
+from benchmarks.serving import attacks, hostile
 from hf_sparsekv.serving.http import create_app
 from hf_sparsekv.serving.turns import ASIDE, step_aside
 
@@ -104,31 +100,6 @@ def test_how_long_bodies_hold_the_interpreter_is_measured():
 
 def test_the_table_has_many_kinds():
     assert len(attacks.BODIES) >= 40 and len(attacks.CONNECTIONS) >= 25
-
-
-class Forking:
-    """``subprocess`` as the server is begun with it."""
-
-    PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
-
-    @staticmethod
-    def Popen(command: list[str], *, env: dict[str, str], **_) -> forked.Popen:
-        return forked.Popen(command[1:], env)
-
-
-def test_a_few_seconds_of_the_benchmark(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setattr(soak, "subprocess", Forking)
-    tokenizer = byte_level()
-    build(
-        "llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=3072
-    ).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    mine = ["--minutes", "0.05", "--size", "1000000", "--growth", "1", "--no-csv"]
-    options = ["--device", "cpu", "--context", "3k", "--max-rows", "4"]
-    status = hostile.main([*mine, "--", str(tmp_path), *options])
-    said = capsys.readouterr().out
-    assert status == 0 and "nothing was wrong" in said and "longest_gap_alone" in said, said
 
 
 def test_a_wrong_answer_and_memory_that_grows_are_told(capsys):

@@ -1,4 +1,4 @@
-"""The soak of a server: it runs, and it says what is wrong."""
+"""The soak of a server and its hostile clients: they run, and the soak says what is wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from models import build
 from tokenizers_made import byte_level
 
 from benchmarks.report import Report
-from benchmarks.serving import soak
-from benchmarks.serving.soak import Seen, Soak, arguments, main
+from benchmarks.serving import hostile, soak
+from benchmarks.serving.soak import Seen, Soak, arguments
 
 STATES = ("running", "waiting", "held", "prefilling")
 COUNTS = ("requests", "requests_finished", "requests_cancelled", "requests_failed", "generated_tokens")
@@ -30,7 +30,15 @@ class Forking:
         return forked.Popen(command[1:], env)
 
 
-def test_a_few_seconds_of_it(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("main", "options", "says"),
+    [
+        (soak.main, "--clients 3 --slow 1 -- PATH --batch-tokens 12k", "'answered'"),
+        (hostile.main, "--size 1000000 -- PATH", "longest_gap_alone"),
+    ],
+    ids=["soak", "hostile"],
+)
+def test_a_few_seconds_of_it(main, options, says, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(soak, "subprocess", Forking)
     tokenizer = byte_level()
@@ -38,11 +46,10 @@ def test_a_few_seconds_of_it(tmp_path, capsys, monkeypatch):
         "llama", "sdpa", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=3072
     ).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = ["--device", "cpu", "--context", "3k", "--max-rows", "4", "--batch-tokens", "12k"]
-    mine = ["--minutes", "0.05", "--clients", "3", "--growth", "1", "--slow", "1", "--no-csv"]
-    assert main([*mine, "--", str(tmp_path), *options]) == 0
+    command = f"--minutes 0.05 --growth 1 --no-csv {options} --device cpu --context 3k --max-rows 4".split()
+    status = main([str(tmp_path) if word == "PATH" else word for word in command])
     said = capsys.readouterr().out
-    assert "nothing was wrong" in said and "'answered'" in said
+    assert status == 0 and "nothing was wrong" in said and says in said, said
 
 
 def judged(seen: list[Seen]) -> list[str]:
