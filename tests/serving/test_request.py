@@ -31,47 +31,46 @@ def output(text: str = "ab", reason: str = "stop") -> Output:
     return Output(text, tuple(range(len(text))), reason, 3)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("max_tokens", 0, ">= 1"),
-        ("max_tokens", 1.5, ">= 1"),
-        ("max_tokens", True, ">= 1"),
-        ("max_tokens", None, ">= 1"),
-        ("temperature", -0.1, ">= 0"),
-        ("temperature", math.nan, "finite"),
-        ("temperature", math.inf, "finite"),
-        ("temperature", "1", "finite"),
-        ("temperature", True, "finite"),
-        ("top_p", 0, r"\(0, 1\]"),
-        ("top_p", 1.01, r"\(0, 1\]"),
-        ("top_p", math.nan, r"\(0, 1\]"),
-        ("top_k", -1, ">= 0"),
-        ("top_k", 2.0, ">= 0"),
-        ("min_p", -0.1, r"\[0, 1\]"),
-        ("min_p", 2, r"\[0, 1\]"),
-        ("repetition_penalty", 0, "> 0"),
-        ("repetition_penalty", math.nan, "> 0"),
-        ("seed", 2**63, "64-bit"),
-        ("seed", 1.0, "64-bit"),
-        ("stop", 3, "strings"),
-        ("stop", ("a", 3), "strings"),
-        ("stop", b"ab", "strings"),
-        ("stop", ("a", ""), "empty"),
-        ("stop", "", "empty"),
-        ("stop", tuple("abcde"), "4 strings at most, got 5"),
-        ("stop", ("a", "b" * 1025), "1024 characters at most, got 1025"),
-        ("ignore_eos", 1, "True or False"),
-        ("temperature", 1e39, "at most 100"),
-        ("temperature", 100.5, "at most 100"),
-        ("repetition_penalty", 1e-39, "from 0.01 to 100"),
-        ("repetition_penalty", 1e-3, "from 0.01 to 100"),
-        ("repetition_penalty", 1e38, "from 0.01 to 100"),
-    ],
-)
-def test_sampling_refuses(field, value, allowed):
+# By field: what is allowed, and values that are not.
+SAMPLING = {
+    "max_tokens": {">= 1": (0, 1.5, True, None)},
+    "temperature": {">= 0": (-0.1,), "finite": (math.nan, math.inf, "1", True), "at most 100": (1e39, 100.5)},
+    "top_p": {r"\(0, 1\]": (0, 1.01, math.nan)},
+    "top_k": {">= 0": (-1, 2.0)},
+    "min_p": {r"\[0, 1\]": (-0.1, 2)},
+    "repetition_penalty": {"> 0": (0, math.nan), "from 0.01 to 100": (1e-39, 1e-3, 1e38)},
+    "seed": {"64-bit": (2**63, 1.0)},
+    "stop": {
+        "strings": (3, ("a", 3), b"ab"),
+        "empty": (("a", ""), ""),
+        "4 strings at most, got 5": (tuple("abcde"),),
+        "1024 characters at most, got 1025": (("a", "b" * 1025),),
+    },
+    "ignore_eos": {"True or False": (1,)},
+}
+SERVING = {
+    "max_rows": {">= 1, got 0": (0,), ">= 1, got None": (None,)},
+    "max_length": {">= 1 or None": (0,)},
+    "max_tokens": {">= 1 or None": (True,)},
+    "max_waiting": {">= 0": (-1,)},
+    "max_wait_s": {">= 0": (-0.1, math.nan)},
+    "prefill_ms": {"> 0": (0, math.nan, True)},
+    "chunk": {">= 3": (2,)},
+    "prefix_cache": {"True or False": (1,)},
+}
+REFUSED = [
+    (kind, field, value, allowed)
+    for kind, table in ((Sampling, SAMPLING), (ServingConfig, SERVING))
+    for field, by in table.items()
+    for allowed, values in by.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "allowed"), REFUSED)
+def test_settings_refuse(kind, field, value, allowed):
     with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
-        Sampling(**{field: value})
+        kind(**{field: value})
 
 
 @pytest.mark.parametrize("field", [*NUMBERS, "top_k", "max_tokens", "seed"])
@@ -93,30 +92,8 @@ def test_errors_quote_briefly(field, value):
     assert len(str(error.value)) < 800
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("max_rows", 0, ">= 1, got 0"),
-        ("max_rows", None, ">= 1, got None"),
-        ("max_length", 0, ">= 1 or None"),
-        ("max_tokens", True, ">= 1 or None"),
-        ("max_waiting", -1, ">= 0"),
-        ("max_wait_s", -0.1, ">= 0"),
-        ("max_wait_s", math.nan, ">= 0"),
-        ("prefill_ms", 0, "> 0"),
-        ("prefill_ms", math.nan, "> 0"),
-        ("prefill_ms", True, "> 0"),
-        ("chunk", 2, ">= 3"),
-        ("prefix_cache", 1, "True or False"),
-    ],
-)
-def test_how_an_engine_cannot_serve(field, value, allowed):
-    with pytest.raises(ValueError, match=f"^{field} .*{allowed}"):
-        ServingConfig(**{field: value})
+def test_limits_are_taken_and_stops_are_a_tuple():
     ServingConfig(max_length=None, max_tokens=None, max_waiting=0, max_wait_s=0, prefill_ms=math.inf, chunk=3)
-
-
-def test_sampling_takes_limits_and_makes_stops_a_tuple():
     Sampling(max_tokens=1, temperature=0, top_p=1, min_p=1, seed=-(2**63))
     assert Sampling(stop="ab").stop == ("ab",)
     assert Sampling(stop=["a", "b", "c", "d"]).stop == ("a", "b", "c", "d")
