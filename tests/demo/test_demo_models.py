@@ -354,34 +354,19 @@ def test_names_that_are_no_model_are_told(name):
 # ---------------------------------------------------------------------- damaged files
 
 
+TEXTS = ([], [1, 2], "null", "3", '"qwen3"', "", '{"model_type": "qwen3"', "[" * 100_000)
+FIELDS = {
+    "max_position_embeddings": ("65536", [65536], 0, 1e9, True),
+    "model_type": (3, ["qwen3"]),
+    **{"hidden_size": ("256",), "num_hidden_layers": ("6",), "num_attention_heads": ("8",), "vocab_size": ("912",)},
+    **{"head_dim": ("64",), "rms_norm_eps": ("small",), "rope_parameters": ("yes",), "eos_token_id": ("2",)},
+    "layer_types": ("full_attention",),
+}
+
+
 @pytest.mark.parametrize(
     ("config", "changes"),
-    [
-        ([], {}),
-        ([1, 2], {}),
-        ("null", {}),
-        ("3", {}),
-        ('"qwen3"', {}),
-        ("", {}),
-        ('{"model_type": "qwen3"', {}),
-        ("[" * 100_000, {}),
-        (None, {"max_position_embeddings": "65536"}),
-        (None, {"max_position_embeddings": [65536]}),
-        (None, {"max_position_embeddings": 0}),
-        (None, {"max_position_embeddings": 1e9}),
-        (None, {"max_position_embeddings": True}),
-        (None, {"model_type": 3}),
-        (None, {"model_type": ["qwen3"]}),
-        (None, {"hidden_size": "256"}),
-        (None, {"num_hidden_layers": "6"}),
-        (None, {"num_attention_heads": "8"}),
-        (None, {"vocab_size": "912"}),
-        (None, {"head_dim": "64"}),
-        (None, {"rms_norm_eps": "small"}),
-        (None, {"rope_parameters": "yes"}),
-        (None, {"layer_types": "full_attention"}),
-        (None, {"eos_token_id": "2"}),
-    ],
+    [(text, {}) for text in TEXTS] + [(None, {name: value}) for name, values in FIELDS.items() for value in values],
 )
 def test_a_damaged_config_is_told_in_the_page(config, changes, tmp_path):
     path = str(a_copy(tmp_path / "damaged", config, **changes))
