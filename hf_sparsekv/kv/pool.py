@@ -51,8 +51,8 @@ class BlockPool:
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
             memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
             With ``OffloadConfig(kv_dtype="int8")`` codes, whose scales are the field ``"scales"``
-            (``[H, block_size, 2]`` float16 a block): on the device, so that rows in host memory stay aligned and are
-            read with as few requests as can be.
+            (``[H, 2 Dk + block_size]`` float16 a block, see ``ops.storage.quantise``): on the device, so that rows in
+            host memory stay aligned and are read with as few requests as can be.
         dtype: of keys and values, which codes become again.
         split: entries of a key.
         fields: what is kept per physical block beside it, always on the device: what the selection policy asks for
@@ -84,7 +84,7 @@ class BlockPool:
         self.capacity = self._whole_pages(capacity)
         self.kv = self._new_kv(self.capacity, (heads, block_size, token_dim), kept, 0)
         if coded:
-            self.add_field("scales", (heads, block_size, 2), torch.float16)
+            self.add_field("scales", (heads, 2 * split + block_size), torch.float16)
         ids.register(self)
 
     def __deepcopy__(self, memo: dict) -> BlockPool:

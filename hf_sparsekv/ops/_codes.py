@@ -13,23 +13,51 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small floa
 
 
 @triton.jit
-def _most(a, b):
+def most(a, b):
     """The larger value; NaN if one is NaN, which a plain maximum would drop."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def scale_of(b_x, m):
-    """Scales float16 ``[tokens]`` of the entries of ``b_x [tokens, D]`` that ``m`` marks."""
-    b_most = tl.reduce(tl.where(m, tl.abs(b_x.to(tl.float32)), 0.0), 1, _most)
+def _within(b_x, END: tl.constexpr):
+    return tl.minimum(tl.maximum(b_x, -1.0 * END), 1.0 * END)
+
+
+@triton.jit
+def _over_most(b_most):
     b_scale = tl.math.div_rn(b_most, tl.full(b_most.shape, MOST, tl.float32))
     b_end = tl.full(b_scale.shape, MOST_SCALE, tl.float32)
     return tl.minimum(b_scale, b_end, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
+def range_of(b_x, m, b_high, b_low):
+    """Update the largest and least entries ``[D]`` of channels by ``b_x [tokens, D]`` where ``m``, NaN left out."""
+    b_x, m = b_x.to(tl.float32), m & (b_x == b_x)
+    b_high = tl.maximum(b_high, tl.max(tl.where(m, b_x, float("-inf")), 0))
+    return b_high, tl.minimum(b_low, tl.min(tl.where(m, b_x, float("inf")), 0))
+
+
+@triton.jit
+def norms_of(b_high, b_low):
+    """Centres and steps, float16, of channels whose largest and least entries are ``b_high``, ``b_low``."""
+    b_high, b_low = _within(b_high, MOST * MOST_SCALE), _within(b_low, MOST * MOST_SCALE)
+    b_centre = _within((b_high + b_low) * 0.5, MOST_SCALE).to(tl.float16)
+    b_middle = b_centre.to(tl.float32)
+    return b_centre, _over_most(tl.maximum(tl.maximum(b_high - b_middle, b_middle - b_low), 0.0))
+
+
+@triton.jit
+def scale_of(b_v, m_v, b_k, m_k):
+    """Scales float16 ``[tokens]`` of the values ``b_v [tokens, D]`` where ``m_v``; NaN if the key has NaN."""
+    b_most = tl.reduce(tl.where(m_v, tl.abs(b_v.to(tl.float32)), 0.0), 1, most)
+    b_unknown = tl.max((m_k & (b_k != b_k)).to(tl.int32), 1)
+    return _over_most(tl.where(b_unknown > 0, float("nan"), b_most))
+
+
+@triton.jit
 def encode(b_x, b_scale):
-    """Codes int8 of ``b_x``; ``b_scale`` float16, of its shape or ``[tokens, 1]``."""
+    """Codes int8 of ``b_x``, keys less their centres; ``b_scale`` float16, of its shape or of one that it fits."""
     b_step = b_scale.to(tl.float32)
     b_step = tl.where(b_step == 0.0, 1.0, b_step)
     b_y = tl.math.div_rn(b_x.to(tl.float32), b_step + tl.zeros(b_x.shape, tl.float32))
@@ -39,15 +67,18 @@ def encode(b_x, b_scale):
 
 
 @triton.jit
-def load_scales(p_scale, m_n, o_w, SPLIT: tl.constexpr):
-    """Scales float32 ``[tokens, D]`` of entries ``o_w [D]`` of the tokens whose two scales are at ``p_scale``."""
-    b_first = tl.load(p_scale, mask=m_n, other=0.0)
-    b_second = tl.load(p_scale + 1, mask=m_n, other=0.0)
-    return tl.where((o_w < SPLIT)[None, :], b_first[:, None], b_second[:, None]).to(tl.float32)
+def load_decoded(p_code, p_scale, o_in, m_n, o_w, WIDTH: tl.constexpr, SPLIT: tl.constexpr, dtype: tl.constexpr):
+    """Entries ``o_w [D]`` of the tokens ``m_n`` whose codes are at ``p_code [tokens]``: in ``dtype``, else zeros.
 
-
-@triton.jit
-def load_decoded(p_code, p_scale, m_n, o_w, WIDTH: tl.constexpr, SPLIT: tl.constexpr, dtype: tl.constexpr):
-    """Entries ``o_w [D]`` of the tokens ``m_n`` whose codes are at ``p_code [tokens]``: in ``dtype``, else zeros."""
-    b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m_n[:, None] & (o_w < WIDTH)[None, :], other=0)
-    return (b_code.to(tl.float32) * load_scales(p_scale, m_n, o_w, SPLIT)).to(dtype)
+    ``p_scale``: the scales of their blocks, ``[tokens]``, or ``[1]`` for tokens of one block. ``o_in [tokens]``: their
+    positions in the blocks.
+    """
+    m = m_n[:, None] & (o_w < WIDTH)[None, :]
+    m_key = (o_w < SPLIT)[None, :]
+    p_norm = p_scale[:, None] + o_w[None, :]
+    b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m, other=0).to(tl.float32)
+    b_centre = tl.load(p_norm, mask=m_key, other=0.0).to(tl.float32)  # [tokens, D] or [1, D]
+    b_step = tl.load(p_norm + SPLIT, mask=m_key, other=0.0).to(tl.float32)
+    b_value = tl.load(p_scale + 2 * SPLIT + o_in, mask=m_n, other=0.0).to(tl.float32)
+    b_x = b_centre + b_code * tl.where(m_key, b_step, b_value[:, None])
+    return tl.where(m, b_x, 0.0).to(dtype)

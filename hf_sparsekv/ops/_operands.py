@@ -68,6 +68,14 @@ class PagedKV(NamedTuple):
     token: Any
 
 
+class Scales(NamedTuple):
+    """``[num_blocks, H, 2 Dk + block_size]``: of blocks of codes, see :mod:`.storage.quantise.reference`."""
+
+    ptr: Any
+    block: Any
+    head: Any
+
+
 class Pages(NamedTuple):
     """``[pages, block_size, D]``: device pages, each with a block of one KV head."""
 

@@ -84,19 +84,41 @@ def locate_page(page, o_in, pages):
 
 
 @triton.jit
-def load_codes(page, o_in, m_kv, kv, pages, i_head, o_w, end, part, dtype: tl.constexpr):
-    """Entries ``o_w [D]``, below ``end``, of the tokens ``m_kv`` that ``kv`` holds as codes, dequantised to ``dtype``.
+def load_codes(
+    page,
+    o_in,
+    m_kv,
+    kv,
+    pages,
+    i_head,
+    o_w,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PART: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Keys (``PART`` "k") or values ("v") of the tokens ``m_kv`` that ``kv`` holds as codes, dequantised to ``dtype``.
 
-    Other tokens give zeros. Addresses are as for :func:`locate`. ``part`` selects one of a token's two scales.
+    Other tokens, and channels ``o_w`` that a key or value does not have, give zeros. Addresses are as for
+    :func:`locate`.
     """
     o_in, physical_id = o_in.to(tl.int64), page.to(tl.int64)
     if pages is not None:
         physical_id = -(physical_id + 2)
     p_code = kv.ptr + physical_id * kv.block + i_head * kv.head + o_in * kv.token
-    p_scale = kv.scales + physical_id * kv.scales_block + i_head * kv.scales_head + o_in * kv.scales_token
-    b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m_kv[:, None] & (o_w < end)[None, :], other=0)
-    b_scale = tl.load(p_scale + part, mask=m_kv, other=0.0).to(tl.float32)
-    return (b_code.to(tl.float32) * b_scale[:, None]).to(dtype)
+    p_scale = kv.scales + physical_id * kv.scales_block + i_head * kv.scales_head
+    if PART == "k":
+        m = m_kv[:, None] & (o_w < DK)[None, :]
+        b_code = tl.load(p_code[:, None] + o_w[None, :], mask=m, other=0)
+        p_norm = p_scale[:, None] + o_w[None, :]
+        b_centre = tl.load(p_norm, mask=m, other=0.0).to(tl.float32)
+        b_x = b_centre + b_code.to(tl.float32) * tl.load(p_norm + DK, mask=m, other=0.0).to(tl.float32)
+    else:
+        m = m_kv[:, None] & (o_w < DV)[None, :]
+        b_code = tl.load(p_code[:, None] + DK + o_w[None, :], mask=m, other=0)
+        b_scale = tl.load(p_scale + 2 * DK + o_in, mask=m_kv, other=0.0).to(tl.float32)
+        b_x = b_code.to(tl.float32) * b_scale[:, None]
+    return b_x.to(dtype)
 
 
 @triton.jit

@@ -18,9 +18,6 @@ from ..policies.registry import method_of
 _META_SAFE = {"experts_implementation": "batched_mm"}
 
 
-SCALE_BYTES = 4  # per token and KV head: one float16 for the key, one for the value
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model: bytes of weights, what each layer caches, widths for the prefill estimate, query heads."""
@@ -232,7 +229,7 @@ def plan_memory(
         if any(layer.latent for layer in model.layers):
             raise ValueError(f"kv_dtype={offload.kv_dtype!r} is not for latents (MLA), which this model caches")
         coded = sparse if at_home else dense + sparse
-        scales = SCALE_BYTES * block_capacity * size * sum(layer.heads for layer in coded)
+        scales = 2 * block_capacity * sum(layer.heads * (2 * layer.key_dim + size) for layer in coded)  # float16
     recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)

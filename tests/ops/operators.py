@@ -289,11 +289,12 @@ def query_predict(place, batch, heads, slots, dim, window, position, pool=True, 
 # ---------------------------------------------------------------------- sealing
 
 
-def quantise(place, shape, split, wild=False):
-    """Rows of very different sizes, among them zeros; or what has no good scale."""
+def quantise(place, shape, split, wild=False, bias=0.0):
+    """Rows of very different sizes, among them zeros; with one channel that has a bias; or what has no good scale."""
     size = 10.0 ** (6 * place.rand(*shape[:-1], 2) - 4)
     size = size.repeat_interleave(torch.tensor((split, shape[-1] - split), device=place.device), -1)
     kv = (place.randn(*shape) * size).to(place.dtype)
+    kv[..., 3] += bias
     if wild:
         for row, one in enumerate((0.0, math.nan, math.inf, -math.inf, 6e4, 1e-7)):
             kv.view(-1, shape[-1])[row, row % shape[-1]] = one
@@ -367,7 +368,7 @@ def seal(place, case: Seal) -> tuple:
     kv = place.nan(*kept, width if case.keeps else 0)
     if case.coded:
         kv = place.nan(*kv.shape, dtype=torch.int8)
-        index["scales"] = place.nan(*kept, 2, dtype=torch.float16)
+        index["scales"] = place.nan(capacity, case.heads, 2 * case.dk + size, dtype=torch.float16)
         first = case.sinks + int(sealed[0]) % ring
         recent_kv[0, 0, first] = 0.0
         recent_kv[0, 0, first + 1, case.dk :] *= 1e-7
@@ -864,7 +865,8 @@ OPERATORS = [
         {
             "blocks": ((3, 2, 16, 128), 64),
             "keys and values of other widths": ((5, 3, 8, 100), 72),
-            "more rows than a tile": ((70, 20), 11),
+            "more tokens than a tile": ((2, 70, 20), 11),
+            "a bias": ((3, 2, 16, 128), 64, False, 400.0),
             "wide": ((9, 576), 512),
             "one part": ((9, 48), 48),
             "no good scales": ((7, 3, 40), 24, True),

@@ -84,6 +84,9 @@ class Model:
     def stored(self, *shape: int, dtype: torch.dtype = KIND) -> torch.Tensor:
         return torch.empty(64, self.heads, *shape, dtype=dtype)
 
+    def scales(self, size: int, split: int) -> torch.Tensor:
+        return self.stored(2 * split + size, dtype=torch.float16)
+
 
 MODELS = (Model(8, 4, 128, 128), Model(1, 40, 576, 512, latents=True), Model(2, 3, 80, 80))
 
@@ -205,7 +208,7 @@ def pages(model: Model) -> None:
         state.set_table(0, torch.empty(64, model.heads, dtype=INT))
         _, copies, count = residency(ids, table, state, 0, 1)
         block_copy(kv, torch.empty(300, 16, width, dtype=KIND), copies, count)
-        codes, scales = model.stored(16, width, dtype=torch.int8), model.stored(16, 2, dtype=torch.float16)
+        codes, scales = model.stored(16, width, dtype=torch.int8), model.scales(16, model.dk)
         named = {"scales": scales, "split": model.dk}
         block_copy(codes, torch.empty(300, 16, width, dtype=KIND), copies, count, **named)
         at = torch.empty(rows, model.heads, 100, dtype=INT)
@@ -227,7 +230,7 @@ def prompts(model: Model) -> None:
             for to in (kv, staged):
                 seal_range(model.recent(rows, False), k, v, past, first, end, SINKS, table, to, index)
         if first:
-            scales = model.stored(16, 2, dtype=torch.float16)
+            scales = model.scales(16, split)
             out = torch.empty(rows, model.heads, first + new // 16 + 1, 16, width, dtype=KIND)
             gather_blocks(kv, table[:, :first], out)
             gather_blocks(codes, table[:, 1 : first + 1], out, scales=scales, split=split)

@@ -56,7 +56,7 @@ def attend_clusters(
     numbers = [t for t in (q, recent_kv, pages, means, out) if t is not None]
     if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in numbers):
         return False
-    if kv.dtype != (q.dtype if scales is None else torch.int8):
+    if kv.dtype != q.dtype:
         return False
     if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
         return False

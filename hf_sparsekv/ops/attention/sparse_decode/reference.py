@@ -83,7 +83,7 @@ def sparse_decode(
         mean_tokens: tokens of a span, a multiple of ``block_size``; with ``means``. The first span begins at token 0.
         columns: ``[batch, H, n]`` int32, the tokens of the row that ``ids`` address in ``pages``; needed with both
             ``means`` and ``pages``.
-        scales: float16 ``[num_blocks, H, block_size, 2]`` on q's device, for a ``kv`` of int8 codes
+        scales: float16 ``[num_blocks, H, 2 Dk + block_size]`` on q's device, for a ``kv`` of int8 codes
             (``ops.storage.quantise``): the dequantised entries are attended, in ``recent_kv``'s dtype. Not for latents.
 
     Returns:
@@ -94,7 +94,7 @@ def sparse_decode(
     heads, block_size = kv.shape[1:3]
     skip = sinks if granularity == "all" else 0
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
-    check_scales(kv, scales, has_latents(kv, q))
+    check_scales(kv, scales, dk)
     listed = ids if columns is None else columns
     coded = {"scales": scales, "split": dk, "dtype": recent_kv.dtype}
     if used is not None:
@@ -152,16 +152,17 @@ def check_means(
         raise ValueError("with pages the ids are places: means need their columns as well")
 
 
-def check_scales(kv: Tensor, scales: Tensor | None, latents: bool) -> None:
+def check_scales(kv: Tensor, scales: Tensor | None, key_dim: int) -> None:
     """Raise ``ValueError`` where ``scales`` do not fit ``kv``."""
     if (kv.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"kv of int8 has scales, and nothing else: got {kv.dtype}, scales {scales is not None}")
     if scales is None:
         return
-    if latents:
+    if kv.shape[-1] == key_dim:
         raise ValueError("kv of int8 holds keys and values, no latents (MLA)")
-    if scales.shape != (*kv.shape[:3], 2) or scales.dtype != torch.float16:
-        raise ValueError(f"scales must be float16 {[*kv.shape[:3], 2]}, got {scales.dtype} {list(scales.shape)}")
+    shape = [*kv.shape[:2], 2 * key_dim + kv.shape[2]]
+    if list(scales.shape) != shape or scales.dtype != torch.float16:
+        raise ValueError(f"scales must be float16 {shape}, got {scales.dtype} {list(scales.shape)}")
 
 
 def gather_means(

@@ -21,7 +21,7 @@ from .share import Share, count_means, count_recent, find_part
 
 
 class Stored(NamedTuple):
-    """Stored blocks ``[num_blocks, H, block_size, D]``, and the scales of codes ``[num_blocks, H, block_size, 2]``."""
+    """Stored blocks ``[num_blocks, H, block_size, D]``, and the scales of codes (:class:`..._operands.Scales`)."""
 
     ptr: Any
     block: Any
@@ -30,7 +30,6 @@ class Stored(NamedTuple):
     scales: Any = None
     scales_block: Any = None
     scales_head: Any = None
-    scales_token: Any = None
 
 
 class Recent(NamedTuple):
@@ -363,15 +362,15 @@ def sparse_decode_split_kernel(
             # In a loop of their own they do not keep the rest from being loaded ahead, and often a tile has none.
             KIND: tl.constexpr = recent.ptr.dtype.element_ty
             CN: tl.constexpr = min(BN, 16)
-            o_v = DK + tl.arange(0, BV)
+            o_v = tl.arange(0, BV)
             for j in range(first, end, CN):
                 o_n = j + tl.arange(0, CN)
                 b_page, o_in, m_n, m_kv = find_stored(
                     o_n, o_n < end, p_table, p_ids, p_page_ids, pages, recent, sealed, GRANULARITY, BLOCK_SIZE
                 )
                 if tl.max(m_kv.to(tl.int32), 0) > 0:
-                    b_k = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_k, DK, 0, KIND)  # [BN, BK]
-                    b_v = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_v, DK + DV, 1, KIND)  # [BN, BV]
+                    b_k = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_k, DK, DV, "k", KIND)  # [BN, BK]
+                    b_v = load_codes(b_page, o_in, m_kv, kv, pages, i_head, o_v, DK, DV, "v", KIND)  # [BN, BV]
                     b_max, b_sum, b_acc = take_loaded(b_q, b_max, b_sum, b_acc, b_k, b_v, m_kv, None, scale, softcap)
     elif i_part < kinds.stored + kinds.recent:
         ring = recent.end - recent.sinks

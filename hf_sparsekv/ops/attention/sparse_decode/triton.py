@@ -12,7 +12,7 @@ import triton
 
 from ..._dispatch import require_dense_rows, require_rows
 from ..._layout import empty_parts
-from ..._operands import PagedKV, Pages, Query, Rows, Table, Tokens, operand
+from ..._operands import PagedKV, Pages, Query, Rows, Scales, Table, Tokens, operand
 from ..._overlap import launch
 from .cluster import attend_clusters
 from .config import config as default
@@ -60,7 +60,7 @@ def sparse_decode(
     require_dense_rows(pages=pages, page_ids=page_ids, means=means, columns=columns, scales=scales)
     check_means(means, mean_tokens, granularity, block_size, pages is not None, columns)
     latents = has_latents(kv, q)
-    check_scales(kv, scales, latents)
+    check_scales(kv, scales, q.shape[-1])
     if pages is not None and granularity == "all":
         raise ValueError("page ids are for granularity 'token' or 'block', not for granularity='all'")
     if used is not None and granularity != "token":
@@ -135,7 +135,7 @@ def sparse_decode(
             launch(sparse_decode_latent_blocks_kernel, grid, q, *args, **fixed)
     else:
         used = operand(Rows, used)
-        tensors = tensors[0], Stored(*tensors[1], *(operand(PagedKV, scales) or ())), *tensors[2:]
+        tensors = tensors[0], Stored(*tensors[1], *(operand(Scales, scales) or ())), *tensors[2:]
         shared = held._replace(aim=aim), counted, batch, n
         args = *tensors, rows, table, listed, page_ids, used, stand, *shared, logits
         fixed["BATCH"] = batch_constant(batch)

@@ -23,9 +23,9 @@ def block_copy(
         pages: ``[F, B, W]`` of the same dtype, written in place; contiguous. May be in host memory, too.
         copies: int32 ``[most, 2]``: source and page. No page appears twice.
         n_copies: int32 ``[1]``, how many of them are made.
-        scales: float16 ``[num_blocks, H, B, 2]`` on the pages' device, contiguous. With them ``kv`` holds int8 codes,
-            which are dequantised to the pages' dtype (``ops.storage.quantise``).
-        split: leading entries of a token that the first scale covers.
+        scales: float16 ``[num_blocks, H, 2 * split + B]`` on the pages' device, contiguous. With them ``kv`` holds int8
+            codes, which are dequantised to the pages' dtype (``ops.storage.quantise``).
+        split: leading entries of a token that are its key.
     """
     listed = copies[: int(n_copies)].long()
     source, held = kv.flatten(0, 1), None if scales is None else scales.flatten(0, 1)

@@ -44,11 +44,12 @@ def _decode(
     """One block of codes, ``BT`` of its ``SIZE`` tokens at a time."""
     first, to = source.to(tl.int64) * SIZE, page.to(tl.int64) * SIZE
     o_w = tl.arange(0, padded(WIDTH))
+    p_scale = p_scales + source.to(tl.int64) * (2 * SPLIT + SIZE) + tl.arange(0, 1)
     for c in tl.static_range(0, SIZE, BT):
         o_t = c + tl.arange(0, BT)
         m_t = o_t < SIZE
-        p_code, p_scale = p_kv + (first + o_t) * WIDTH, p_scales + (first + o_t) * 2
-        b_x = load_decoded(p_code, p_scale, m_t, o_w, WIDTH, SPLIT, p_pages.dtype.element_ty)  # [BT, BW]
+        p_code = p_kv + (first + o_t) * WIDTH
+        b_x = load_decoded(p_code, p_scale, o_t, m_t, o_w, WIDTH, SPLIT, p_pages.dtype.element_ty)  # [BT, BW]
         p_to = p_pages + (to + o_t) * WIDTH
         tl.store(p_to[:, None] + o_w[None, :], b_x, mask=m_t[:, None] & (o_w < WIDTH)[None, :])
 
@@ -145,7 +146,7 @@ def gather_blocks_decode_kernel(
         _decode(p_kv, p_scales, p_out, source, target, SIZE, WIDTH, SPLIT, BT)
 
 
-def _check(kv, pages, scales, *more) -> None:
+def _check(kv, pages, scales, split, *more) -> None:
     """Raise ``ValueError`` for blocks ``kv [.., B, W]`` that cannot become ``pages [.., B, W]``."""
     if (scales is None and kv.dtype != pages.dtype) or kv.shape[-2:] != pages.shape[-2:]:
         raise ValueError(
@@ -153,9 +154,10 @@ def _check(kv, pages, scales, *more) -> None:
         )
     if not all(t.is_contiguous() for t in (kv, pages, *more)):
         raise ValueError("kv, frames and copies must be contiguous")
-    if scales is not None and (
-        kv.dtype != torch.int8 or scales.shape != (*kv.shape[:3], 2) or not scales.is_contiguous()
-    ):
+    if scales is None:
+        return
+    shape = (*kv.shape[:2], 2 * split + kv.shape[2])
+    if kv.dtype != torch.int8 or scales.shape != shape or not scales.is_contiguous():
         raise ValueError(
             f"scales must be those of int8 codes, contiguous: got {kv.dtype} {tuple(kv.shape)}, scales "
             f"{tuple(scales.shape)}"
@@ -182,7 +184,7 @@ def block_copy(kv, pages, copies, n_copies, *, scales=None, split=0, config=None
 
     Nothing waits, and it can be captured. ``config`` replaces the default for blocks of this size.
     """
-    _check(kv, pages, scales, copies)
+    _check(kv, pages, scales, split, copies)
     if not pages.numel() or not len(copies):
         return
     config = config or default(kv, pages)
@@ -202,7 +204,7 @@ def gather_blocks(kv, block_table, out, *, scales=None, split=0, config=None):
     Nothing waits. ``config`` replaces the default for blocks of this size.
     """
     (rows, n), heads, pages = block_table.shape, kv.shape[1], out.view(-1, *out.shape[3:])
-    _check(kv, out, scales)
+    _check(kv, out, scales, split)
     require_dense_rows(block_table=block_table)
     if out.shape[:2] != (rows, heads) or out.shape[2] < n:
         raise ValueError(f"{n} blocks of {rows} rows and {heads} heads do not fit {tuple(out.shape)}")

@@ -16,7 +16,7 @@ from ..._ascending import find
 from ..._codes import load_decoded
 from ..._dispatch import require_dense_rows
 from ..._layout import empty_parts, empty_rows, whole
-from ..._operands import PagedKV, Rows, Table, batch_and_head, operand, padded, row_ptr
+from ..._operands import PagedKV, Rows, Scales, Table, batch_and_head, operand, padded, row_ptr
 from ..._overlap import begin, launch
 from .reference import CLASSES as _CLASSES
 from .reference import SLACK as _SLACK
@@ -234,8 +234,8 @@ def bring_tokens_copy_kernel(
         if scales is None:
             b_kv = tl.load(p_from[:, None] + o_w[None, :], mask=m_w, other=0.0)  # [BN, BW]
         else:
-            p_scale = scales.ptr + b_physical_id * scales.block + i_head * scales.head + b_in * scales.token
-            b_kv = load_decoded(p_from, p_scale, m_n, o_w, WIDTH, SPLIT, p_held.dtype.element_ty)
+            p_scale = scales.ptr + b_physical_id * scales.block + i_head * scales.head
+            b_kv = load_decoded(p_from, p_scale, b_in, m_n, o_w, WIDTH, SPLIT, p_held.dtype.element_ty)
         p_slot = p_held + b_to.to(tl.int64) * WIDTH
         tl.store(p_slot[:, None] + o_w[None, :], b_kv, mask=m_w)
 
@@ -325,7 +325,7 @@ def bring_tokens(
     args = operand(Rows, ids), used, *lists, missing, to, count, enabled, counters
     args = *args, k, listed, total, queries // batch
     launch(bring_tokens_assign_kernel, (rows,), ids, *args, **shape, **wide, num_warps=8)
-    stored = operand(PagedKV, kv), operand(PagedKV, scales), operand(Table, block_table)
+    stored = operand(PagedKV, kv), operand(Scales, scales), operand(Table, block_table)
     args = *stored, held.kv, held.lanes, missing, to, count, listed, total
     tile = config.tile * (held.kv.itemsize // kv.itemsize)  # more for codes, so that as many bytes are in flight
     each = max(1, min(config.copying // rows, triton.cdiv(listed, tile)))

@@ -6,39 +6,62 @@ import torch
 import triton
 import triton.language as tl
 
-from ..._codes import encode, scale_of
+from ..._codes import encode, norms_of, range_of, scale_of
 from ..._operands import padded
 from ..._overlap import begin, launch
 
 ENTRIES = 4096  # of a tile. Not tuned yet.
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def quantise_kernel(
-    p_kv, p_codes, p_scales, n, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr
+    p_kv,
+    p_codes,
+    p_scales,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """``BT`` of ``n`` tokens."""
+    """One block of ``SIZE`` tokens, ``BT`` at a time."""
     begin(PDL)
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_w = tl.arange(0, padded(WIDTH))
-    m_t = o_t < n
-    m = m_t[:, None] & (o_w < WIDTH)[None, :]
-    at = o_t[:, None] * WIDTH + o_w[None, :]
-    b_x = tl.load(p_kv + at, mask=m, other=0.0)  # [BT, BW]
-    is_first = (o_w < SPLIT)[None, :]
-    b_first, b_second = scale_of(b_x, is_first), scale_of(b_x, o_w[None, :] >= SPLIT)
-    tl.store(p_codes + at, encode(b_x, tl.where(is_first, b_first[:, None], b_second[:, None])), mask=m)
-    tl.store(p_scales + 2 * o_t, b_first, mask=m_t)
-    tl.store(p_scales + 2 * o_t + 1, b_second, mask=m_t)
+    BW: tl.constexpr = padded(WIDTH)
+    i_block = tl.program_id(0).to(tl.int64)
+    o_w = tl.arange(0, BW)
+    m_key, m_value = o_w < SPLIT, (o_w >= SPLIT) & (o_w < WIDTH)
+    p_kv += i_block * SIZE * WIDTH
+    p_codes += i_block * SIZE * WIDTH
+    p_scales += i_block * (2 * SPLIT + SIZE)
+    b_high, b_low = tl.full([BW], float("-inf"), tl.float32), tl.full([BW], float("inf"), tl.float32)
+    for i in range(0, SIZE, BT):
+        o_t = i + tl.arange(0, BT)
+        m = (o_t < SIZE)[:, None] & m_key[None, :]
+        b_x = tl.load(p_kv + o_t[:, None] * WIDTH + o_w[None, :], mask=m, other=0.0).to(tl.float32)  # [BT, BW]
+        b_high, b_low = range_of(b_x, m, b_high, b_low)
+    b_high, b_low = tl.where(m_key, b_high, 0.0), tl.where(m_key, b_low, 0.0)
+    b_centre, b_step = norms_of(b_high, b_low)
+    tl.store(p_scales + o_w, b_centre, mask=m_key)
+    tl.store(p_scales + SPLIT + o_w, b_step, mask=m_key)
+    for i in range(0, SIZE, BT):
+        o_t = i + tl.arange(0, BT)
+        m_t = o_t < SIZE
+        m = m_t[:, None] & (o_w < WIDTH)[None, :]
+        b_x = tl.load(p_kv + o_t[:, None] * WIDTH + o_w[None, :], mask=m, other=0.0).to(tl.float32)
+        b_scale = scale_of(b_x, m_value[None, :], b_x, m_key[None, :])  # [BT]
+        b_by = tl.where(m_key[None, :], b_step[None, :], b_scale[:, None])
+        b_code = encode(b_x - b_centre.to(tl.float32)[None, :], b_by)
+        tl.store(p_codes + o_t[:, None] * WIDTH + o_w[None, :], b_code, mask=m)
+        tl.store(p_scales + 2 * SPLIT + o_t, b_scale, mask=m_t)
 
 
 def quantise(kv, split, *, config=None):
     """As ``reference.quantise``; ``config`` replaces the entries of a tile."""
-    kv, width = kv.contiguous(), kv.shape[-1]
+    kv, (size, width) = kv.contiguous(), kv.shape[-2:]
     codes = torch.empty(kv.shape, dtype=torch.int8, device=kv.device)
-    scales = torch.empty(*kv.shape[:-1], 2, dtype=torch.float16, device=kv.device)
-    n = scales.numel() // 2
-    tile = max(1, (config or ENTRIES) // triton.next_power_of_2(width))
-    if n:
-        launch(quantise_kernel, (triton.cdiv(n, tile),), kv, kv, codes, scales, n, WIDTH=width, SPLIT=split, BT=tile)
+    scales = torch.empty(*kv.shape[:-2], 2 * split + size, dtype=torch.float16, device=kv.device)
+    at_once = max(1, (config or ENTRIES) // triton.next_power_of_2(width))
+    fixed = {"SIZE": size, "WIDTH": width, "SPLIT": split, "BT": min(at_once, triton.next_power_of_2(size))}
+    if kv.numel():
+        launch(quantise_kernel, (kv.numel() // (size * width),), kv, kv, codes, scales, **fixed)
     return codes, scales

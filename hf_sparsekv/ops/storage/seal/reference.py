@@ -25,7 +25,7 @@ class Index:
         metadata: kind of ``bounds``.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
         span: blocks in a span of ``means``.
-        scales: float16 ``[num_blocks, H, block_size, 2]``, for a ``kv`` of int8 codes (``ops.storage.quantise``).
+        scales: float16 ``[num_blocks, H, 2 Dk + block_size]``, for a ``kv`` of int8 codes (``ops.storage.quantise``).
     """
 
     key_dim: int

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..._codes import encode, scale_of
+from ..._codes import encode, norms_of, range_of, scale_of
+from ..._codes import most as _most
 from ..._dispatch import require_dense_rows, require_rows
-from ..._operands import PagedKV, Rows, Table, Tokens, batch_and_head, operand, padded, row_ptr
+from ..._operands import PagedKV, Rows, Scales, Table, Tokens, batch_and_head, operand, padded, row_ptr
 from ..._overlap import begin, launch
 from ..._paged import load_row
 from .reference import MOST_HALF as _MOST_HALF
@@ -53,12 +54,6 @@ class New(NamedTuple):
     v_batch: Any
     v_head: Any
     v_token: Any
-
-
-@triton.jit
-def _most(a, b):
-    """The larger value; NaN if one is NaN, which a plain maximum would drop."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -140,6 +135,16 @@ def _seal_block(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+    if scales is not None:
+        b_top, b_bottom = tl.full([BK], float("-inf"), tl.float32), tl.full([BK], float("inf"), tl.float32)
+        for i in range(BLOCK_SIZE // BT):
+            p_key = p_row + (at + i * BT + tl.arange(0, BT))[:, None].to(tl.int64) * recent.token
+            b_key = tl.load(p_key + o_k[None, :], mask=m_k[None, :], other=0.0)
+            b_top, b_bottom = range_of(b_key, m_k[None, :], b_top, b_bottom)
+        b_centres, b_steps = norms_of(b_top, b_bottom)
+        p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head
+        tl.store(p_scale + o_k, b_centres, mask=m_k)
+        tl.store(p_scale + DK + o_k, b_steps, mask=m_k)
     b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
@@ -157,11 +162,10 @@ def _seal_block(
                 p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 b_kept_k, b_kept_v = b_k, b_v
                 if scales is not None:
-                    b_scale_k, b_scale_v = scale_of(b_k, m_k[None, :]), scale_of(b_v, m_v[None, :])
-                    b_kept_k, b_kept_v = encode(b_k, b_scale_k[:, None]), encode(b_v, b_scale_v[:, None])
-                    p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head + o_t * scales.token
-                    tl.store(p_scale, b_scale_k)
-                    tl.store(p_scale + 1, b_scale_v)
+                    b_by = scale_of(b_v, m_v[None, :], b_k, m_k[None, :])
+                    b_kept_k = encode(b_k.to(tl.float32) - b_centres.to(tl.float32)[None, :], b_steps[None, :])
+                    b_kept_v = encode(b_v, b_by[:, None])
+                    tl.store(p_scale + 2 * DK + o_t, b_by)
                 tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
                 tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
             m_sink = (b_token < sinks)[:, None]
@@ -385,7 +389,7 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
         None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
-        operand(PagedKV, index.scales),
+        operand(Scales, index.scales),
         recent_kv.shape[2] - sinks,
         sinks,
         torch.finfo(recent_kv.dtype).max,
