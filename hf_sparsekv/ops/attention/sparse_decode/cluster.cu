@@ -9,8 +9,9 @@
 // Channels are in another order in these products, the same on both sides, so that each load takes 16 bytes.
 //
 // With CODES `kv` has codes of 8 bits, and all else 16 bits. Of the 32 entries that a warp's lanes have looked up it
-// takes first those in codes, all at once, as many bytes as of 16 others; then the others. Codes are whole numbers,
-// exact in 16 bits: a key's scale multiplies its logit, a value's scale its weight.
+// takes first those in codes, all at once, as many bytes as of 16 others; then the others. Codes of keys become numbers
+// of 16 bits, by the centres and steps of their block. Codes of values are whole numbers, exact in 16 bits: a value's
+// scale multiplies its weight.
 
 #define WARPS (THREADS / 32)
 #define STEPS (DIM / 32)    // of a key: 32 channels, eight of them in 16 bytes of a thread
@@ -43,8 +44,8 @@ struct Lists {
     int n, near, spans, all, sealed, sinks, ring, span;
     float factor;  // of logits, to base 2
 #if CODES
-    const u32* scales;  // of a token's key and value, 16 bits each
-    int scales_block, scales_token;
+    const u32* scales;  // of a block, 16 bits each: centres and steps of its key's channels, scales of its values
+    int scales_block;
 #endif
 };
 
@@ -79,7 +80,8 @@ struct Entry {
     float bias;
     bool counts, far;
 #if CODES
-    const u32* scales;  // of one that `kv` holds
+    const u32* scales;  // of the block of one that `kv` holds
+    int in;             // its place there
 #endif
 };
 
@@ -92,7 +94,7 @@ __device__ __forceinline__ Entry settle(const Lists& its, int e, const Place& pl
             const i64 block = PAGED ? -(place.page + 2) : place.page;
             entry.at = its.kv + block * its.kv_block + place.in * its.kv_token;
 #if CODES
-            entry.scales = its.scales + block * its.scales_block + place.in * its.scales_token;
+            entry.scales = its.scales + block * its.scales_block, entry.in = place.in;
 #endif
         } else if (entry.counts) {
             entry.at = its.pages + (i64)place.page * its.page + place.in * its.page_token;
@@ -121,6 +123,7 @@ struct Entries {
     float bias[32];     // -inf of null
 #if CODES
     const Stored* codes[32];  // instead of `at`, or null
+    const u16* scales[32];    // of their blocks
 #endif
 };
 
@@ -227,9 +230,20 @@ __device__ __forceinline__ u32 widen(u32 codes) {
     return subtract_half(mask_xor(codes, 0xff00ff, 0x4c804c80), 0x4c804c80);  // 16 + (code + 128) / 64, less 18
 }
 
-// Take those of 32 entries that are codes, which `there` marks. `scales`: of the lane's own entry.
+// Of four codes of a key, with two centres or steps in a word, the numbers in 16 bits: the first and the third, the
+// second and the fourth.
+__device__ __forceinline__ uint2 decode(u32 codes, u32 centre, u32 next_centre, u32 step, u32 next_step) {
+    const auto number = [](u32 code, u32 centre, u32 step) {
+        return from_half(centre) + (float)(signed char)(code & 0xff) * from_half(step);
+    };
+    return uint2{pack(number(codes, centre, step), number(codes >> 16, next_centre, next_step)),
+                 pack(number(codes >> 8, centre >> 16, step >> 16),
+                      number(codes >> 24, next_centre >> 16, next_step >> 16))};
+}
+
+// Take those of 32 entries that are codes, which `there` marks. `scale`: of the value of the lane's own entry.
 __device__ __forceinline__ void take_codes(Softmax& its, const uint4 (&query)[2 * WIDE][32], const Entries& entries,
-                                           u32 there, u32 scales, float factor, u32 zero) {
+                                           u32 there, u32 scale, float factor, u32 zero) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     // As in take(): keys of tokens row + 8 t, 16 channels in 16 bytes; values of tokens 2 quad, 2 quad + 1, and those 8,
     // 16 and 24 further on, 8 channels in 8 bytes, as a sum has the channels of take().
@@ -259,35 +273,40 @@ __device__ __forceinline__ void take_codes(Softmax& its, const uint4 (&query)[2 
         for (int h = 0; h < HALVES; h++) any |= value[t][h].x;
     }
     float weight[2][4] = {{__uint_as_float(any & zero), 0, 0, 0}, {}};
+    u32 before = 0;  // scales wait for the product before: or they take more registers than there are
 #pragma unroll
     for (int g = 0; g < 2; g++) {
         if (g && there >> 16 == 0) continue;  // as where a list ends: often, as lists are short
-        // Four channels of tokens row and row + 8: the first and the third, the second and the fourth.
-        const auto four = [&](u32 one, u32 other, u32 front, u32 back) {
-            const u32 channels[4] = {widen(one), widen(other), widen(one >> 8), widen(other >> 8)};
-            multiply(weight[g], channels, front, back);
-        };
 #pragma unroll
-        for (int j = 0; j < WIDE; j++) {
-            const uint4 low = query[2 * j][lane], high = query[2 * j + 1][lane];
-            const uint4 &one = key[2 * g][j], &other = key[2 * g + 1][j];
-            four(one.x, other.x, low.x, low.y), four(one.y, other.y, low.z, low.w);
-            four(one.z, other.z, high.x, high.y), four(one.w, other.w, high.z, high.w);
+        for (int j = 0; j < 2 * WIDE; j++) {
+            uint2 one[2], next[2];  // four channels of tokens row and row + 8, and the next four
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const u16* of = entries.scales[row + 16 * g + 8 * t];
+                const u16* at = of + 16 * quad + 64 * (j / 2) + 8 * (j % 2) + before;
+                const uint4 codes = key[2 * g + t][j / 2], centre = load_16(at, of), step = load_16(at + DIM, of);
+                one[t] = decode(j % 2 ? codes.z : codes.x, centre.x, centre.y, step.x, step.y);
+                next[t] = decode(j % 2 ? codes.w : codes.y, centre.z, centre.w, step.z, step.w);
+            }
+            const u32 front[4] = {one[0].x, one[1].x, one[0].y, one[1].y};
+            const u32 back[4] = {next[0].x, next[1].x, next[0].y, next[1].y};
+            const uint4 eight = query[j][lane];
+            multiply(weight[g], front, eight.x, eight.y);
+            multiply(weight[g], back, eight.z, eight.w);
+            before = __float_as_uint(weight[g][0]) & zero;
         }
     }
     const float unit = BFLOAT16 ? 1 : 64;  // see widen()
     float by[4];  // scale of a value, zero of what is not attended
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-        const u32 both = __shfl_sync(~0u, scales, row + 8 * t);
-        const float of_key = from_half(both) * (factor * unit);
-        by[t] = from_half(both >> 16) * unit;
+        by[t] = from_half(__shfl_sync(~0u, scale, row + 8 * t)) * unit;
         // Larger ones are of infinite float16. Finite, or a weight times a code of zero would be no number.
         if (!BFLOAT16) by[t] = by[t] > 65504 ? 65504 : by[t];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             float& its = weight[t / 2][t % 2 * 2 + c];
-            its = there >> (row + 8 * t) & 1 ? its * of_key : -INF;
+            its = there >> (row + 8 * t) & 1 ? its * factor : -INF;
         }
     }
     weigh(its, weight);
@@ -337,7 +356,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                 i64 scale_bits
 #if CODES
                                 ,
-                                const u32* scales, i64 scales_block, i64 scales_head, i64 scales_token
+                                const u32* scales, i64 scales_block, i64 scales_head
 #endif
     ) {
     DYNAMIC_SHARED(held);  // how many tokens of each span are chosen, then each warp's result
@@ -408,7 +427,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     its.factor = __uint_as_float((u32)scale_bits) * LOG2E;
 #if CODES
     its.scales = scales + i_head * scales_head;
-    its.scales_block = (int)scales_block, its.scales_token = (int)scales_token;
+    its.scales_block = (int)scales_block;
 #endif
     Place place = look_up(its, entry_of(tile), id);
     if (means) {
@@ -441,14 +460,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         next_id = behind < lists.n ? lists.ids[behind] : -1;
         my_tokens += entry.counts, my_far += entry.far;
 #if CODES
-        const u32 my_scales = load_4(entry.scales, entry.far);
+        const u32 my_scale = load_4(entry.scales + DIM + entry.in / 2, entry.far) >> entry.in % 2 * 16;
         const u32 far_there = __ballot_sync(~0u, entry.far), there = __ballot_sync(~0u, entry.at && !entry.far);
         __syncwarp();
         entries[warp].codes[lane] = entry.far ? (const Stored*)entry.at : nullptr;
+        entries[warp].scales[lane] = entry.far ? (const u16*)entry.scales : nullptr;
         entries[warp].at[lane] = entry.far ? nullptr : (const u16*)entry.at;
         entries[warp].bias[lane] = entry.at && !entry.far ? entry.bias : -INF;
         __syncwarp();
-        if (far_there) take_codes(mine, wide_query, entries[warp], far_there, my_scales, lists.factor, zero);
+        if (far_there) take_codes(mine, wide_query, entries[warp], far_there, my_scale, lists.factor, zero);
 #else
         const u32 there = __ballot_sync(~0u, entry.at != nullptr);
         __syncwarp();  // all have read the last ones

@@ -44,8 +44,8 @@ def attend_clusters(
     """Attend to tokens ``ids`` as ``reference.sparse_decode`` does, if these tensors and this GPU allow it.
 
     Returns whether it has. Supports keys and values of 16 bits (no latents), 8-bit codes in ``kv``, lists of at most
-    ``MOST_TOKENS``, and no softcap. Codes are multiplied as integers and products by their scales, so no entry is
-    rounded to 16 bits.
+    ``MOST_TOKENS``, and no softcap. Codes of values are multiplied as integers and weights by their scales, so no value
+    is rounded to 16 bits.
 
     Args:
         clusters: blocks that share a row and KV head, a power of two up to 8; None for as many as fill the GPU once.
@@ -56,7 +56,7 @@ def attend_clusters(
     numbers = [t for t in (q, recent_kv, pages, means, out) if t is not None]
     if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in numbers):
         return False
-    if kv.dtype != q.dtype:
+    if kv.dtype != (q.dtype if scales is None else torch.int8):
         return False
     if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
         return False
@@ -68,7 +68,7 @@ def attend_clusters(
         or kv.shape[3] != 2 * dim
         or out.shape != q.shape
         or not all(_loads(t, 16) for t in (kv, *numbers))
-        or not (scales is None or _loads(scales, 4))
+        or not (scales is None or _loads(scales, 16))
     ):
         return False
     others = ((ids, torch.int32), (block_table, torch.int32), (columns, torch.int32))
@@ -91,8 +91,7 @@ def attend_clusters(
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
     args += (scale_bits,)
     if scales is not None:
-        pairs = scales.view(torch.int32)  # both scales of a token are read as one word
-        args += pairs, *pairs.stride()[:3]
+        args += _with_strides(scales.view(torch.int32))  # in words of two
     kernel.launch((blocks, lists), THREADS, shared, q, *args)
     return True
 
