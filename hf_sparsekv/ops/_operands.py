@@ -33,6 +33,17 @@ class Rows(NamedTuple):
     head: Any
 
 
+class LabelRows(NamedTuple):
+    """Label channels int32 ``[batch, H, r]``, and their centres and spreads float32 ``[batch, H, 2, r]`` or None."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    norms: Any
+    norms_batch: Any
+    norms_head: Any
+
+
 class Tokens(NamedTuple):
     """``[batch, H, tokens, D]``: the recent buffer, or a ring."""
 
@@ -95,6 +106,25 @@ def operand(kind: type[Operand], t: Tensor | None) -> Operand | None:
     return kind(t.view(torch.uint8) if t.dtype == torch.bool else t, *strides)
 
 
+def label_rows(channels: Tensor | None, norms: Tensor | None) -> LabelRows | None:
+    """Both as one operand; None without channels.
+
+    Raises:
+        ValueError: norms do not fit the channels, or are not contiguous in each row and head.
+    """
+    if channels is None:
+        return None
+    if norms is None:
+        return LabelRows(channels, *channels.stride()[:2], None, 0, 0)
+    r = channels.shape[-1]
+    if norms.shape != (*channels.shape[:2], 2, r) or norms.stride()[2:] != (r, 1) or norms.dtype != torch.float32:
+        raise ValueError(
+            f"norms must be float32 {[*channels.shape[:2], 2, r]}, contiguous in each row and head, got {norms.dtype} "
+            f"{list(norms.shape)} with strides {norms.stride()}"
+        )
+    return LabelRows(channels, *channels.stride()[:2], norms, *norms.stride()[:2])
+
+
 def in_each_row(t: Tensor | None) -> tuple[Tensor | None, int]:
     """Numbers of each row, ``t [rows, ...]``, and the entries between two rows': plain arguments, not an operand.
 
@@ -125,5 +155,12 @@ def batch_and_head(i_row, HEADS: tl.constexpr):
 
 @triton.jit
 def row_ptr(t, i_batch, i_head):
-    """Pointer to row ``i_batch`` and head ``i_head`` of ``Rows``, ``Query`` or ``Tokens``."""
+    """Pointer to row ``i_batch`` and head ``i_head`` of ``Rows``, ``LabelRows``, ``Query`` or ``Tokens``."""
     return t.ptr + i_batch * t.batch + i_head * t.head
+
+
+@triton.jit
+def load_norms(t, i_batch, i_head, o_r, m_r, R: tl.constexpr):
+    """Centres and spreads of label channels ``o_r`` of ``LabelRows``, which has them."""
+    p_norm = t.norms + i_batch * t.norms_batch + i_head * t.norms_head + o_r
+    return tl.load(p_norm, mask=m_r, other=0.0), tl.load(p_norm + R, mask=m_r, other=1.0)

@@ -177,15 +177,15 @@ def choices() -> None:
     block_select(torch.randn(1, 8, 512), 64, rows=rows, block_size=64)
     for n, k in ((512 * 32, 2048), (1024 * 32, 2048), (20_032, 10_000)):
         token_select(torch.randn(1, 8, n), None, k, 32, rows=rows)
-    for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4)):
+    for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4), (4, 32, "norms"), (20, 128, "norms")):
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
-        args = list(given.values())[:7]
+        args, named = list(given.values())[:7], {"sinks": 4, "norms": given["norms"]}
         for reduce in ("mean", "max", "none"):
-            token_score(*args, reduce, sinks=4)
-            token_score(*args[:6], None, reduce, sinks=4)
-            token_score(*args[:6], None, reduce, sinks=4, fill=False)
+            token_score(*args, reduce, **named)
+            token_score(*args[:6], None, reduce, **named)
+            token_score(*args[:6], None, reduce, **named, fill=False)
             if reduce == "mean":
-                token_score(args[0].float(), *args[1:], reduce, sinks=4)
+                token_score(args[0].float(), *args[1:], reduce, **named)
 
 
 def masses() -> None:

@@ -315,6 +315,7 @@ class Seal:
     parts: int = 1
     channels: int = 16
     bits: int = 4
+    norms: bool = True
     sealed: tuple[int, ...] = (6, 0)
     due: tuple[bool, ...] | None = None  # rows whose next block is sealed; None: all
     rests: tuple[int, ...] = ()  # rows that attend to nothing
@@ -348,6 +349,8 @@ def seal(place, case: Seal) -> tuple:
         channels = shuffled(place, case.batch * case.heads, case.dk, case.channels)
         index["channels"] = channels.view(case.batch, case.heads, -1)
         if case.bits == 4:
+            if case.norms:
+                index["norms"] = label_norms(place, case.batch, case.heads, case.channels)
             index["codes"] = place.nan(*kept, case.channels // 2, dtype=torch.uint8)
             index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
         else:
@@ -392,6 +395,7 @@ class SealRange:
     parts: int = 1
     channels: int = 16
     bits: int = 4
+    norms: bool = True
     more: int = 5  # new tokens behind the last block
     staged: bool = False
     keeps: bool = True
@@ -405,7 +409,7 @@ def seal_range(place, case: SealRange) -> tuple:
     size, width, split = case.block_size, case.dk + case.dv, case.split or case.dk
     start, end, ring = case.first * size, case.end * size, 3 * size
     usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "parts", "channels", "bits")}
-    usual |= {name: getattr(case, name) for name in ("sinks", "bounds", "metadata", "span", "keeps")}
+    usual |= {name: getattr(case, name) for name in ("norms", "sinks", "bounds", "metadata", "span", "keeps")}
     recent_kv, *_, block_table, kv, index = seal(place, Seal(batch=case.rows, sealed=(case.end,) * case.rows, **usual))
     recent_kv.fill_(math.nan)
     for token in range(start, min(case.past, end)):
@@ -488,7 +492,8 @@ def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
     """Blocks of ragged rows; NaN or garbage in the labels of tokens that cannot be selected."""
-    bits = 4 if bits == "tensor_cores" else bits
+    relative = bits == "norms" or (bits == "tensor_cores" and cap % 2 > 0)
+    bits = 16 if bits == 16 else 4
     rows, block_table, sinks, hidden = ragged(place, batch, cap, block_size)
     num_blocks, hidden = len(hidden), hidden[:, None, :, None]
     hole = holes(place, num_blocks)
@@ -500,13 +505,30 @@ def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, 
         qparams = None
     ids = None
     channels = shuffled(place, batch * heads, dk, width).view(batch, heads, -1)
+    norms = label_norms(place, batch, heads, width) if relative else None
     if chosen is not None:
         ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
         ids[0, 0, chosen // 2 + 1 :] = -1
     n = (cap if ids is None else chosen) * block_size
     q = place.randn(batch, heads * group, dk)
     out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
-    return q, codes, qparams, channels, rows, block_table, ids, reduce, sinks, out
+    return q, codes, qparams, channels, rows, block_table, ids, reduce, sinks, norms, out
+
+
+def label_norms(place, batch: int, heads: int, r: int) -> torch.Tensor:
+    """Centres and spreads of label channels; a channel in eight has a large mean."""
+    centre, spread = place.randn(batch, heads, r).float(), 0.2 + place.rand(batch, heads, r).float()
+    centre[..., ::8] += 20.0
+    return torch.stack((centre, spread), 2)
+
+
+def score_ratio(place, reduce, bits) -> float:
+    """Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
+
+    The other kernel rounds products of queries and spreads to the queries' dtype, if that is bf16.
+    """
+    rounded = bits == "norms" and place.dtype == torch.bfloat16
+    return 2e-4 if bits == "tensor_cores" else 4e-3 if rounded else 4e-6
 
 
 def label_hows(given, reduce, bits):
@@ -940,10 +962,9 @@ OPERATORS = [
         "token_score",
         token_score,
         LABELS,
-        options=(("mean", "max", "none"), ("tensor_cores", 4, 16)),
+        options=(("mean", "max", "none"), ("tensor_cores", 4, 16, "norms")),
         small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
-        # Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
-        ratio=lambda place, reduce, bits: 2e-4 if bits == "tensor_cores" else 4e-6,
+        ratio=score_ratio,
         hows=label_hows,
         views={"q": "turned", "block_table": "rows", "block_ids": "rows"},
         far={"q": 1, "codes": 0, "qparams": 0},

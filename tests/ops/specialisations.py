@@ -110,10 +110,12 @@ def scores(model: Model) -> None:
         for bits, width in ((4, r // 2), (16, r)):
             codes = model.stored(16, width, dtype=torch.uint8 if bits == 4 else KIND)
             labels = codes, model.stored(16, 2, dtype=torch.float16) if bits == 4 else None, channels
-            token_score(q, *labels, lengths, table, chosen, "mean", sinks=SINKS)
-            found = token_score(q, *labels, lengths, table, None, "mean", sinks=SINKS, fill=False)
+            norms = torch.empty(rows, model.heads, 2, r) if bits == 4 else None
+            named = {"sinks": SINKS, "norms": norms}
+            token_score(q, *labels, lengths, table, chosen, "mean", **named)
+            found = token_score(q, *labels, lengths, table, None, "mean", **named, fill=False)
             token_select(found, None, 100, 16, rows=lengths)
-            found = token_score(q, *labels, lengths, table, None, "none", sinks=SINKS, fill=False)
+            found = token_score(q, *labels, lengths, table, None, "none", **named, fill=False)
         near = model.recent(rows, drafts)
         named = {"scale": 0.1, "threshold": 0.9, "min_tokens": 8, "totals": torch.empty(64, dtype=torch.int64)}
         selected = mass_select(found, q, channels, near, lengths, sinks=SINKS, **named)

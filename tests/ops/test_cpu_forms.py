@@ -47,20 +47,21 @@ blocks_of = pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys()
 
 @blocks_of
 @pytest.mark.parametrize("reduce", ["mean", "max", "none"])
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [4, "norms", 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_token_score_of_one_row(definitions, blocks, reduce, bits, dtype):
     rows, table = row(blocks, 200, 16)
     q = torch.randn(1, 6, 24).to(dtype)
     codes, qparams = torch.randn(8, 2, 16, 10).to(dtype), None
-    if bits == 4:
+    if bits != 16:
         codes = torch.randint(0, 256, (8, 2, 16, 5), dtype=torch.uint8)
         qparams = torch.randn(8, 2, 16, 2).half()
+    norms = torch.rand(1, 2, 2, 10) + 0.1 if bits == "norms" else None
     channels = torch.stack([torch.randperm(24)[:10] for _ in range(2)])[None].int()
     given = q, codes, qparams, channels, rows, table, None, reduce
-    got = score_cpu.token_score(*given, sinks=4, fill=False)
+    got = score_cpu.token_score(*given, sinks=4, norms=norms, fill=False)
     assert not definitions
-    torch.testing.assert_close(got, score_reference.token_score(*given, sinks=4), **close)
+    torch.testing.assert_close(got, score_reference.token_score(*given, sinks=4, norms=norms), **close)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -33,6 +33,7 @@ class Case:
     sinks: int = 4
     ragged: bool = True
     exact: bool = True
+    norms: bool = False
 
     def make(self, place) -> dict:
         dim, physical = 4 * self.width, self.batch * self.blocks + 5
@@ -53,6 +54,12 @@ class Case:
         full = [self.blocks, self.blocks // 2, 0] if self.ragged else [self.blocks]
         sealed = self.block_size * torch.tensor([full[row % len(full)] for row in range(self.batch)]).int()
         table = place.randperm(physical)[: self.batch * self.blocks].int().view(self.batch, self.blocks)
+        norms = None
+        if self.norms:  # of the largest number in a query the spread is 1, so that its unit stays the same
+            centre = place.randint(-50, 51, *channels.shape).float()
+            spread = place.randint(1, 4, *channels.shape).float()
+            spread[..., 0] = 1.0
+            norms = torch.stack((centre, spread), 2)
         return {
             "q": q.flatten(1, 2).to(self.dtype),
             "codes": place.randint(0, 256, physical, self.heads, self.block_size, self.width, dtype=torch.uint8),
@@ -62,6 +69,7 @@ class Case:
             "block_table": table,
             "reduce": self.reduce,
             "sinks": self.sinks,
+            "norms": norms,
         }
 
 
@@ -101,6 +109,10 @@ CASES = {
     "latents, the mean": Case(reduce="mean", group=20, width=64, heads=1),
     "five heads": Case(group=5, blocks=7),
     "a block": Case(blocks=1, batch=1, ragged=False),
+    "with norms": Case(norms=True),
+    "with norms, seven heads": Case(norms=True, group=7, width=32, block_size=64, dtype=torch.float16),
+    "with norms, latents": Case(norms=True, group=20, width=64, heads=1),
+    "with norms, the mean": Case(norms=True, reduce="mean", group=8),
 }
 
 
@@ -129,9 +141,11 @@ def test_ragged_rows_of_many_tiles(place32, width, group):
 
 @pytest.mark.parametrize("width, group", [(16, 4), (32, 2), (64, 20)])
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_any_numbers(place32, width, group, reduce):
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+def test_any_numbers(place32, width, group, reduce, norms):
     """Queries are rounded to a 32,512th of their largest number."""
-    case = Case(blocks=200, block_size=64, width=width, group=group, reduce=reduce, exact=False, ragged=False)
+    shape = {"blocks": 200, "block_size": 64, "width": width, "group": group, "norms": norms}
+    case = Case(**shape, reduce=reduce, exact=False, ragged=False)
     given = case.make(place32)
     found, expected = scored(given, True), reference(**on_cpu(given), block_ids=None)
     torch.testing.assert_close(found, expected, rtol=0, atol=expected[expected > -math.inf].abs().max().item() / 5000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 from operators import BY_NAME, far, view
 
 CASES = [
@@ -75,6 +76,23 @@ def test_scores_that_are_not_filled(place, case, first, second):
     ends = sealed * expected[0].shape[-1] // (blocks * (given.get("tokens") or given["codes"].shape[2]))
     for score, end in zip(expected[0], ends.tolist()):
         assert score[:, end:].isnan().all() and not score[:, :end].isnan().any()
+
+
+def test_scores_of_unquantised_labels_have_no_norms(place32):
+    operator = BY_NAME["token_score"]
+    given = operator.call(place32, *operator.small[:-1], 16)
+    norms = torch.ones(*given["channels"].shape[:2], 2, given["channels"].shape[2], device=place32.device)
+    for function in operator.functions:
+        with pytest.raises(ValueError, match="norms are for packed labels"):
+            function(**given | {"norms": norms})
+
+
+def test_norms_that_do_not_fit(place32):
+    operator = BY_NAME["token_score"]
+    given = operator.call(place32, *operator.small[:-1], "norms")
+    for norms in (given["norms"][..., :-2], given["norms"].double(), given["norms"].transpose(2, 3).contiguous().mT):
+        with pytest.raises(ValueError, match=r"norms must be float32 \[2, 1, 2, 16\], contiguous"):
+            operator.functions[0](**given | {"norms": norms})
 
 
 def test_scores_of_chosen_blocks_are_filled(place32):

@@ -24,6 +24,7 @@ def token_score(
     reduce: str,
     *,
     sinks: int,
+    norms: Tensor | None = None,
     out: Tensor | None = None,
     fill: bool = True,
 ) -> Tensor:
@@ -34,8 +35,9 @@ def token_score(
 
     def by_definition() -> Tensor:
         given = (q, codes, qparams, channels, rows, block_table, block_ids, reduce)
-        return reference.token_score(*given, sinks=sinks, out=out, fill=fill)
+        return reference.token_score(*given, sinks=sinks, norms=norms, out=out, fill=fill)
 
+    reference.require_packed(qparams, norms)
     heads, size = codes.shape[1:3]
     n = rows.tolist()[0][1] // size if rows.shape[0] == 1 else 0
     if block_ids is not None or out is not None or not 0 < n == block_table.shape[1]:
@@ -47,7 +49,11 @@ def token_score(
     asked = asked.gather(-1, channels.long().view(heads, 1, -1).expand(-1, asked.shape[1], -1))
     if reduce == "mean":
         asked = asked.mean(1, keepdim=True)
-    score = asked @ numbers(codes, qparams, blocks)  # [H, G or 1, sealed]
+    if norms is None:
+        score = asked @ numbers(codes, qparams, blocks)  # [H, G or 1, sealed]
+    else:
+        centre, spread = norms[0, :, None].unbind(2)  # [H, 1, r]
+        score = torch.baddbmm((asked * centre).sum(-1, keepdim=True), asked * spread, numbers(codes, qparams, blocks))
     score = score.flatten(0, 1) if reduce == "none" else score.amax(1)
     if not math.isfinite(score.sum().item()):  # which of them count as -inf is the definition's business
         return by_definition()

@@ -29,7 +29,7 @@ static_assert(SPAN >= ROWS, "tokens that a warp loads at once lie in one block")
 
 struct Queries {
     signed char parts[LANES * COLUMNS][2][CHANNELS];  // upper and lower, of the label channels
-    float unit[LANES * COLUMNS], total[LANES * COLUMNS];
+    float unit[LANES * COLUMNS], total[LANES * COLUMNS], constant[LANES * COLUMNS];
 };
 
 struct alignas(4 * WORDS) Codes {
@@ -63,12 +63,17 @@ struct Labels {  // of one KV head, for one lane
     }
 };
 
-// A warp makes two columns of each query.
+// What labels are relative to, in the channels of a lane.
+struct Norms {
+    float centre[EACH], spread[EACH];
+};
+
+// A warp makes two columns of each query, times the spreads; its product with the centres is the same for all tokens.
 __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64 q_head, i64 q_dim,
-                                             const int (&channel)[EACH]) {
+                                             const int (&channel)[EACH], const Norms& norms) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int v = warp; v < LANES * COLUMNS; v += WARPS) {
-        float value[EACH], most = 0, total = 0;
+        float value[EACH], most = 0, total = 0, constant = 0;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             value[e] = 0;
@@ -78,10 +83,12 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
             } else if (v < VECTORS) {
                 value[e] = unpack(q[v * q_head + channel[e] * q_dim]);
             }
+            constant += value[e] * norms.centre[e], value[e] *= norms.spread[e];
             most = fmaxf(most, fabsf(value[e])), total += value[e];
         }
         for (int d = 16; d; d /= 2) {
             most = fmaxf(most, __shfl_xor_sync(~0u, most, d)), total += __shfl_xor_sync(~0u, total, d);
+            constant += __shfl_xor_sync(~0u, constant, d);
         }
         const float unit = fmaxf(most, 1e-30f) / LARGEST;
 #pragma unroll
@@ -92,14 +99,18 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
             queries.parts[v][1][e * 32 + lane] = (signed char)(int)(whole - 128 * upper);  // -64 .. 63
         }
         // A query that is infinite, or no number, scores nothing.
-        if (lane == 0) queries.unit[v] = unit, queries.total[v] = fabsf(total) < INF ? total : NOT_A_NUMBER;
+        if (lane == 0) {
+            queries.unit[v] = unit, queries.total[v] = fabsf(total) < INF ? total : NOT_A_NUMBER;
+            queries.constant[v] = constant;
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const char* codes, i64 codes_block,
                               i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head, const int* channels,
-                              i64 channels_batch, i64 channels_head, const int* table, i64 table_row, float* out,
+                              i64 channels_batch, i64 channels_head, const float* norms, i64 norms_batch,
+                              i64 norms_head, const int* table, i64 table_row, float* out,
                               i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 sinks,
                               i64 fill) {
     __shared__ Queries queries;
@@ -108,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     int token = uniform(blockIdx.x * WARPS + warp) * (int)stretch;
     const int stop = min(token + (int)stretch, (int)n);
     table += i_batch * table_row, channels += i_batch * channels_batch + i_head * channels_head;
+    if (norms) norms += i_batch * norms_batch + i_head * norms_head;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
     wait_for_kernels();
@@ -117,8 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         return of < stop ? table[(u32)of / BLOCK] : -1;
     };
     int physical = look_up(token), channel[EACH];
+    Norms relative;
 #pragma unroll
-    for (int e = 0; e < EACH; e++) channel[e] = channels[e * 32 + lane];
+    for (int e = 0; e < EACH; e++) {
+        channel[e] = channels[e * 32 + lane];
+        relative.centre[e] = norms ? norms[e * 32 + lane] : 0;
+        relative.spread[e] = norms ? norms[CHANNELS + e * 32 + lane] : 1;
+    }
     const int sealed = min((int)n, rows[2 * i_batch + 1]) & -BLOCK, end = uniform(min(stop, sealed));
     out += i_batch * out_batch + i_head * out_head;
     if (fill)
@@ -150,14 +167,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     };
     // The first labels are in flight while queries are computed.
     load(0, token);
-    make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel);
+    make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel, relative);
     __syncthreads();
     u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
-    float unit[COLUMNS], total[COLUMNS];
+    float unit[COLUMNS], total[COLUMNS], constant[COLUMNS];
     const bool its_token = row / 2 / LANES == quad / LANES;  // the column's token is that of these codes
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         unit[c] = queries.unit[LANES * c + quad % LANES], total[c] = queries.total[LANES * c + quad % LANES];
+        constant[c] = queries.constant[LANES * c + quad % LANES];
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
             const signed char* part = queries.parts[LANES * c + row / 2 % LANES][row % 2];
@@ -186,9 +204,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 const u32 pair = tile.pair[2 * m + h];
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
-                    // label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
+                    // label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q), and a constant
                     const float sum = (float)(product[c][2 * h] * 128 + product[c][2 * h + 1]) * unit[c];
-                    const float s = from_half(pair) * sum + from_half(pair >> 16) * total[c];
+                    const float s = from_half(pair) * sum + (from_half(pair >> 16) * total[c] + constant[c]);
                     const float its = VECTORS % LANES && LANES * c + quad % LANES >= VECTORS ? -INF : s;
                     best[2 * m + h] = c ? fmaxf(best[2 * m + h], its) : its;
                 }

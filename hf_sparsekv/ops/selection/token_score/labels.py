@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import _cuda, _device
+from ..._operands import label_rows
 from .config import has_whole_words
 
 THREADS = 128
@@ -14,7 +15,7 @@ LEAST_BLOCK = 16  # tokens
 LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 
 
-def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out, fill) -> bool:
+def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill) -> bool:
     """Score as ``triton.token_score`` does, if these labels and this GPU allow it; returns whether it has."""
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
     if reduce == "none" or qparams is None or not has_whole_words(q, codes, qparams):
@@ -39,7 +40,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, out
     blocks = max(1, kernel.resident(THREADS, q) * _device.gpu_of(q).processors // lists)
     each = -(-tiles // (warps * blocks))  # of a warp
     blocks = -(-tiles // (warps * each))
-    args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], channels, *channels.stride()[:2]
+    args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], *label_rows(channels, norms)
     args += block_table, block_table.stride(0), out, *out.stride()[:2], rows
     args += heads, n, 64 * each, sinks, fill
     kernel.launch((blocks, lists), THREADS, 0, q, *args)

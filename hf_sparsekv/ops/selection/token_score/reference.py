@@ -37,6 +37,7 @@ def token_score(
     reduce: str,
     *,
     sinks: int,
+    norms: Tensor | None = None,
     out: Tensor | None = None,
     fill: bool = True,
 ) -> Tensor:
@@ -46,6 +47,9 @@ def token_score(
     scores of a query with NaN or an infinity among its label channels, because implementations disagree on the sign of
     its products with packed labels. (The mean counts as one query.) Packed labels are scored as
     ``scale * (q . digits) + zero * sum(q)``; this defines the result for an infinite scale or zero point.
+
+    With ``norms`` packed labels are ``(key - centre) / spread`` in each label channel. The queries are multiplied by
+    the spreads, and their products with the centres added, so that scores are products with keys all the same.
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
@@ -58,6 +62,8 @@ def token_score(
         block_ids: ``[batch, H, n]`` int32 (-1 for none), or ``None`` for all ``cap`` blocks.
         reduce: ``"mean"`` or ``"max"`` over the query heads of a group; ``"none"``: a score for each head.
         sinks: first tokens of a row, which cannot be selected; those from there to the last sealed one can.
+        norms: ``[batch, H, 2, r]`` float32, centre and spread of each label channel; ``None``: 0 and 1. Finite. Not
+            with floating point ``codes``.
         out: receives the scores.
         fill: False leaves the scores after a row's sealed tokens unwritten, for callers that do not read them. Not with
             ``block_ids``.
@@ -67,9 +73,10 @@ def token_score(
         that cannot be selected; never NaN.
 
     Raises:
-        ValueError: ``fill=False`` with ``block_ids``.
+        ValueError: ``fill=False`` with ``block_ids``, or ``norms`` with floating point ``codes``.
     """
     require_filled(fill, block_ids)
+    require_packed(qparams, norms)
     batch, q_heads, dk = q.shape
     heads = codes.shape[1]
     group = q_heads // heads
@@ -77,6 +84,10 @@ def token_score(
     q = q.gather(-1, channels.long()[:, :, None].expand(-1, -1, group, -1))
     if reduce == "mean":
         q = q.mean(2, keepdim=True)
+    constant = None
+    if norms is not None:
+        centre, spread = norms[:, :, None].unbind(3)  # [batch, H, 1, r]
+        constant, q = (q * centre).sum(-1, keepdim=True), q * spread
     head = torch.arange(heads, device=q.device)[None, :, None]
     size = codes.shape[2]
     if block_ids is None:
@@ -90,6 +101,7 @@ def token_score(
     if qparams is not None:
         scale, zero = qparams[at, head].float().flatten(2, 3)[:, :, None].unbind(-1)
         score = scale * score + zero * q.sum(-1, keepdim=True)
+        score = score if constant is None else score + constant
     unknown = score.isnan() | ~q.isfinite().all(-1, keepdim=True)
     score = score.masked_fill(unknown, float("-inf")).masked_fill(~usable.flatten(2)[:, :, None], float("-inf"))
     score = score.flatten(1, 2) if reduce == "none" else score.amax(2)
@@ -103,3 +115,9 @@ def require_filled(fill: bool, block_ids: Tensor | None) -> None:
     """Raise ``ValueError`` for ``fill=False`` with chosen blocks, whose scores are all read."""
     if not fill and block_ids is not None:
         raise ValueError("fill=False is for scores of all blocks: those of chosen ones (block_ids) are all read")
+
+
+def require_packed(qparams: Tensor | None, norms: Tensor | None) -> None:
+    """Raise ``ValueError`` for norms of labels that are not quantised: those are the keys' own numbers."""
+    if norms is not None and qparams is None:
+        raise ValueError("norms are for packed labels: floating point codes are keys as they are")

@@ -9,12 +9,12 @@ import triton.language as tl
 from ..._dispatch import require_dense_rows, require_rows
 from ..._group import MANY, mean_heads
 from ..._layout import empty_rows
-from ..._operands import PagedKV, Query, Rows, Table, batch_and_head, operand, padded, row_ptr
+from ..._operands import PagedKV, Query, Rows, Table, batch_and_head, label_rows, load_norms, operand, padded, row_ptr
 from ..._overlap import launch, release, wait
 from ..._paged import load_row
 from .config import config as default
 from .labels import score_all
-from .reference import require_filled
+from .reference import require_filled, require_packed
 from .tensor_core import find_sealed, known, token_score_tensor_core_kernel
 
 
@@ -74,6 +74,7 @@ def token_score_kernel(
             b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
         else:
             b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
+        b_constant = tl.zeros([BG], tl.float32)
         for i in tl.static_range(0, WIDTH, BW):
             # The query's label channels; packed codes hold the second half of them in the high four bits.
             o_w = i + tl.arange(0, BW)
@@ -83,6 +84,13 @@ def token_score_kernel(
             b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
             b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
             b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            if channels.norms is not None:
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w, m_w, 2 * WIDTH)  # [BW]
+                b_constant += tl.sum(b_low * b_centre[None, :], 1)
+                b_low *= b_spread[None, :]
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w + WIDTH, m_w, 2 * WIDTH)
+                b_constant += tl.sum(b_high * b_centre[None, :], 1)
+                b_high *= b_spread[None, :]
             # Tokens that are not live may hold anything, NaN included, and are not read.
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
             b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
@@ -104,8 +112,12 @@ def token_score_kernel(
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         if MEAN:
             b_s = b_scale * b_s + b_zero * known(tl.sum(b_sum, 0))  # [BT]
+            if channels.norms is not None:
+                b_s += tl.sum(b_constant, 0) / GROUP
         else:
             b_all = b_scale[:, None] * b_all + b_zero[:, None] * known(b_sum)[None, :]
+            if channels.norms is not None:
+                b_all += b_constant[None, :]
     else:
         if MEAN:
             b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
@@ -155,12 +167,14 @@ def token_score(
     reduce,
     *,
     sinks,
+    norms=None,
     out=None,
     fill=True,
     config=None,
 ):
     """As ``reference.token_score``; ``config`` replaces the default for these shapes."""
     require_filled(fill, block_ids)
+    require_packed(qparams, norms)
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
@@ -172,7 +186,7 @@ def token_score(
     require_rows(rows, batch)
     require_dense_rows(codes=codes, qparams=qparams, channels=channels)
     require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
-    everything = q, codes, qparams, channels, rows, block_table, reduce, sinks, out, fill
+    everything = q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill
     if config is None and block_ids is None and score_all(*everything):
         return out
     group, mean = q_heads // heads, reduce == "mean"
@@ -180,7 +194,7 @@ def token_score(
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
-    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), operand(Rows, channels), rows
+    args = operand(Query, q), *(operand(PagedKV, t) for t in labels), label_rows(channels, norms), rows
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "FILL": fill, "HEADS": heads, "GROUP": group}
     fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
@@ -190,7 +204,9 @@ def token_score(
         launch(token_score_tensor_core_kernel, grid, q, *args, blocks, sinks, **fixed)
     else:
         grid = triton.cdiv(tokens, config.tokens), batch * heads
-        native = q.dtype != torch.float32 and (qparams is not None or codes.dtype == q.dtype)
+        # Float16 does not hold every query times a spread.
+        native = q.dtype == torch.bfloat16 or (q.dtype == torch.float16 and norms is None)
+        native = native and (qparams is not None or codes.dtype == q.dtype)
         fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
         launch(token_score_kernel, grid, q, *args, blocks, sinks, **fixed)
     return out

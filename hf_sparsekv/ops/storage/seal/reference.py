@@ -20,6 +20,8 @@ class Index:
         key_dim: ``Dk``; for latents (MLA) the whole width of a token.
         bounds: ``[num_blocks, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
+        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, see :func:`standardised`; None: 0 and 1.
+            Not with unquantised codes.
         codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
         metadata: kind of ``bounds``.
@@ -31,6 +33,7 @@ class Index:
     key_dim: int
     bounds: Tensor | None = None
     channels: Tensor | None = None
+    norms: Tensor | None = None
     codes: Tensor | None = None
     qparams: Tensor | None = None
     metadata: str = "min_max"
@@ -86,6 +89,21 @@ def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
     out = ~usable.unflatten(-1, (parts, -1))[..., None, :, None]
     limit = torch.finfo(keys.dtype).max
     return torch.stack((keys.masked_fill(out, -limit).amax(-2), keys.masked_fill(out, limit).amin(-2)), dim=-2)
+
+
+def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
+    """Labels in units of their channels: ``(label - centre) / spread``, float32.
+
+    A token's codes have one scale for all channels, which a channel with a large mean would take for itself.
+
+    Args:
+        labels: ``[..., batch, H, tokens, r]``.
+        norms: ``[batch, H, 2, r]``; None leaves them as they are.
+    """
+    if norms is None:
+        return labels.float()
+    centre, spread = norms[:, :, None].unbind(3)
+    return (labels.float() - centre) / spread
 
 
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +229,8 @@ def seal(
         if index.qparams is None:
             index.codes[to] = labels
         else:
-            index.codes[to], index.qparams[to] = quantise_labels(labels)
+            norms = None if index.norms is None else index.norms[row]
+            index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, norms))
     if index.means is not None:
         start = (nth - nth % index.span) * size
         count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens in the preceding mean
@@ -292,7 +311,7 @@ def seal_range(
         if index.qparams is None:
             index.codes[ids] = labels
         else:
-            index.codes[ids], index.qparams[ids] = quantise_labels(labels)
+            index.codes[ids], index.qparams[ids] = quantise_labels(standardised(labels, index.norms))
     if index.means is not None:
         place = first % index.span
         earlier = max(start - max((first - place) * size, sinks), 0)  # tokens in the preceding mean

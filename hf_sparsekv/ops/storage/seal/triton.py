@@ -9,19 +9,27 @@ import triton
 import triton.language as tl
 
 from ..._codes import encode, norms_of, range_of, scale_of
-from ..._codes import most as _most
 from ..._dispatch import require_dense_rows, require_rows
-from ..._operands import PagedKV, Rows, Scales, Table, Tokens, batch_and_head, operand, padded, row_ptr
+from ..._operands import (
+    PagedKV,
+    Scales,
+    Table,
+    Tokens,
+    batch_and_head,
+    label_rows,
+    load_norms,
+    operand,
+    padded,
+    row_ptr,
+)
 from ..._overlap import begin, launch
 from ..._paged import load_row
-from .reference import MOST_HALF as _MOST_HALF
+from .labels import codes_4, least, most, standardised
 from .reference import check, check_range
 
 TILE = 16  # tokens at once
 STEP_TILE = 64  # in a step, with few blocks due: 10.07 ms, not 10.30 (32 rows of 4k, an H100, benchmarks/NOTES.md)
 WIDE = 256  # channels of a key above which a program takes half as many tokens, with twice the warps
-MOST_HALF = tl.constexpr(_MOST_HALF)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
 class Bounds(NamedTuple):
@@ -54,11 +62,6 @@ class New(NamedTuple):
     v_batch: Any
     v_head: Any
     v_token: Any
-
-
-@triton.jit
-def _least(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -135,6 +138,9 @@ def _seal_block(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+            if channels.norms is not None:
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, 2 * R)  # [BR]
+                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, 2 * R)
     if scales is not None:
         b_top, b_bottom = tl.full([BK], float("-inf"), tl.float32), tl.full([BK], float("inf"), tl.float32)
         for i in range(BLOCK_SIZE // BT):
@@ -178,27 +184,17 @@ def _seal_block(
             if bounds is not None:
                 b_k = b_k.to(tl.float32)
                 b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
-                b_max = _most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, _most))
-                b_min = _least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, _least))
+                b_max = most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, most))
+                b_min = least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, least))
             if codes is not None:
                 b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
                 p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
                 if qparams is not None:
-                    b_x = _least(_most(b_x.to(tl.float32), -MOST_HALF), MOST_HALF)
                     b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
-                    b_y = _least(_most(b_y.to(tl.float32), -MOST_HALF), MOST_HALF)
-                    b_low = tl.where(m_r[None, :], _least(b_x, b_y), float("inf"))  # [BT, BR]
-                    b_low = tl.reduce(b_low, 1, _least)  # [BT]
-                    b_high = tl.where(m_r[None, :], _most(b_x, b_y), float("-inf"))
-                    b_high = tl.reduce(b_high, 1, _most)
-                    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
-                    b_step = b_scale.to(tl.float32)
-                    b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
-                    b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))
-                    b_y = tl.math.div_rn(b_y - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_y))
-                    b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
-                    b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
-                    tl.store(p_code + o_r[None, :], (b_x | (b_y << 4)).to(tl.uint8), mask=m_r[None, :])
+                    if channels.norms is not None:
+                        b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
+                    b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
+                    tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
                     p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
                     tl.store(p_param + 1, b_zero)
@@ -385,7 +381,7 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         operand(Table, block_table),
         operand(PagedKV, kv) if kv.shape[3] else None,
         operand(Bounds, index.bounds),
-        operand(Rows, index.channels),
+        label_rows(index.channels, index.norms),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
         None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
@@ -425,7 +421,7 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         operand(Table, block_table),
         operand(PagedKV, kv.flatten(0, 1) if staged else kv) if kv.shape[-1] else None,
         operand(Bounds, index.bounds),
-        operand(Rows, index.channels),
+        label_rows(index.channels, index.norms),
         operand(PagedKV, index.codes),
         operand(PagedKV, index.qparams),
         None if index.means is None else Means(index.means, *index.means.stride()[:2], index.span),
