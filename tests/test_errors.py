@@ -143,7 +143,7 @@ POSITIVE = ("block_size", "max_length", "token_budget", "num_blocks", "label_cha
 AT_LEAST_0 = ("sinks", "window", "dense_layers", "max_draft")
 CHOICES = {
     "level": "one of 'auto', 'two_level', 'block', 'token'",
-    "channel_importance": "one of 'max', 'mean'",
+    "channel_importance": "one of 'spread', 'max', 'mean'",
     "block_reduce": "one of 'mean', 'max'",
     "token_reduce": "one of 'mean', 'max'",
     "lag": "True, False or None",

@@ -81,12 +81,12 @@ def _scores(layers: list[Layer], every: bool) -> Iterator[Variant]:
         ids, reduce = None if every else t.blocks, t.shape.config.token_reduce
         labels = t.q, t.codes, t.qparams, t.channels, t.rows, t.block_table
         if in_cuda:
-            if not score_all(*labels, reduce, t.sinks, out[i], True):
+            if not score_all(*labels, reduce, t.sinks, t.norms, out[i], True):
                 raise RuntimeError("the kernel in CUDA C++ does not serve here")
             return
         n = (t.block_table if ids is None else ids).shape[-1]
         config = replace(label_config(t.q, t.codes, t.qparams, n, reduce == "mean", matrix), **options)
-        token_score(*labels, ids, reduce, sinks=t.sinks, out=out[i], config=config)
+        token_score(*labels, ids, reduce, sinks=t.sinks, norms=t.norms, out=out[i], config=config)
 
     each = (2, 4, 8, 16, 32, 64) if every else (1, 2, 4, 8, 16)
     grid = [*_grid(matrix=(True,), blocks=each), *_grid(matrix=(False,))]

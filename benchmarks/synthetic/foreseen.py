@@ -53,11 +53,15 @@ def place_of(foresight: str) -> str:
     return foresight.partition(":")[2] or "in"
 
 
-def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Tensor) -> Tensor:
-    """Label channels ``[H, r]`` as caches calibrate them on ``queries [Hq, n, D]`` and ``keys [H, n, D]``."""
+def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Label channels ``[H, r]`` as caches calibrate them on ``queries [Hq, n, D]`` and ``keys [H, n, D]``.
+
+    With their centres and spreads ``[H, 2, r]``.
+    """
     stats = ChannelStats(config.channel_importance)
     stats.update(queries[None].float(), keys[None].float(), None)
-    return stats.ranking()[0, :, : config.label_channels or default_channels(keys.shape[-1])].long()
+    channels = stats.ranking(config.label_channels or default_channels(keys.shape[-1]))[0].long()
+    return channels, stats.norms()[0].gather(-1, channels[:, None].expand(-1, 2, -1))
 
 
 class StoredIndex:
@@ -65,11 +69,11 @@ class StoredIndex:
 
     Args:
         config: of two-level or predictive selection.
-        channels: of the labels, ``[H, r]``, see :func:`calibrate`.
+        channels, norms: of the labels, ``[H, r]`` and ``[H, 2, r]``, see :func:`calibrate`.
     """
 
-    def __init__(self, config: TokenConfig | PredictiveConfig, channels: Tensor) -> None:
-        self.config, self.channels = config, channels
+    def __init__(self, config: TokenConfig | PredictiveConfig, channels: Tensor, norms: Tensor) -> None:
+        self.config, self.channels, self.norms = config, channels, norms
         self.labels = torch.empty(0)
         self.blocks = 0
 
@@ -81,7 +85,8 @@ class StoredIndex:
         new = keys[:, self.blocks * size : blocks * size].float()
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
         if self.config.label_bits == 4:
-            new = unpack_labels(*quantise_labels(new))
+            centre, spread = self.norms[:, None].unbind(2)
+            new = unpack_labels(*quantise_labels((new - centre) / spread)) * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks
 
@@ -271,7 +276,7 @@ class Pairs:
             return Tuned(weights, 0.0)  # everything is chosen
         keys = made.keys_values(layer)[0][0]
         index = StoredIndex(
-            selection.config, calibrate(selection.config, made.prompt_queries(layer)[0], keys[:, :CALIBRATED])
+            selection.config, *calibrate(selection.config, made.prompt_queries(layer)[0], keys[:, :CALIBRATED])
         )
         index.store(keys, stored_blocks(selection.config, made.context))
         steps = TUNED_STEPS * APART

@@ -17,6 +17,7 @@ from .output import CommandError, messages, note, results
 class Importance(str, Enum):
     """Values of ``--importance``."""
 
+    spread = "spread"
     max = "max"
     mean = "mean"
 
@@ -29,7 +30,7 @@ def calibrate(
     ],
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of one piece of text.")] = 2048,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces to read at most, over all files.")] = 16,
-    importance: Annotated[Importance, typer.Option(help="How channels are ranked.")] = Importance.max,
+    importance: Annotated[Importance, typer.Option(help="How channels are ranked.")] = Importance.spread,
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
 ) -> None:

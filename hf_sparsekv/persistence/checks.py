@@ -14,6 +14,7 @@ from ..kv.store import ring_tokens
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..policies.registry import method_of
+from ..predictor.channels import are_norms
 from .configuration import keeps_queries
 from .container import Layer, Reader, damaged, dtype_name
 from .earlier_codes import index_of
@@ -116,6 +117,8 @@ def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str,
     fits = {name: _distinct(held[name]) for name in ("channels", "previous", "chosen") if name in held}
     if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
         fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
+    if "norms" in held:  # what is read from this cache's own channel file is not looked at
+        fits["norms"] = labels is not None and labels.config.label_bits != 16 and are_norms(held["norms"])
     _refuse(file, layer.index, fits)
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import torch
-
 from ..config import OffloadConfig, SparseConfig
 from ..policies.ahead.predictive_config import BY_LAYER
 from ..predictor.channels import LabelChannels
@@ -49,8 +47,9 @@ def empty_cache(
             raise ValueError("channel_file does not fit the rest")
         about, channels = file.state["channel_file"], None
         if about is not None:  # the original file may have been deleted or changed
-            about = {name: value for name, value in about.items() if name != "shape"}
-            channels = LabelChannels(file.tensor("channel_file"), **about)
+            norms = file.tensor("channel_norms") if about.get("norms") else None
+            about = {name: value for name, value in about.items() if name not in ("shape", "norms")}
+            channels = LabelChannels(file.tensor("channel_file"), **about, norms=norms)
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
     if config is None:
@@ -68,7 +67,7 @@ def empty_cache(
         same = theirs == ours
         if name == "channel_file":  # contents count, not names
             held = (channels, cache.shared.channels)
-            same = held == (None, None) or (None not in held and torch.equal(*(c.ranking for c in held)))
+            same = held == (None, None) or (None not in held and channels.alike(cache.shared.channels))
         if name not in free and not same:
             raise ValueError(
                 f"{file.path} was saved with {name}={theirs!r}, which its contents depend on; got {ours!r}. Leave "

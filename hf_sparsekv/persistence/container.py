@@ -11,7 +11,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,8 @@ from torch import Tensor
 from ..version import __version__
 from ..whole_file import replacing
 
-FORMAT, VERSION = "hf-sparsekv-cache", "2"
+FORMAT, VERSION = "hf-sparsekv-cache", "3"
+READS = "2", VERSION  # version 2 has labels without norms
 PIECE = 1 << 26  # bytes that are read or written at once
 
 _DTYPES = {
@@ -73,6 +74,9 @@ class Layer:
     ring: list[int] | None = None  # number of query heads, and of queries per head
     state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of the policy's other tensors
     kv_dtype: str | None = None  # dtype of codes in the blocks; their scales are part of the index
+    norms: bool = False  # labels are relative to their channels' centres and spreads
+    key_stats: bool = True  # while calibrating, magnitudes of keys
+    moments: bool = False  # while calibrating, means and spreads of keys
 
     def measure(self, found: dict[str, Tensor]) -> None:
         """Set the sizes of the selection's tensors."""
@@ -80,6 +84,8 @@ class Layer:
             setattr(self, name, found[name].shape[2] if name in found else None)
         self.query_heads = found["stats_q"].shape[1] if "stats_q" in found else None
         self.ring = list(found["queries"].shape[1:3]) if "queries" in found else None
+        self.norms, self.moments = "norms" in found, "stats_seen" in found
+        self.key_stats = "stats_k" in found or self.query_heads is None
 
     @property
     def query_dim(self) -> int:
@@ -101,6 +107,8 @@ class Layer:
             found |= {name: (_NAMES[kind], (self.blocks, *shape)) for name, (kind, shape) in self.index.items()}
         if self.channels is not None:
             found["channels"] = (torch.int32, (*rows, self.channels))
+            if self.norms:
+                found["norms"] = (torch.float32, (*rows, 2, self.channels))
         if self.previous is not None:
             found["previous"] = (torch.int32, (*rows, self.previous))
         if self.chosen is not None:
@@ -110,7 +118,10 @@ class Layer:
             found["queries_from"] = (torch.int32, (self.batch,))
         if self.query_heads is not None:
             found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.query_dim))
-            found["stats_k"] = (torch.float32, (*rows, self.query_dim))
+            of_keys = {"stats_k": self.key_stats, "stats_centre": self.moments, "stats_squares": self.moments}
+            found |= {name: (torch.float32, (*rows, self.query_dim)) for name, there in of_keys.items() if there}
+            if self.moments:
+                found["stats_seen"] = (torch.float32, (self.batch,))
         return found | {name: (_NAMES[kind], tuple(shape)) for name, (kind, shape) in self.state.items()}
 
 
@@ -187,12 +198,13 @@ CHANNEL_FILE = {
     "name": TEXT,
     "importance": TEXT,
     "tokens": COUNT,
+    "norms": FLAG,
 }
 LAYER = {
     "device": DEVICE,
     "dtype": FLOAT,
     **dict.fromkeys(("batch", "heads", "key_dim", "value_dim", "length"), SIZE),
-    **dict.fromkeys(("latent", "record_past"), FLAG),
+    **dict.fromkeys(("latent", "record_past", "norms", "key_stats", "moments"), FLAG),
     **dict.fromkeys(("kept", "near", "blocks"), COUNT),
     **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
     "stats_tokens": _or_null(COUNT),
@@ -236,8 +248,10 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
         raise ValueError(f"block_size in the configuration is {reprlib.repr(block_size)}, not {SIZE.what}")
     shapes = all_tensors(layers, block_size, state["rows"])
     if state["channel_file"] is not None:
-        _check_fields(state["channel_file"], CHANNEL_FILE, "channel_file")
-        shapes["channel_file"] = (torch.int32, tuple(state["channel_file"]["shape"]))
+        _check_fields(about := state["channel_file"], CHANNEL_FILE, "channel_file", {"norms"})
+        shapes["channel_file"] = (torch.int32, tuple(about["shape"]))
+        if about.get("norms"):
+            shapes["channel_norms"] = (torch.float32, norms_shape(about["shape"]))
     return state, layers, shapes
 
 
@@ -253,6 +267,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype not in _DTYPES:
         raise ValueError(f"tensors of {dtype} cannot be saved")
     return str(dtype).removeprefix("torch.")
+
+
+def norms_shape(ranking: Iterable[int]) -> tuple[int, ...]:
+    """The shape of a channel file's norms, from its ranking's."""
+    layers, heads, dim = ranking
+    return layers, heads, 2, dim
 
 
 def all_tensors(layers: list[Layer], block_size: int, rows: dict) -> Shapes:
@@ -335,10 +355,10 @@ class Reader:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} is not a saved cache: make one with cache.save(path)")
         version, release = metadata.get("version"), metadata.get("hf_sparsekv")
-        if version != VERSION:
+        if version not in READS:
             raise ValueError(
-                f"{path} has format version {version}, of hf-sparsekv {release}; this "
-                f"one, {__version__}, reads version {VERSION}: load it with that release, or prefill and save again"
+                f"{path} has format version {version}, of hf-sparsekv {release}; this one, {__version__}, reads "
+                f"versions {' and '.join(READS)}: load it with that release, or prefill and save again"
             )
         try:
             self.state, self.layers, shapes = _read_header(metadata.get("state", ""))

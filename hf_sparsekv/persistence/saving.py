@@ -25,7 +25,7 @@ from ..layers.sparse_layer import SparseLayer
 from ..policies.registry import method_of
 from ..predictor.channels import describe
 from .configuration import config_fields
-from .container import PIECE, Layer, Pieces, all_tensors, dtype_name, write
+from .container import PIECE, Layer, Pieces, all_tensors, dtype_name, norms_shape, write
 from .filed_cache import FiledCache, Kinds, kept_index, kv_dtype_of
 
 
@@ -77,8 +77,13 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
     if channels is not None:
         shape = tuple(channels.ranking.shape)
         about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
-        state["channel_file"] = {"shape": shape, **about}
+        state["channel_file"] = {"shape": shape, **about, "norms": channels.norms is not None}
         shapes["channel_file"], pieces["channel_file"] = (torch.int32, shape), _whole(channels.ranking)
+        if channels.norms is not None:
+            shapes["channel_norms"], pieces["channel_norms"] = (
+                (torch.float32, norms_shape(shape)),
+                _whole(channels.norms),
+            )
     for device in {layer.device for layer in layers if layer.device.startswith("cuda")}:
         torch.cuda.synchronize(device)  # kernels seal blocks into host memory
     write(Path(path), state, shapes, pieces)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,29 @@ from .label_options import LabelOptions
 from .memory import LayerShape, Request
 
 
+class RowChannels(NamedTuple):
+    """What the labels of one row are made by: its label channels, int32 ``[H, r]``, and norms, or None.
+
+    Args:
+        channels: int32 ``[H, r]``.
+        norms: float32 ``[H, 2, r]``, their centres and spreads; None with unquantised labels.
+    """
+
+    channels: Tensor
+    norms: Tensor | None
+
+    def clone(self) -> RowChannels:
+        """A copy in memory of its own."""
+        return RowChannels(self.channels.clone(), None if self.norms is None else self.norms.clone())
+
+
 class LabelIndex(State):
     """Labels of the tokens in full blocks, in the pool's fields ``codes`` and, of 4 bits, ``qparams``.
 
     Attributes:
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
+        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, which labels of few bits are relative
+            to; None while calibrating, and with unquantised labels.
         stats: what calibration has seen; None once there are channels.
         r: channels of a label.
         first_only: calibrate on the first ``calibration_tokens`` tokens alone, whatever passes they come in. Otherwise
@@ -36,7 +54,10 @@ class LabelIndex(State):
         ValueError: (:meth:`start`) the channel file, or ``label_channels``, does not fit the model.
     """
 
-    TENSORS: ClassVar = {"channels": Held(dropped=True, file="channels")}
+    TENSORS: ClassVar = {
+        "channels": Held(dropped=True, file="channels"),
+        "norms": Held(dropped=True, file="norms"),
+    }
     PARTS: ClassVar = ("stats",)
     first_only = False
 
@@ -84,6 +105,10 @@ class LabelIndex(State):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
             channels = sent(ranking[:, :r], ranking.dtype, store.device)
             self.channels, self.stats = channels.expand(store.batch, -1, -1).contiguous(), None
+            norms = self.fixed.norms
+            self._relate(
+                None if norms is None else norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
+            )
 
     # ------------------------------------------------------------------ calibration
 
@@ -113,14 +138,37 @@ class LabelIndex(State):
         """End calibration with what has been seen so far. True if that has given the channels."""
         if not self.calibrating:
             return False
-        self.channels, self.stats = self.stats.ranking(self.r), None
+        self.channels, norms, self.stats = self.stats.ranking(self.r), self.stats.norms(), None
+        self._relate(norms)
         return True
+
+    def _relate(self, norms: Tensor | None) -> None:
+        """Take :attr:`norms` from those of all channels, ``[batch, H, 2, Dk]``; None: labels are keys as they are."""
+        if self.config.label_bits == 16:
+            return
+        at = self.channels[:, :, None].expand(-1, -1, 2, -1)
+        if norms is None:
+            self.norms = torch.zeros(at.shape, dtype=torch.float32, device=at.device)
+            self.norms[:, :, 1] = 1.0
+        else:
+            self.norms = norms.gather(-1, at.long())
 
     def open_rows(self, other: LabelIndex) -> None:
         """Rows that join bring their channels."""
         if self.channels is None:
             shape = (self._batch, *other.channels.shape[1:])
             self.channels, self.stats = other.channels.new_zeros(shape), None
+            self._relate(None)
+
+    def of_row(self, row: int) -> RowChannels:
+        """What a row's labels are made by."""
+        return RowChannels(self.channels[row], None if self.norms is None else self.norms[row])
+
+    def give(self, row: int, one: RowChannels) -> None:
+        """Have a row's labels made by ``one`` from now on. Those of its full blocks are not changed."""
+        self.channels[row].copy_(one.channels)
+        if one.norms is not None:
+            self.norms[row].copy_(one.norms)
 
     # ------------------------------------------------------------------ labels
 
@@ -129,7 +177,8 @@ class LabelIndex(State):
         if self.calibrating:
             return index
         fields = store.pool.fields
-        return replace(index, channels=self.channels, codes=fields["codes"], qparams=fields.get("qparams"))
+        labels = {"codes": fields["codes"], "qparams": fields.get("qparams")}
+        return replace(index, channels=self.channels, norms=self.norms, **labels)
 
     def scores(
         self,
@@ -149,7 +198,10 @@ class LabelIndex(State):
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
-        how = {"sinks": store.sinks, "out": out, "fill": fill}
+        norms = self.norms
+        if norms is not None and len(norms) != store.batch:
+            norms = norms.expand(store.batch, -1, -1, -1)
+        how = {"sinks": store.sinks, "norms": norms, "out": out, "fill": fill}
         return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
 
     def channels_of(self, store: LayerStore) -> Tensor:
@@ -167,6 +219,8 @@ class LabelIndex(State):
         super().from_file(found, device, lengths)
         if not self.calibrating:
             self.stats = None
+        if "channels" in found and "norms" not in found:  # an earlier release's
+            self._relate(None)
 
 
 def label_bytes(request: Request, layer: LayerShape) -> int:

@@ -9,10 +9,12 @@ from os import PathLike
 from typing import Literal, Protocol
 
 from ..option_checks import is_int, one_of, positive, require
+from ..predictor.channels import IMPORTANCES
 
 MAX_TAIL = 32  # blocks that share one mean: a program looks each of them up
 
 Reduce = Literal["mean", "max"]
+Importance = Literal["spread", "max", "mean"]
 
 
 class LabelOptions(Protocol):
@@ -31,7 +33,7 @@ class LabelOptions(Protocol):
     @property
     def channel_file(self) -> str | PathLike[str] | None: ...
     @property
-    def channel_importance(self) -> Literal["max", "mean"]: ...
+    def channel_importance(self) -> Importance: ...
     @property
     def calibration_tokens(self) -> int: ...
     @property
@@ -69,7 +71,7 @@ def check_labels(config: LabelOptions) -> None:
         is_int(config.label_bits) and config.label_bits in (4, 16),
         f"label_bits must be 4 or 16, got {config.label_bits!r}",
     )
-    one_of("channel_importance", config.channel_importance, ("max", "mean"))
+    one_of("channel_importance", config.channel_importance, IMPORTANCES)
     positive("calibration_tokens", config.calibration_tokens)
     path = config.channel_file
     require(path is None or isinstance(path, str | PathLike), f"channel_file must be a path or None, got {path!r}")

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from ..config import SparseConfig
 from ..option_checks import not_negative, one_of, positive, require, share
-from .label_options import Reduce, check_labels, check_tail
+from .label_options import Importance, Reduce, check_labels, check_tail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ProgressiveConfig(SparseConfig):
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
-    channel_importance: Literal["max", "mean"] = "max"
+    channel_importance: Importance = "spread"
     calibration_tokens: int = 256
     tail: Literal["mean"] | None = "mean"
     tail_tokens: int = 256

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from ..config import SparseConfig
 from ..option_checks import flag_or_none, one_of, positive, power_of_two, require, share
-from .label_options import Reduce, check_labels, check_tail
+from .label_options import Importance, Reduce, check_labels, check_tail
 
 FIXED = 1024  # tokens, unless the configuration says otherwise
 MIN_TOKENS = 64  # of a selection by need
@@ -67,11 +67,14 @@ class TokenConfig(SparseConfig):
             ``None`` means one pair a block (AsyncTLS).
         label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
             dimension, at most 128 (which is AsyncTLS's choice for MLA latents).
-        label_bits: 4 (packed codes with a scale and a zero point per token) or 16 (unquantised).
+        label_bits: 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units of
+            their spread) or 16 (unquantised).
         channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
             prompt.
-        channel_importance: how online calibration ranks channels: ``"max"`` (AsyncTLS: product of the largest
-            magnitudes) or ``"mean"`` (Double Sparsity: mean magnitude of the product).
+        channel_importance: how online calibration ranks channels: ``"spread"`` (root mean square of the queries times
+            standard deviation of the keys), ``"max"`` (AsyncTLS: product of the largest magnitudes) or ``"mean"``
+            (Double Sparsity: mean magnitude of the product). The last two rank a channel high that is the same in all
+            keys, which softmax ignores.
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
             are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
@@ -110,7 +113,7 @@ class TokenConfig(SparseConfig):
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
-    channel_importance: Literal["max", "mean"] = "max"
+    channel_importance: Importance = "spread"
     calibration_tokens: int = 256
     block_reduce: Reduce = "max"
     token_reduce: Reduce = "max"

@@ -16,18 +16,86 @@ from transformers import PreTrainedConfig
 from ..kv.state import Held, State
 from ..whole_file import replacing
 
-FORMAT = "hf-sparsekv-channels-1"
+FORMATS = "hf-sparsekv-channels-1", "hf-sparsekv-channels-2"  # without norms, and with them
+IMPORTANCES = ("spread", "max", "mean")
+PIECE = 4096  # tokens whose moments are taken at once, in float32
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+class KeyMoments(State):
+    """Running mean and spread of one layer's keys, per row and channel.
+
+    Deviations are from the mean of what they come with, never from zero (Chan's formulas): the spread of a channel with
+    a mean of 400 keeps its digits in float32.
+
+    Attributes:
+        seen: float32 ``[batch]``, tokens without padding; None before the first.
+        centre: float32 ``[batch, H, D]``, their mean.
+        squares: float32 ``[batch, H, D]``, sum of squared deviations from it.
+    """
+
+    TENSORS: ClassVar = {
+        name: Held(trial=True, dropped=True, file=f"stats_{name}") for name in ("seen", "centre", "squares")
+    }
+
+    def update(self, k: Tensor, valid: Tensor | None) -> None:
+        """Add keys ``[batch, H, n, D]``, as :meth:`ChannelStats.update` does."""
+        for lo in range(0, k.shape[2], PIECE):
+            x = k[:, :, lo : lo + PIECE].detach().float()
+            ok = None if valid is None else valid[:, None, lo : lo + PIECE, None]
+            if ok is None:
+                seen, first = x.new_full((len(x),), x.shape[2]), x[:, :, 0]
+                mean = first if x.shape[2] == 1 else x.mean(2)
+                squares = None if x.shape[2] == 1 else (x - mean[:, :, None]).square_().sum(2)
+            else:
+                seen = ok.sum((1, 2, 3), dtype=torch.float32)
+                mean = x.masked_fill(~ok, 0).sum(2) / seen.clamp_min(1)[:, None, None]
+                squares = (x - mean[:, :, None]).masked_fill_(~ok, 0).square_().sum(2)
+            self._add(seen, mean, squares)
+
+    def merge(self, other: KeyMoments) -> None:
+        """Add what another one has seen."""
+        self._add(other.seen, other.centre, other.squares)
+
+    def _add(self, seen: Tensor, mean: Tensor, squares: Tensor | None) -> None:
+        if self.seen is None:
+            self.seen, self.centre = seen, mean.clone()
+            self.squares = torch.zeros_like(mean) if squares is None else squares
+            return
+        # In place: a captured step repeats it there.
+        total, off = self.seen + seen, mean - self.centre
+        share = (seen / total.clamp_min(1))[:, None, None]
+        if squares is not None:
+            self.squares.add_(squares)
+        self.squares.addcmul_(off.square(), self.seen[:, None, None] * share)
+        self.centre.addcmul_(off, share)
+        self.seen.copy_(total)
+
+    def norms(self) -> Tensor:
+        """Centre and spread of each channel, float32 ``[batch, H, 2, D]``; finite, spreads above zero.
+
+        The spread is the standard deviation with one more token, which deviates as much as the head's channels do on
+        average: a channel that is constant here may change later, and few tokens say little.
+        """
+        seen, squares = self.seen[:, None, None], self.squares.nan_to_num(nan=0.0, posinf=0.0)
+        usual = squares.mean(-1, keepdim=True) / seen.clamp_min(1)
+        spread = ((squares + usual) / (seen + 1)).sqrt()
+        spread = torch.where((spread > 0) & spread.isfinite(), spread, 1.0)
+        return torch.stack((self.centre.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), spread), 2)
 
 
 class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
-    ``importance="max"`` is AsyncTLS's ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double
-    Sparsity's mean of ``|q[j] k[j]|`` over all pairs, which is the product of the means.
+    ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group: a channel
+    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's
+    ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double Sparsity's mean of ``|q[j] k[j]|`` over all
+    pairs, which is the product of the means.
 
     Attributes:
-        q: float32 ``[batch, Hq, D]`` running maximum, or sum; None before the first token. ``k``: ``[batch, H, D]``.
+        q: float32 ``[batch, Hq, D]`` running maximum, or sum (of squares); None before the first token.
+        k: ``[batch, H, D]``, likewise; None with ``"spread"``.
+        moments: of the keys. Without tokens if an earlier release saved the cache while it was calibrating.
         tokens: as many as were seen.
         keys_only: keys are used in place of queries, which are not known yet.
     """
@@ -37,10 +105,11 @@ class ChannelStats(State):
         "k": Held(trial=True, dropped=True, file="stats_k"),
     }
     HOST: ClassVar = {"tokens": 0, "keys_only": False}
+    PARTS: ClassVar = ("moments",)
 
     def __init__(self, importance: str) -> None:
         super().__init__()
-        self.importance = importance
+        self.importance, self.moments = importance, KeyMoments()
 
     def update(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
         """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out.
@@ -52,29 +121,47 @@ class ChannelStats(State):
         if not known and not unseen:
             self.q = None  # here they are
         self.keys_only = unseen and not known
-        sides = [self.q] if known and unseen else []
-        for x, held in ((k, self.k),) if sides else ((q, self.q), (k, self.k)):
-            x = x.detach() if x.requires_grad else x
-            if valid is not None:
-                x = x.masked_fill(~valid[:, None, :, None], 0)
-            # In place after the first time: a captured step repeats it there.
-            if self.importance == "max":
-                narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
-                now = torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
-                sides.append(now if held is None else torch.maximum(held, now, out=held))
-            else:
-                now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
-                sides.append(now if held is None else held.add_(now))
-        self.q, self.k = sides
+        if not self.tokens or self.moments.seen is not None:
+            self.moments.update(k, valid)
+        if self.importance != "spread":
+            self.k = self._added(self.k, k, valid)
+        if not (known and unseen):
+            self.q = self._added(self.q, q, valid)
         self.tokens += q.shape[2]
+
+    def _added(self, held: Tensor | None, x: Tensor, valid: Tensor | None) -> Tensor:
+        """The magnitudes ``held`` with those of ``x``. In place after the first time: a captured step repeats it."""
+        x = x.detach() if x.requires_grad else x
+        if valid is not None:
+            x = x.masked_fill(~valid[:, None, :, None], 0)
+        if self.importance == "max":
+            narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
+            now = torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
+            return now if held is None else torch.maximum(held, now, out=held)
+        if self.importance == "mean":
+            now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
+        else:
+            now = torch.linalg.vector_norm(x, 2, dim=2, dtype=torch.float32).square_()
+        return now if held is None else held.add_(now)
+
+    def merge(self, other: ChannelStats) -> None:
+        """Add what another one, of the same importance, has seen."""
+        for name in ("q", "k"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None:
+                setattr(self, name, (torch.maximum if self.importance == "max" else torch.add)(mine, theirs))
+        self.moments.merge(other.moments)
+        self.tokens += other.tokens
 
     def scores(self) -> Tensor:
         """Importance of each channel, float32 ``[batch, H, D]``, NaN as ``-inf``.
 
         (Sums rank like means: the counts are common.)
         """
-        batch, heads, dim = self.k.shape
-        found = self.q.view(batch, heads, -1, dim).sum(2) * self.k
+        k = self.moments.squares.sqrt() if self.importance == "spread" else self.k
+        batch, heads, dim = k.shape
+        q = self.q.view(batch, heads, -1, dim).sum(2)
+        found = (q.sqrt() if self.importance == "spread" else q) * k
         inf = float("inf")
         return found.nan_to_num_(nan=-inf, posinf=inf, neginf=-inf)
 
@@ -85,6 +172,10 @@ class ChannelStats(State):
         """
         return self.scores().sort(dim=-1, descending=True, stable=True).indices[..., :most].int().contiguous()
 
+    def norms(self) -> Tensor | None:
+        """:meth:`KeyMoments.norms`; None where an earlier release has begun."""
+        return None if self.moments.seen is None else self.moments.norms()
+
 
 @dataclass(frozen=True)
 class LabelChannels:
@@ -94,11 +185,14 @@ class LabelChannels:
         ranking: int32 ``[layers, H, D]``, channels by falling importance; -1 in layers without full attention.
         model: what identifies the architecture (``model_type``, sizes, head counts).
         name: the model's name or path when it was calibrated, for people.
-        importance: ``"max"`` or ``"mean"``.
+        importance: one of :data:`IMPORTANCES`.
         tokens: calibration tokens seen.
+        norms: float32 ``[layers, H, 2, D]``, centre and spread of each channel (:meth:`KeyMoments.norms`), in the
+            model's order; None in files of earlier releases.
 
     Raises:
-        ValueError: the ranking is none (kernels read keys at these channels), or does not fit the model.
+        ValueError: the ranking is none (kernels read keys at these channels), or does not fit the model; or the norms
+            do not fit the ranking.
     """
 
     ranking: Tensor
@@ -106,6 +200,7 @@ class LabelChannels:
     name: str
     importance: str
     tokens: int
+    norms: Tensor | None = None
 
     def __post_init__(self) -> None:
         ranking = self.ranking
@@ -123,8 +218,14 @@ class LabelChannels:
         layers = self.model.get("num_hidden_layers")
         if layers is not None and layers != len(ranking):
             raise ValueError(f"the channel ranking has {len(ranking)} layers, its model {layers!r}")
-        if self.importance not in ("max", "mean"):
-            raise ValueError(f"importance must be 'max' or 'mean', got {self.importance!r}")
+        if self.importance not in IMPORTANCES:
+            raise ValueError(f"importance must be one of {', '.join(map(repr, IMPORTANCES))}, got {self.importance!r}")
+        norms, shape = self.norms, (*ranking.shape[:2], 2, ranking.shape[2])
+        if norms is not None and (norms.dtype != torch.float32 or norms.shape != shape or not are_norms(norms)):
+            raise ValueError(
+                f"norms are float32 {list(shape)}, finite, with spreads above zero; got {norms.dtype} "
+                f"{list(norms.shape)}"
+            )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file, which appears when it is whole.
@@ -133,14 +234,17 @@ class LabelChannels:
             OSError: ``path`` cannot be written; its directory has to exist.
         """
         meta = {
-            "format": FORMAT,
+            "format": FORMATS[self.norms is not None],
             "model": json.dumps(self.model),
             "name": self.name,
             "importance": self.importance,
             "tokens": str(self.tokens),
         }
+        held = {"ranking": self.ranking.contiguous()}
+        if self.norms is not None:
+            held["norms"] = self.norms.contiguous()
         with replacing(path) as file:
-            file.write(save({"ranking": self.ranking.contiguous()}, metadata=meta))
+            file.write(save(held, metadata=meta))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> LabelChannels:
@@ -152,9 +256,10 @@ class LabelChannels:
         try:
             with safe_open(path, "pt") as file:
                 meta = file.metadata() or {}
-                if meta.get("format") != FORMAT:
+                if meta.get("format") not in FORMATS:
                     raise ValueError(f"{path} is not a channel file: make one with `hf-sparsekv calibrate`")
                 ranking = file.get_tensor("ranking")
+                norms = file.get_tensor("norms") if meta["format"] == FORMATS[1] else None
         except FileNotFoundError:
             raise ValueError(f"the channel file {path} does not exist: make it with `hf-sparsekv calibrate`") from None
         except ValueError:
@@ -162,7 +267,8 @@ class LabelChannels:
         except Exception as error:  # safetensors' own error type for a file of another kind
             raise ValueError(f"{path} is not a channel file ({error})") from None
         try:
-            return cls(ranking, json.loads(meta["model"]), meta["name"], meta["importance"], int(meta["tokens"]))
+            model, tokens = json.loads(meta["model"]), int(meta["tokens"])
+            return cls(ranking, model, meta["name"], meta["importance"], tokens, norms)
         except KeyError as error:
             why = f"it does not say its {error.args[0]}"
         except RecursionError:
@@ -170,6 +276,12 @@ class LabelChannels:
         except ValueError as error:
             why = str(error)
         raise ValueError(f"the channel file {path} is damaged ({why}): make it again with `hf-sparsekv calibrate`")
+
+    def alike(self, other: LabelChannels) -> bool:
+        """Whether labels come out the same with both."""
+        if (self.norms is None) != (other.norms is None) or not torch.equal(self.ranking, other.ranking):
+            return False
+        return self.norms is None or torch.equal(self.norms, other.norms)
 
     def check(self, config) -> None:
         """Raise ``ValueError`` if the channels were made for another architecture than ``config``."""
@@ -183,6 +295,11 @@ class LabelChannels:
                 f"the channel file was made for another model ({self.name!r}: {detail}): calibrate this model with "
                 "`hf-sparsekv calibrate`, or leave channel_file out"
             )
+
+
+def are_norms(norms: Tensor) -> bool:
+    """Whether centres and spreads ``[..., 2, r]`` are such that labels can be divided by them."""
+    return bool(norms.isfinite().all()) and bool((norms.select(-2, 1) > 0).all())
 
 
 def check_config(config) -> None:

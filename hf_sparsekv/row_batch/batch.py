@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..cache_name import over
 from ..kv.row_views import RowViews
 from ..layers.joining import add_rows, crop_row, end_calibration, join_row
+from ..policies.label_index import RowChannels
 from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
@@ -21,7 +22,7 @@ from .model import check_layers, check_new, open_layers
 from .places import Places, width
 from .prompts import Prompts, read_prompt
 from .protocol import Batch, Prefilled
-from .sharing import begin_with, calibration_of, channels_of, give_channels, reindex_blocks
+from .sharing import Channels, begin_with, calibration_of, channels_of, give_channels, reindex_blocks
 from .slots import Slots, WorkingSets
 
 
@@ -132,7 +133,7 @@ class RowBatch:
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
-    def begin(self, ids: np.ndarray, channels: Sequence[Tensor | None]) -> Batch:
+    def begin(self, ids: np.ndarray, channels: Channels) -> Batch:
         """Create a cache of one row whose prefix is full blocks of other rows, which it shares.
 
         Prefill the rest of the prompt into it, then :meth:`adopt` and :meth:`join` it. At least one row must have
@@ -147,8 +148,8 @@ class RowBatch:
         self._check()
         return begin_with(self.cache, ids, channels, self.drop)
 
-    def channels(self, row: int) -> tuple[Tensor | None, ...]:
-        """Copies of a row's label channels in each layer, int32 ``[H, r]``; None where there are no labels."""
+    def channels(self, row: int) -> tuple[RowChannels | None, ...]:
+        """Copies of a row's label channels in each layer; None where there are no labels."""
         return tuple(None if one is None else one.clone() for one in channels_of(self.cache, self._row(row)))
 
     @no_autocast

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ..kv.read_back import reindex
 from ..layers.joining import open_rows, read_sinks
-from ..policies.label_index import LabelIndex
+from ..policies.label_index import LabelIndex, RowChannels
 from .protocol import Batch
 
-Channels = Sequence[Tensor | None]  # label channels of each layer, int32 ``[H, r]``; None: no labels
+Channels = Sequence[RowChannels | None]  # label channels of a row in each layer; None: no labels
 
 
 class Calibration(NamedTuple):
@@ -48,7 +47,7 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
     for layer, mine, one in zip(cache.sparse_layers, batch.sparse_layers, channels):
         open_rows(layer, 1, mine)
         if one is not None:
-            layer.policy.labels.channels[0].copy_(one)
+            layer.policy.labels.give(0, one)
     cache.row_table.begin(ids)
     try:
         for layer in cache.sparse_layers:
@@ -73,11 +72,11 @@ def reindex_blocks(batch: Batch, ids: np.ndarray, channels: Channels, drop: Call
 def channels_of(cache: Batch, row: int) -> Channels:
     """Label channels of a row in each layer."""
     labels = [layer.policy.labels for layer in cache.sparse_layers]
-    return tuple(None if one is None else one.channels[row] for one in labels)
+    return tuple(None if one is None else one.of_row(row) for one in labels)
 
 
 def give_channels(batch: Batch, row: int, channels: Channels) -> None:
     """Set a row's label channels. The labels of its full blocks still belong to the old channels."""
     for layer, one in zip(batch.sparse_layers, channels):
         if one is not None:
-            layer.policy.labels.channels[row].copy_(one)
+            layer.policy.labels.give(row, one)

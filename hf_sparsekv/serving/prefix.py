@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
-Channels = tuple[Tensor | None, ...]  # label channels of one row in each layer; see RowBatch.begin
+from ..policies.label_index import RowChannels
+
+Channels = tuple[RowChannels | None, ...]  # label channels of one row in each layer; see RowBatch.begin
 
 
 def block_keys(

@@ -16,13 +16,13 @@ from .serving_plan import CHUNK
 
 
 @torch.no_grad()
-def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> LabelChannels:
+def calibrate(model, inputs: Iterable[Tensor], importance: str = "spread") -> LabelChannels:
     """Rank the key channels of every full-attention layer on calibration text.
 
     Args:
         model: a causal language model; its attention implementation is ``sparsekv`` during the call.
         inputs: token ids, each ``[1, n]``.
-        importance: ``"max"`` or ``"mean"``, see :class:`..predictor.channels.ChannelStats`.
+        importance: ``"spread"``, ``"max"`` or ``"mean"``, see :class:`..predictor.channels.ChannelStats`.
 
     Raises:
         ValueError: there is no input, or the model has no full-attention layer.
@@ -40,23 +40,19 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "max") -> Label
                 model(part, **over(model, cache), use_cache=True, logits_to_keep=1)
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, SparseLayer):
-                    _merge(held, index, layer.policy.labels.stats)
+                    stats = layer.policy.labels.stats
+                    if index in held:
+                        held[index].merge(stats)
+                    else:
+                        held[index] = stats
     finally:
         model.set_attn_implementation(before)
     if not held:
         raise ValueError("nothing to calibrate: no input was given, or the model has no full-attention layer")
     first = next(iter(held.values()))
-    ranking = torch.full((config.num_hidden_layers, *first.k.shape[1:]), -1, dtype=torch.int32)
+    heads, dim = first.moments.centre.shape[1:]
+    ranking = torch.full((config.num_hidden_layers, heads, dim), -1, dtype=torch.int32)
+    norms = torch.tensor([[0.0], [1.0]]).repeat(config.num_hidden_layers, heads, 1, dim)
     for index, stats in held.items():
-        ranking[index] = stats.ranking()[0].cpu()
-    return LabelChannels(ranking, describe(config), model.config._name_or_path, importance, first.tokens)
-
-
-def _merge(held: dict[int, ChannelStats], index: int, stats: ChannelStats) -> None:
-    if index not in held:
-        held[index] = stats
-        return
-    mine = held[index]
-    join = torch.maximum if mine.importance == "max" else torch.add
-    mine.q, mine.k = join(mine.q, stats.q), join(mine.k, stats.k)
-    mine.tokens += stats.tokens
+        ranking[index], norms[index] = stats.ranking()[0].cpu(), stats.norms()[0].cpu()
+    return LabelChannels(ranking, describe(config), model.config._name_or_path, importance, first.tokens, norms)

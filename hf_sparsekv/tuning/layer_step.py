@@ -136,6 +136,8 @@ class Layer:
         self.scales: Tensor | None = None  # scales of codes
         every = torch.rand(s.batch, s.heads, s.dim, device=device, generator=generator)
         self.channels = every.argsort(-1)[..., : s.channels].int().contiguous()
+        self.norms = torch.zeros(s.batch, s.heads, 2, s.channels, device=device)
+        self.norms[:, :, 1] = 1.0
         self.bounds = empty(count, s.heads, 2, s.dim, dtype=s.dtype)
         self.codes = empty(count, s.heads, size, s.channels // 2, dtype=torch.uint8)
         self.qparams = empty(count, s.heads, size, 2, dtype=torch.float16)
@@ -205,7 +207,8 @@ class Layer:
     def token_score(self, blocks: Tensor | None, out: Tensor) -> None:
         reduce = self.shape.config.token_reduce
         labels = (self.codes, self.qparams, self.channels, self.rows)
-        token_score(self.q, *labels, self.block_table, blocks, reduce, sinks=self.sinks, out=out)
+        named = {"sinks": self.sinks, "norms": self.norms, "out": out}
+        token_score(self.q, *labels, self.block_table, blocks, reduce, **named)
 
     def token_select(self, blocks: Tensor | None, scores: Tensor) -> None:
         config, rows = self.shape.config, self.rows if blocks is None else None

@@ -155,8 +155,8 @@ def test_the_kernel_in_cuda_is_timed(layer, monkeypatch):
     """It is asked for what is scored otherwise; where it does not serve, that is no time of another kernel."""
 
     def score_all(*given, serves=True):
-        *labels, reduce, sinks, out, fill = given
-        return serves and token_score(*labels, None, reduce, sinks=sinks, out=out, fill=fill) is out
+        *labels, reduce, sinks, norms, out, fill = given
+        return serves and token_score(*labels, None, reduce, sinks=sinks, norms=norms, out=out, fill=fill) is out
 
     monkeypatch.setattr(sweep, "_has_cuda_kernels", lambda layers: True)
     monkeypatch.setattr(sweep, "score_all", score_all)

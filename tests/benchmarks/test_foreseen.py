@@ -42,7 +42,7 @@ def test_scores_are_those_of_caches(method):
     made = filled(cache, net)
     layer, queries = cache.sparse_layers[1], made.queries(3)[:, 1, 0]
     keys = made.keys_values(1)[0][0]
-    index = StoredIndex(cache.config, fs.calibrate(cache.config, made.prompt_queries(1)[0], keys))
+    index = StoredIndex(cache.config, *fs.calibrate(cache.config, made.prompt_queries(1)[0], keys))
     assert torch.equal(index.channels, layer.policy.labels.channels[0].long())
     n = stored_blocks(cache.config, 400)
     assert n == layer.store.full_blocks
@@ -120,7 +120,7 @@ def test_pairs_overlap_as_recorded(config, place, chosen):
     off = []
     for layer in (1, 2, 3):
         keys = made.keys_values(layer)[0][0]
-        index = StoredIndex(config, fs.calibrate(config, made.prompt_queries(layer)[0], keys[:, :512]))
+        index = StoredIndex(config, *fs.calibrate(config, made.prompt_queries(layer)[0], keys[:, :512]))
         index.store(keys, stored_blocks(config, 4096))
         mine, other = (index.scores(q[::2, layer, 0]) for q in (queries, expected))
         after = index.scores(queries[1::2, layer, 0])

@@ -25,6 +25,7 @@ class LayerState:
         self.queries: Tensor | None = None  # [batch, Hq, columns, D]
         self.full_blocks: list[int] = []  # of each row, blocks that had become old when the last forward ended
         self.channels: list[list[list[int]]] | None = None  # [row][head] -> channels
+        self.norms: list[list[tuple[Tensor, Tensor]]] | None = None  # [row][head] -> mean and spread of each of these
         self.last_query: Tensor | None = None  # [batch, Hq, D]: what the lagging block choice goes by
 
 
@@ -54,6 +55,7 @@ class Oracle:
         length = key.shape[2]
         if fine and state.channels is None and length >= self.config.calibration_tokens:
             state.channels = self.choose_channels(state.queries, key)
+            state.norms = self.measure_keys(state.channels, key)
         batch, heads, q = query.shape[0], key.shape[1], query.shape[2]
         group = query.shape[1] // heads
         allowed = torch.zeros(batch, heads, q, length, dtype=torch.bool)
@@ -127,7 +129,7 @@ class Oracle:
     def token_scores(self, queries: Tensor, keys: Tensor, columns: list[int], state, row: int, head: int) -> Tensor:
         """What the labels of these columns score for the queries of a KV head."""
         channels = state.channels[row][head]
-        labels = self.labels(keys[columns][:, channels])
+        labels = self.labels(keys[columns][:, channels], *state.norms[row][head])
         each = queries[:, channels].float() @ labels.T  # [query heads, columns]
         return each.amax(0) if self.config.token_reduce == "max" else each.mean(0)
 
@@ -168,7 +170,11 @@ class Oracle:
             for head in range(heads):
                 k = keys[row, head, real].abs()
                 importance = torch.zeros(dim)
-                for q in queries[row, head * group : (head + 1) * group][:, real].abs():
+                mine = queries[row, head * group : (head + 1) * group][:, real]
+                if self.config.channel_importance == "spread":
+                    importance = mine.square().mean((0, 1)).sqrt() * keys[row, head, real].std(0, correction=0)
+                    mine = ()
+                for q in (one.abs() for one in mine):
                     if self.config.channel_importance == "max":
                         importance += q.amax(0) * k.amax(0)
                     else:  # mean over all pairs of a query and a key
@@ -177,15 +183,29 @@ class Oracle:
             rows.append(picks)
         return rows
 
-    def labels(self, kept: Tensor) -> Tensor:
+    def measure_keys(self, channels: list[list[list[int]]], keys: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+        """Mean and spread of the chosen channels, as if one more key deviated as much as all channels do."""
+        found = []
+        for row, heads in enumerate(channels):
+            real = self.real(row, keys.shape[2])
+            found.append([])
+            for head, kept in enumerate(heads):
+                k = keys[row, head, real].float()
+                squares = (k - k.mean(0)).square()
+                spread = ((squares.sum(0) + squares.mean()) / (len(real) + 1)).sqrt()
+                found[-1].append((k.mean(0)[kept], spread[kept]))
+        return found
+
+    def labels(self, kept: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
         """What the labels of tokens remember of their kept channels ``[tokens, r]``."""
         kept = kept.float()
         if self.config.label_bits == 16:
             return kept
+        kept = (kept - mean) / spread
         scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
         zero = kept.amin(1).half().float()[:, None]
         codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)
-        return codes * scale + zero
+        return (codes * scale + zero) * spread + mean
 
     def crop(self, length: int) -> None:
         """Blocks that would leave the window short are open again, and then there is no choice to lag behind."""
@@ -202,6 +222,7 @@ class Oracle:
         for state in self.layers.values():
             state.queries = state.queries[index]
             state.channels = None if state.channels is None else [state.channels[i] for i in index.tolist()]
+            state.norms = None if state.norms is None else [state.norms[i] for i in index.tolist()]
             state.last_query = None if state.last_query is None else state.last_query[index]
             state.full_blocks = [state.full_blocks[i] for i in index.tolist()]
 

@@ -52,9 +52,12 @@ def state(cache):
         calibrating = labels is not None and labels.calibrating
         tensors += [fields[name][at] for name in sorted(fields) if not (calibrating and name in ("codes", "qparams"))]
         tensors.append(torch.zeros(0) if labels is None or calibrating else labels.channels)
+        tensors.append(torch.zeros(0) if labels is None or labels.norms is None else labels.norms)
         tensors.append(policy.ids if getattr(policy, "chosen", False) else torch.zeros(0))
         if calibrating:
-            tensors += [labels.stats.q, labels.stats.k]
+            stats = labels.stats
+            held = (stats.q, stats.k, stats.moments.seen, stats.moments.centre, stats.moments.squares)
+            tensors += [torch.zeros(0) if one is None else one for one in held]
             host += (labels.stats.tokens,)
         found.append((host, *tensors))
     return found

@@ -270,7 +270,7 @@ def test_other_files(path, tmp_path):
         other.write_bytes(whole[:keep])
         with pytest.raises(ValueError, match="is not a saved cache, or it is truncated"):
             SparseCache.load(other)
-    with pytest.raises(ValueError, match=r"format version 1, of hf-sparsekv .* reads version 2: load it"):
+    with pytest.raises(ValueError, match=r"format version 1, of hf-sparsekv .* reads versions 2 and 3: load it"):
         SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="1")))
     with pytest.raises(ValueError, match="is not a saved cache"):
         SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(format="x")))

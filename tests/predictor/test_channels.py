@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from caches import TIGHT, predictive, two_level
@@ -9,7 +11,7 @@ from captured import Imitation
 from models import build, model, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
-from saved_files import rewrite
+from saved_files import rewrite, saved
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
@@ -42,11 +44,15 @@ def queries_and_keys(name, ids):
 
 
 def importance(q, k, kind):
-    """The formulas of the two papers for one row: ``q [Hq, n, D]``, ``k [H, n, D]``."""
+    """The formulas, two of them of papers, for one row: ``q [Hq, n, D]``, ``k [H, n, D]``."""
     heads, _, dim = k.shape
     group = q.shape[0] // heads
     result = torch.zeros(heads, dim)
     for head in range(heads):
+        if kind == "spread":
+            mine = q[head * group : (head + 1) * group].double()
+            result[head] = (mine.square().mean((0, 1)).sqrt() * k[head].double().std(0, correction=0)).float()
+            continue
         for query in q[head * group : (head + 1) * group]:
             for j in range(dim):
                 if kind == "max":
@@ -56,7 +62,16 @@ def importance(q, k, kind):
     return result
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "mean"), ("llama-mqa", "max"), ("qwen3", "max")])
+def norms_of(k):
+    """Mean and spread of ``k [H, n, D]``, as if one more key deviated as much as all channels do on average."""
+    squares, n = (k - k.mean(1, keepdim=True)).square(), k.shape[1]
+    return torch.stack((k.mean(1), ((squares.sum(1) + squares.mean((1, 2))[:, None]) / (n + 1)).sqrt()), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "mean"), ("llama-mqa", "max"), ("qwen3", "max"), ("llama", "spread"), ("qwen3", "spread")],
+)
 def test_ranking_follows_the_formula(name, kind):
     channels = calibrate(build(name, "sdpa"), [IDS], kind)
     assert channels.importance == kind and channels.tokens == 120
@@ -65,7 +80,7 @@ def test_ranking_follows_the_formula(name, kind):
         assert torch.equal(channels.ranking[layer].long(), expected)
 
 
-@pytest.mark.parametrize("kind", ["max", "mean"])
+@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
 def test_several_texts(kind):
     """Calibration over two texts is that over all of their tokens."""
     texts = [prompt(1, 60, seed=1)["input_ids"], prompt(1, 40, seed=2)["input_ids"]]
@@ -75,6 +90,7 @@ def test_several_texts(kind):
     for layer in range(2):
         q, k = (torch.cat([part[layer][side][0] for part in parts], dim=1) for side in (0, 1))
         assert torch.equal(channels.ranking[layer].long(), importance(q, k, kind).argsort(-1, descending=True))
+        torch.testing.assert_close(channels.norms[layer], norms_of(k), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:no layer of this")
@@ -106,8 +122,27 @@ def test_save_and_load(tmp_path):
     made.save(path)
     read = LabelChannels.load(path)
     assert torch.equal(read.ranking, made.ranking) and read.ranking.dtype == torch.int32
+    assert torch.equal(read.norms, made.norms) and read.norms.shape == (2, 2, 2, 16)
     assert (read.model, read.name, read.importance, read.tokens) == (made.model, made.name, "mean", 120)
     assert read.model["head_dim"] == 16 and read.model["model_type"] == "llama"
+
+
+def test_a_file_without_norms(tmp_path):
+    """An earlier release's: labels are the keys as they are."""
+    path = tmp_path / "channels.safetensors"
+    made = replace(calibrate(model("llama"), [IDS], "max"), norms=None)
+    made.save(path)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "hf-sparsekv-channels-1" and list(file.keys()) == ["ranking"]
+    assert LabelChannels.load(path).norms is None
+    cache = two_level(channel_file=path, **TIGHT)
+    prefill(cache, prompt(1, 120))
+    for layer in cache.sparse_layers:
+        centre, spread = layer.policy.labels.norms.unbind(2)
+        assert not centre.any() and (spread == 1).all()
+    (tmp_path / "there").mkdir()
+    again = saved(cache, tmp_path / "there")
+    assert again.shared.channels.norms is None
 
 
 def _put(*values):
@@ -118,6 +153,8 @@ def _put(*values):
     return put
 
 
+BAD_NORMS = torch.ones(2, 2, 2, 8), torch.ones(2, 2, 2, 16).double(), torch.zeros(2, 2, 2, 16)
+BAD_NORMS += (torch.full((2, 2, 2, 16), torch.nan),)
 DEEP, EACH = "[" * 100_000 + "]" * 100_000, "the ranking of layer 1 does not name each of 16 channels once"
 
 
@@ -135,9 +172,13 @@ DEEP, EACH = "[" * 100_000 + "]" * 100_000, "the ranking of layer 1 does not nam
         ({"model": "[]"}, "the model's facts must be a dict, got list"),
         ({"model": DEEP}, "its header is nested too deeply"),
         ({"tokens": "many"}, "invalid literal"),
-        ({"importance": "sum"}, "importance must be 'max' or 'mean', got 'sum'"),
+        ({"importance": "sum"}, "importance must be one of 'spread', 'max', 'mean', got 'sum'"),
+        *(
+            ({"norms": norms}, r"norms are float32 \[2, 2, 2, 16\], finite, with spreads above zero")
+            for norms in BAD_NORMS
+        ),
     ],
-    ids=range(16),
+    ids=range(16 + len(BAD_NORMS)),
 )
 def test_damaged_channel_files(tmp_path, change, message):
     """Kernels would read keys at any channel that a file names."""
@@ -145,11 +186,14 @@ def test_damaged_channel_files(tmp_path, change, message):
     calibrate(model("llama"), [IDS]).save(good)
     with safe_open(good, "pt") as file:
         ranking, about = file.get_tensor("ranking").clone(), file.metadata()
-    if isinstance(change, dict):
+        norms = file.get_tensor("norms").clone()
+    if isinstance(change, dict) and "norms" in change:
+        norms = change["norms"]
+    elif isinstance(change, dict):
         about = {name: text for name, text in (about | change).items() if text is not None}
     else:
         ranking = change(ranking)
-    save_file({"ranking": ranking}, path, metadata=about)
+    save_file({"ranking": ranking, "norms": norms}, path, metadata=about)
     damaged = rf"the channel file {path} is damaged \(.*{message}.*\): make it again with `hf-sparsekv calibrate`"
     with pytest.raises(ValueError, match=damaged):
         LabelChannels.load(path)
@@ -170,17 +214,17 @@ def test_channels_of_fewer_layers():
 
 @pytest.mark.parametrize("value", [99999, -2, 16, 5])
 def test_damaged_channels_in_a_saved_cache(tmp_path, value):
-    path, saved = tmp_path / "channels", tmp_path / "saved"
+    path, whole = tmp_path / "channels", tmp_path / "saved"
     calibrate(model("llama"), [IDS]).save(path)
     cache = two_level(channel_file=path, **TIGHT)
     prefill(cache, prompt(1, 120))
-    cache.save(saved)
+    cache.save(whole)
 
     def put(name):
         def change(held):
             held[name][-1, -1, :2] = torch.tensor([value, 5], dtype=torch.int32)
 
-        return rewrite(saved, tmp_path / "x", tensors=change)
+        return rewrite(whole, tmp_path / "x", tensors=change)
 
     with pytest.raises(ValueError, match=r"is damaged \(its configuration: the ranking of layer 1"):
         SparseCache.load(put("channel_file"))
@@ -191,7 +235,15 @@ def test_damaged_channels_in_a_saved_cache(tmp_path, value):
         held["layers.1.channels"].add_(1).remainder_(16)  # good channels, but not those of the file
 
     with pytest.raises(ValueError, match=r"is damaged \(channels in layer 1 does not fit"):
-        SparseCache.load(rewrite(saved, tmp_path / "x", tensors=shift))
+        SparseCache.load(rewrite(whole, tmp_path / "x", tensors=shift))
+
+    def spoil(name):
+        return lambda held: held[name][1, :, 1].fill_(-1.0)
+
+    with pytest.raises(ValueError, match=r"is damaged \(its configuration: norms are float32"):
+        SparseCache.load(rewrite(whole, tmp_path / "x", tensors=spoil("channel_norms")))
+    with pytest.raises(ValueError, match=r"is damaged \(norms in layer 1 does not fit"):
+        SparseCache.load(rewrite(whole, tmp_path / "x", tensors=lambda held: held["layers.1.norms"].zero_()))
 
 
 # ---------------------------------------------------------------------- in a cache
@@ -211,7 +263,7 @@ def prefill(cache, inputs, chunk=None):
         net(ids[:, at], attention_mask=mask[:, : at.stop], position_ids=positions[:, at], past_key_values=cache)
 
 
-@pytest.mark.parametrize("kind", ["max", "mean"])
+@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
 def test_online_equals_a_file_of_the_same_prompt(tmp_path, kind):
     path = tmp_path / "channels.safetensors"
     calibrate(model("llama"), [IDS], kind).save(path)
@@ -257,7 +309,7 @@ def test_channels_are_fixed_in_time():
     assert channels_of(cache) == [None, None]
 
 
-@pytest.mark.parametrize("kind", ["max", "mean"])
+@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
 def test_statistics_may_come_in_pieces(kind):
     q, k = torch.randn(2, 4, 50, 8), torch.randn(2, 2, 50, 8)
     valid = torch.rand(2, 50) < 0.7
@@ -272,6 +324,48 @@ def test_statistics_may_come_in_pieces(kind):
         expected = importance(q[row][:, ok], k[row][:, ok], kind)
         ratio = whole.scores()[row] / expected
         torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-4, atol=0)
+        for stats in (whole, pieces):
+            torch.testing.assert_close(stats.norms()[row], norms_of(k[row][:, ok]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 7, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_spreads_about_a_large_mean(step, dtype):
+    """A deviation of 1 about 400, as biases of keys are: sums of squares would lose it in float32."""
+    k = torch.randn(2, 2, 512, 8)
+    k[..., 3] += 400.0
+    k[..., 5] -= 400.0
+    k, valid = k.to(dtype), torch.rand(2, 512) < 0.8
+    stats = ChannelStats("spread")
+    for lo in range(0, 512, step):
+        part = k[:, :, lo : lo + step]
+        stats.update(torch.ones(2, 4, *part.shape[2:]), part, valid[:, lo : lo + step])
+    for row, ok in enumerate(valid):
+        torch.testing.assert_close(stats.norms()[row], norms_of(k[row][:, ok].double()).float(), rtol=1e-3, atol=1e-4)
+
+
+def test_channels_that_do_not_vary():
+    """They are ranked last, and their spread is such that labels of later tokens can be told apart all the same."""
+    q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
+    k[:, :, :, 2], q[:, :, :, 2] = 400.0, 50.0
+    k[:, 1] = 3.0  # a head all of whose channels are constant
+    stats = ChannelStats("spread")
+    stats.update(q, k, None)
+    assert int(stats.ranking()[0, 0, -1]) == 2
+    (centre, spread), other = stats.norms()[0, 0], stats.norms()[0, 1]
+    assert centre[2] == 400 and 0.1 < spread[2] < 0.15 and spread.min() == spread[2]
+    assert (other[0] == 3).all() and (other[1] == 1).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_norms_of_keys_that_are_not_finite(value):
+    q, k = torch.randn(1, 2, 20, 8), torch.randn(1, 1, 20, 8)
+    k[0, 0, 3, 5] = value
+    stats = ChannelStats("spread")
+    for at in (slice(0, 7), slice(7, 20)):
+        stats.update(q[:, :, at], k[:, :, at], None)
+    norms = stats.norms()
+    assert norms.isfinite().all() and (norms[:, :, 1] > 0).all()
 
 
 @pytest.mark.pairwise
@@ -289,7 +383,7 @@ def test_keys_stand_for_queries_until_there_are_some(make, name, captured):
             net(ids[:, :20], past_key_values=cache)
         net.set_attn_implementation("sparsekv")
         stats = cache.sparse_layers[0].policy.labels.stats
-        assert stats.keys_only and stats.q.shape[1] == stats.k.shape[1]
+        assert stats.keys_only and stats.q.shape[1] == stats.moments.centre.shape[1]
         for part in ids[:, 20:].split([3, *[1] * 117] if not captured else [1] * 120, dim=1):
             net(part, past_key_values=cache)
     assert not stats.keys_only and stats.q.shape[1] == 4

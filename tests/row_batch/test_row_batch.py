@@ -207,16 +207,16 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
             with pytest.raises(ValueError, match=r"calibrate\(\) takes what prefill\(\) of these rows gave"):
                 it.rows.calibrate(row, one)
         after = it.rows.channels(row)
-        differ = [not torch.equal(a, b) for a, b in zip(before, after)]
+        differ = [not torch.equal(a.channels, b.channels) for a, b in zip(before, after)]
         anew = it.rows.begin(it.rows.blocks(row), after)
         for layer in anew.sparse_layers:
             reindex(layer.store, layer.policy)  # in blocks of its own
         for i, (layer, single) in enumerate(zip(layers, own.sparse_layers)):
-            assert torch.equal(after[i], single.policy.labels.channels[0])
+            assert all(torch.equal(*pair) for pair in zip(after[i], single.policy.labels.of_row(0)))
             assert torch.equal(labels_of(layer, row), labels_of(anew.sparse_layers[i], 0))
-            assert differ[i] == (not torch.equal(labels_of(layer, row), labels[i]))
+            assert not torch.equal(labels_of(layer, row), labels[i]), "centres and spreads are of more tokens"
             assert torch.equal(labels_of(layer, other), labels[i])
-            assert torch.equal(layer.policy.labels.channels[other], before[i])
+            assert all(torch.equal(*pair) for pair in zip(layer.policy.labels.of_row(other), before[i]))
         assert any(differ)
         it.rows.drop(anew)
     finally:

@@ -15,7 +15,7 @@ import torch
 from ...config import SparseConfig
 from ...option_checks import flag, not_negative, one_of, positive, require
 from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
-from ..label_options import Reduce, check_labels, check_tail
+from ..label_options import Importance, Reduce, check_labels, check_tail
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
 BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
@@ -89,7 +89,7 @@ class PredictiveConfig(SparseConfig):
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
-    channel_importance: Literal["max", "mean"] = "max"
+    channel_importance: Importance = "spread"
     calibration_tokens: int = 256
     tail: Literal["mean"] | None = "mean"
     tail_tokens: int = 256
