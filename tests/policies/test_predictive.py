@@ -68,7 +68,7 @@ class PredictiveOracle(Oracle):
         sinks, near, free = self.parts(state, row, real)
         asking, kept = state.last_query[row, head * group : (head + 1) * group], key[row, head, free]
         channels = state.channels[row][head]
-        each = asking[:, channels] @ self.labels(kept[:, channels]).T
+        each = asking[:, channels] @ self.labels(kept[:, channels], *state.norms[row][head]).T
         score = each.amax(0) if config.token_reduce == "max" else each.mean(0)
         best = dict(zip(free, score.tolist()))
         chosen = sorted(free, key=lambda c: (-best[c], c))[: config.token_budget]

@@ -48,7 +48,8 @@ class WalkOracle(Oracle):
         first = sorted({*sinks, *recent})
         if config.level == "token":
             channels = state.channels[row][head]
-            taken = self.by_labels(mine[:, channels], key[row, head][:, channels], mass, first, recent, free)
+            norms = state.norms[row][head]
+            taken = self.by_labels(mine[:, channels], key[row, head][:, channels], norms, mass, first, recent, free)
         else:
             taken = self.by_blocks(mine.float(), key[row, head], mass, first, free, block_of)
         self.used.append(len(taken))
@@ -56,11 +57,12 @@ class WalkOracle(Oracle):
         self.shares.append(float((mass[:, columns].sum(1) / mass[:, real].sum(1)).min()))
         return columns
 
-    def by_labels(self, mine, keys, mass, first, recent, free) -> list[int]:
+    def by_labels(self, mine, keys, norms, mass, first, recent, free) -> list[int]:
         config = self.config
         said = (mine @ keys[recent].double().T * self.scale).exp()
         over = (mass[:, recent] / said).mean(1, keepdim=True)
-        held = (mine @ self.labels(keys[free]).double().T * self.scale).exp() * over  # [group, free tokens]
+        labels = self.labels(keys[free], *norms).double()
+        held = (mine @ labels.T * self.scale).exp() * over  # [group, free tokens]
         whole = mass[:, first].sum(1) + held.sum(1)
         share = held.sum(0) / whole.sum() if config.group_reduce == "sum" else (held / whole[:, None]).amax(0)
         bins = (-8 * share.log2()).floor().clamp(0, 254).tolist()
