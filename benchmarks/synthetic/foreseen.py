@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hf_sparsekv import PredictiveConfig, TokenConfig
 from hf_sparsekv.ops.selection.token_score.reference import unpack_labels
-from hf_sparsekv.ops.storage.seal import quantise_labels
+from hf_sparsekv.ops.storage.seal import quantise_labels, standardised
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.predictor.channels import ChannelStats
 
@@ -86,7 +86,7 @@ class StoredIndex:
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
         if self.config.label_bits == 4:
             centre, spread = self.norms[:, None].unbind(2)
-            new = unpack_labels(*quantise_labels((new - centre) / spread)) * spread + centre
+            new = unpack_labels(*quantise_labels(standardised(new, self.norms))) * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks
 

@@ -27,7 +27,7 @@ class RowChannels(NamedTuple):
 
     Args:
         channels: int32 ``[H, r]``.
-        norms: float32 ``[H, 2, r]``, their centres and spreads; None with unquantised labels.
+        norms: float32 ``[H, 2, r]``, their centres and spreads; None if labels are keys as they are.
     """
 
     channels: Tensor
@@ -44,7 +44,7 @@ class LabelIndex(State):
     Attributes:
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
         norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, which labels of few bits are relative
-            to; None while calibrating, and with unquantised labels.
+            to; None while calibrating, with unquantised labels, and where an earlier release calibrated.
         stats: what calibration has seen; None once there are channels.
         r: channels of a label.
         first_only: calibrate on the first ``calibration_tokens`` tokens alone, whatever passes they come in. Otherwise
@@ -144,21 +144,17 @@ class LabelIndex(State):
 
     def _relate(self, norms: Tensor | None) -> None:
         """Take :attr:`norms` from those of all channels, ``[batch, H, 2, Dk]``; None: labels are keys as they are."""
-        if self.config.label_bits == 16:
-            return
-        at = self.channels[:, :, None].expand(-1, -1, 2, -1)
-        if norms is None:
-            self.norms = torch.zeros(at.shape, dtype=torch.float32, device=at.device)
-            self.norms[:, :, 1] = 1.0
+        if norms is not None and self.config.label_bits != 16:
+            self.norms = norms.gather(-1, self.channels.long()[:, :, None].expand(-1, -1, 2, -1))
         else:
-            self.norms = norms.gather(-1, at.long())
+            self.norms = None
 
     def open_rows(self, other: LabelIndex) -> None:
         """Rows that join bring their channels."""
         if self.channels is None:
             shape = (self._batch, *other.channels.shape[1:])
             self.channels, self.stats = other.channels.new_zeros(shape), None
-            self._relate(None)
+            self.norms = None if other.norms is None else other.norms.new_zeros(self._batch, *other.norms.shape[1:])
 
     def of_row(self, row: int) -> RowChannels:
         """What a row's labels are made by."""

@@ -201,7 +201,7 @@ class Oracle:
         kept = kept.float()
         if self.config.label_bits == 16:
             return kept
-        kept = (kept - mean) / spread
+        kept = ((kept - mean) / spread).clamp(-6, 6)
         scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
         zero = kept.amin(1).half().float()[:, None]
         codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .reference import MOST_HALF as _MOST_HALF
+from .reference import MOST_SPREADS as _MOST_SPREADS
 
-MOST_HALF = tl.constexpr(_MOST_HALF)
+MOST_HALF, MOST_SPREADS = tl.constexpr(_MOST_HALF), tl.constexpr(_MOST_SPREADS)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -28,8 +29,9 @@ def least(a, b):
 
 @triton.jit
 def standardised(b_x, b_centre, b_spread):
-    """Keys ``[tokens, channels]`` less the channels' centres, in units of their spreads."""
-    return tl.math.div_rn(b_x.to(tl.float32) - b_centre[None, :], b_spread[None, :] + tl.zeros(b_x.shape, tl.float32))
+    """Keys ``[tokens, channels]`` less the channels' centres, in units of their spreads, of which at most so many."""
+    b_off = b_x.to(tl.float32) - b_centre[None, :]
+    return least(most(tl.math.div_rn(b_off, b_spread[None, :] + tl.zeros_like(b_off)), -MOST_SPREADS), MOST_SPREADS)
 
 
 @triton.jit

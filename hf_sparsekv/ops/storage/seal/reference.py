@@ -10,6 +10,7 @@ from torch import Tensor
 from ..quantise.reference import quantise
 
 MOST_HALF = torch.finfo(torch.float16).max
+MOST_SPREADS = 6.0  # a label's distance from its centre: one that drifts further may not take all steps of its token
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
 
 
 def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
-    """Labels in units of their channels: ``(label - centre) / spread``, float32.
+    """Labels in units of their channels: ``(label - centre) / spread``, float32, held to ``MOST_SPREADS``.
 
-    A token's codes have one scale for all channels, which a channel with a large mean would take for itself.
+    A token's codes have one scale for all channels, which a channel with a large mean would take for itself. So would
+    one that rotates slowly, and has left by far what it was when the centre was calibrated.
 
     Args:
         labels: ``[..., batch, H, tokens, r]``.
@@ -103,7 +105,7 @@ def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
     if norms is None:
         return labels.float()
     centre, spread = norms[:, :, None].unbind(3)
-    return (labels.float() - centre) / spread
+    return ((labels.float() - centre) / spread).clamp(-MOST_SPREADS, MOST_SPREADS)
 
 
 def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
