@@ -147,7 +147,7 @@ CHOICES = {
     "block_reduce": "one of 'mean', 'max'",
     "token_reduce": "one of 'mean', 'max'",
     "lag": "True, False or None",
-    "label_bits": "4 or 16",
+    "label_bits": "2, 4 or 16",
     "channel_file": "a path or None",
     "dense_below": "an integer >= 0, 'auto' or None",
 }

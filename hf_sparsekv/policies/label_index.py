@@ -79,12 +79,13 @@ class LabelIndex(State):
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._batch = store.batch
-        r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share)
+        bits = self.config.label_bits
+        r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share, bits)
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         if "codes" not in pool.fields:
-            if self.config.label_bits == 4:
-                pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
+            if bits != 16:
+                pool.add_field("codes", (heads, store.block_size, r * bits // 8), torch.uint8)
                 pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
             else:
                 pool.add_field("codes", (heads, store.block_size, r), store.dtype)
@@ -105,10 +106,14 @@ class LabelIndex(State):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
             channels = sent(ranking[:, :r], ranking.dtype, store.device)
             self.channels, self.stats = channels.expand(store.batch, -1, -1).contiguous(), None
-            norms = self.fixed.norms
-            self._relate(
-                None if norms is None else norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
-            )
+            if (norms := self.fixed.norms) is not None:
+                norms = norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
+            elif bits == 2:
+                raise ValueError(
+                    "the channel file is of an earlier release, without what label_bits=2 needs (centres and spreads): "
+                    "calibrate this model again with `hf-sparsekv calibrate`, or take label_bits=4"
+                )
+            self._relate(norms)
 
     # ------------------------------------------------------------------ calibration
 
@@ -206,8 +211,9 @@ class LabelIndex(State):
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""
-        label = self.r // 2 + 4 if self.config.label_bits == 4 else self.r * store.dtype.itemsize
-        return store.heads * blocks * store.block_size * label
+        return (
+            store.heads * blocks * store.block_size * token_bytes(self.r, self.config.label_bits, store.dtype.itemsize)
+        )
 
     # ------------------------------------------------------------------ files
 
@@ -222,14 +228,20 @@ class LabelIndex(State):
 def label_bytes(request: Request, layer: LayerShape) -> int:
     """Bytes of a block's labels, all KV heads."""
     config = request.config
-    channels = config.label_channels or default_channels(layer.query_dim, config.label_share)
-    code = channels // 2 + 4 if config.label_bits == 4 else channels * request.item
-    return layer.heads * config.block_size * code
+    channels = config.label_channels or default_channels(layer.query_dim, config.label_share, config.label_bits)
+    return layer.heads * config.block_size * token_bytes(channels, config.label_bits, request.item)
 
 
-def default_channels(dim: int, share: int = 4) -> int:
-    """Label channels of keys of ``dim`` channels: one in ``share``, at most 128.
+def token_bytes(channels: int, bits: int, item: int) -> int:
+    """Bytes of a token's label, of a KV head; ``item``: of a number that is not quantised."""
+    return channels * item if bits == 16 else channels * bits // 8 + 4  # scale and zero point
+
+
+def default_channels(dim: int, share: int = 4, bits: int = 4) -> int:
+    """Label channels of keys of ``dim`` channels: one in ``share``, at most 128; in two bits the first 64.
 
     A quarter as AsyncTLS has it: 32 of 128, and 128 of an MLA row's 576.
     """
+    if bits == 2:
+        return min(64, max(4, dim // 4 * 4))
     return min(128, max(2, dim // (2 * share) * 2))

@@ -492,13 +492,15 @@ def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
     """Blocks of ragged rows; NaN or garbage in the labels of tokens that cannot be selected."""
-    relative = bits == "norms" or (bits == "tensor_cores" and cap % 2 > 0)
-    bits = 16 if bits == 16 else 4
+    relative = bits in (2, "norms") or (bits == "tensor_cores" and cap % 2 > 0)
+    if bits == 2 and width % 4:
+        width += 2
+    each = {2: 4, 16: 1}.get(bits, 2)
     rows, block_table, sinks, hidden = ragged(place, batch, cap, block_size)
     num_blocks, hidden = len(hidden), hidden[:, None, :, None]
     hole = holes(place, num_blocks)
-    if bits == 4:
-        codes = place.randint(0, 256, num_blocks, heads, block_size, width // 2, dtype=torch.uint8)
+    if bits != 16:
+        codes = place.randint(0, 256, num_blocks, heads, block_size, width // each, dtype=torch.uint8)
         qparams = torch.where(hidden, hole.half(), place.randn(num_blocks, heads, block_size, 2).half())
     else:
         codes = torch.where(hidden, hole.to(place.dtype), place.randn(num_blocks, heads, block_size, width))
@@ -527,7 +529,7 @@ def score_ratio(place, reduce, bits) -> float:
 
     The other kernel rounds products of queries and spreads to the queries' dtype, if that is bf16.
     """
-    rounded = bits == "norms" and place.dtype == torch.bfloat16
+    rounded = bits in (2, "norms") and place.dtype == torch.bfloat16
     return 2e-4 if bits == "tensor_cores" else 4e-3 if rounded else 4e-6
 
 
@@ -535,7 +537,9 @@ def label_hows(given, reduce, bits):
     """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
     ids = given["block_ids"]
     labels = given["q"], given["codes"], given["qparams"], (given["block_table"] if ids is None else ids).shape[-1]
-    return [replace(label_config(*labels, reduce == "mean", bits == "tensor_cores"), blocks=2)]
+    each, tensor_cores = given["channels"].shape[-1] // given["codes"].shape[-1], bits in ("tensor_cores", 2)
+    found = [replace(label_config(*labels, reduce == "mean", tensor_cores, each=each), blocks=2)]
+    return found + ([label_config(*labels, reduce == "mean", False, each=each)] if bits == 2 else [])
 
 
 def pack(place, batch, heads, room, size, blocks, width):
@@ -962,7 +966,7 @@ OPERATORS = [
         "token_score",
         token_score,
         LABELS,
-        options=(("mean", "max", "none"), ("tensor_cores", 4, 16, "norms")),
+        options=(("mean", "max", "none"), ("tensor_cores", 4, 16, "norms", 2)),
         small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
         ratio=score_ratio,
         hows=label_hows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -24,7 +23,7 @@ from ..._operands import (
 )
 from ..._overlap import begin, launch
 from ..._paged import load_row
-from .labels import codes_4, least, most, standardised
+from .labels import codes_2, codes_4, largest, least, most, standardised
 from .reference import check, check_range
 
 TILE = 16  # tokens at once
@@ -112,7 +111,6 @@ def _seal_block(
     scales,
     ring,
     sinks,
-    limit,
     METADATA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -120,6 +118,7 @@ def _seal_block(
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     R: tl.constexpr,
+    DIGITS: tl.constexpr,
     BT: tl.constexpr,
 ):
     """The block that begins at token ``sealed``: keys and values to block ``to``, the fields but means to their block.
@@ -138,9 +137,15 @@ def _seal_block(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+            if DIGITS == 4:
+                b_channel_3 = tl.load(p_channel + 2 * R + o_r, mask=m_r, other=0)
+                b_channel_4 = tl.load(p_channel + 3 * R + o_r, mask=m_r, other=0)
             if channels.norms is not None:
-                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, 2 * R)  # [BR]
-                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, 2 * R)
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, DIGITS * R)  # [BR]
+                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, DIGITS * R)
+                if DIGITS == 4:
+                    b_centre_3, b_spread_3 = load_norms(channels, i_batch, i_head, 2 * R + o_r, m_r, DIGITS * R)
+                    b_centre_4, b_spread_4 = load_norms(channels, i_batch, i_head, 3 * R + o_r, m_r, DIGITS * R)
     if scales is not None:
         b_top, b_bottom = tl.full([BK], float("-inf"), tl.float32), tl.full([BK], float("inf"), tl.float32)
         for i in range(BLOCK_SIZE // BT):
@@ -152,6 +157,7 @@ def _seal_block(
         tl.store(p_scale + o_k, b_centres, mask=m_k)
         tl.store(p_scale + DK + o_k, b_steps, mask=m_k)
     b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
+    limit: tl.constexpr = largest(recent.ptr.dtype.element_ty)
     for i_part in range(PARTS):
         b_max = tl.full([BK], -1.0, tl.float32) * limit
         b_min = tl.full([BK], 1.0, tl.float32) * limit
@@ -193,7 +199,17 @@ def _seal_block(
                     b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
                     if channels.norms is not None:
                         b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
-                    b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
+                    if DIGITS == 4:
+                        b_z = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_3, m_r, SPLIT, KEYS)
+                        b_w = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_4, m_r, SPLIT, KEYS)
+                        if channels.norms is not None:
+                            b_z, b_w = (
+                                standardised(b_z, b_centre_3, b_spread_3),
+                                standardised(b_w, b_centre_4, b_spread_4),
+                            )
+                        b_code, b_scale, b_zero = codes_2(b_x, b_y, b_z, b_w, m_r, DIGITS * R)
+                    else:
+                        b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
                     tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
                     p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
@@ -265,7 +281,6 @@ def seal_kernel(
     scales,
     ring,
     sinks,
-    limit,
     METADATA: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -273,6 +288,7 @@ def seal_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,
+    DIGITS: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -291,8 +307,8 @@ def seal_kernel(
     p_row = row_ptr(recent, i_batch, i_head)
     b_k, b_v = _seal_block(
         recent, p_row, None, None, None, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
-        bounds, channels, codes, qparams, means, scales, ring, sinks, limit,
-        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
+        bounds, channels, codes, qparams, means, scales, ring, sinks,
+        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, DIGITS, BT,
     )  # fmt: skip
     if means is not None:
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
@@ -318,7 +334,6 @@ def seal_range_kernel(
     end,
     ring,
     sinks,
-    limit,
     METADATA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -326,6 +341,7 @@ def seal_range_kernel(
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     R: tl.constexpr,
+    DIGITS: tl.constexpr,
     STAGED: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
@@ -349,8 +365,8 @@ def seal_range_kernel(
         to = (nth - first).to(tl.int64) * tl.num_programs(1) + i_batch if STAGED else physical_id
         b_k, b_v = _seal_block(
             recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
-            bounds, channels, codes, qparams, means, None, ring, sinks, limit,
-            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
+            bounds, channels, codes, qparams, means, None, ring, sinks,
+            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, DIGITS, BT,
         )  # fmt: skip
         if means is not None:
             b_all_k += b_k
@@ -388,7 +404,6 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         operand(Scales, index.scales),
         recent_kv.shape[2] - sinks,
         sinks,
-        torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
         HEADS=heads,
         BLOCK_SIZE=size,
@@ -396,6 +411,7 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         DK=dk,
         DV=recent_kv.shape[3] - dk,
         R=0 if index.codes is None else index.codes.shape[-1],
+        DIGITS=0 if index.codes is None else index.channels.shape[-1] // index.codes.shape[-1],
         BT=tile,
         num_warps=8 if dk > WIDE or tile > TILE else 4,
     )
@@ -430,7 +446,6 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         end,
         recent_kv.shape[2] - sinks,
         sinks,
-        torch.finfo(recent_kv.dtype).max,
         METADATA=index.metadata,
         BLOCK_SIZE=size,
         PARTS=parts,
@@ -438,6 +453,7 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         DV=width - dk,
         SPLIT=k.shape[3],
         R=0 if index.codes is None else index.codes.shape[-1],
+        DIGITS=0 if index.codes is None else index.channels.shape[-1] // index.codes.shape[-1],
         STAGED=staged,
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
