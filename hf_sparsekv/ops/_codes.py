@@ -48,6 +48,25 @@ def norms_of(b_high, b_low):
 
 
 @triton.jit
+def store_norms(p_key, token, p_scale, o_k, m_k, SPLIT: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr):
+    """Store the centres and steps of a block's key channels ``o_k [D]`` where ``m_k``, and return them.
+
+    ``p_key``: the first of ``SIZE`` tokens, ``token`` entries apart. ``p_scale``: the block's scales.
+    """
+    b_high = tl.full(o_k.shape, float("-inf"), tl.float32)
+    b_low = tl.full(o_k.shape, float("inf"), tl.float32)
+    for i in range(0, SIZE, BT):
+        o_t = i + tl.arange(0, BT)
+        m = (o_t < SIZE)[:, None] & m_k[None, :]
+        b_x = tl.load(p_key + o_t[:, None].to(tl.int64) * token + o_k[None, :], mask=m, other=0.0)  # [BT, D]
+        b_high, b_low = range_of(b_x, m, b_high, b_low)
+    b_centre, b_step = norms_of(tl.where(m_k, b_high, 0.0), tl.where(m_k, b_low, 0.0))
+    tl.store(p_scale + o_k, b_centre, mask=m_k)
+    tl.store(p_scale + SPLIT + o_k, b_step, mask=m_k)
+    return b_centre, b_step
+
+
+@triton.jit
 def scale_of(b_v, m_v, b_k, m_k):
     """Scales float16 ``[tokens]`` of the values ``b_v [tokens, D]`` where ``m_v``; NaN if the key has NaN."""
     b_most = tl.reduce(tl.where(m_v, tl.abs(b_v.to(tl.float32)), 0.0), 1, most)
@@ -64,6 +83,18 @@ def encode(b_x, b_scale):
     b_y = tl.where(b_y == b_y, b_y, 0.0)  # NaN
     b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, -1.0 * MOST), 1.0 * MOST)
     return b_y.to(tl.int8)
+
+
+@triton.jit
+def encode_tokens(b_k, b_v, m_k, m_v, norms, p_scale):
+    """Codes of keys ``b_k`` and values ``b_v``, ``[tokens, D]`` each; stores the values' scales at ``p_scale``.
+
+    ``norms``: centres and steps of the keys' channels.
+    """
+    b_scale = scale_of(b_v, m_v[None, :], b_k, m_k[None, :])
+    tl.store(p_scale, b_scale)
+    b_key = encode(b_k.to(tl.float32) - norms[0].to(tl.float32)[None, :], norms[1][None, :])
+    return b_key, encode(b_v, b_scale[:, None])
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..._codes import encode, norms_of, range_of, scale_of
+from ..._codes import encode, scale_of, store_norms
 from ..._operands import padded
 from ..._overlap import begin, launch
 
@@ -33,16 +33,7 @@ def quantise_kernel(
     p_kv += i_block * SIZE * WIDTH
     p_codes += i_block * SIZE * WIDTH
     p_scales += i_block * (2 * SPLIT + SIZE)
-    b_high, b_low = tl.full([BW], float("-inf"), tl.float32), tl.full([BW], float("inf"), tl.float32)
-    for i in range(0, SIZE, BT):
-        o_t = i + tl.arange(0, BT)
-        m = (o_t < SIZE)[:, None] & m_key[None, :]
-        b_x = tl.load(p_kv + o_t[:, None] * WIDTH + o_w[None, :], mask=m, other=0.0).to(tl.float32)  # [BT, BW]
-        b_high, b_low = range_of(b_x, m, b_high, b_low)
-    b_high, b_low = tl.where(m_key, b_high, 0.0), tl.where(m_key, b_low, 0.0)
-    b_centre, b_step = norms_of(b_high, b_low)
-    tl.store(p_scales + o_w, b_centre, mask=m_key)
-    tl.store(p_scales + SPLIT + o_w, b_step, mask=m_key)
+    b_centre, b_step = store_norms(p_kv, WIDTH, p_scales, o_w, m_key, SPLIT, SIZE, BT)
     for i in range(0, SIZE, BT):
         o_t = i + tl.arange(0, BT)
         m_t = o_t < SIZE

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..._codes import encode, norms_of, range_of, scale_of
+from ..._codes import encode_tokens, store_norms
 from ..._dispatch import require_dense_rows, require_rows
 from ..._operands import (
     PagedKV,
@@ -147,15 +147,8 @@ def _seal_block(
                     b_centre_3, b_spread_3 = load_norms(channels, i_batch, i_head, 2 * R + o_r, m_r, DIGITS * R)
                     b_centre_4, b_spread_4 = load_norms(channels, i_batch, i_head, 3 * R + o_r, m_r, DIGITS * R)
     if scales is not None:
-        b_top, b_bottom = tl.full([BK], float("-inf"), tl.float32), tl.full([BK], float("inf"), tl.float32)
-        for i in range(BLOCK_SIZE // BT):
-            p_key = p_row + (at + i * BT + tl.arange(0, BT))[:, None].to(tl.int64) * recent.token
-            b_key = tl.load(p_key + o_k[None, :], mask=m_k[None, :], other=0.0)
-            b_top, b_bottom = range_of(b_key, m_k[None, :], b_top, b_bottom)
-        b_centres, b_steps = norms_of(b_top, b_bottom)
         p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head
-        tl.store(p_scale + o_k, b_centres, mask=m_k)
-        tl.store(p_scale + DK + o_k, b_steps, mask=m_k)
+        norms = store_norms(p_row + at.to(tl.int64) * recent.token, recent.token, p_scale, o_k, m_k, DK, BLOCK_SIZE, BT)
     b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
     limit: tl.constexpr = largest(recent.ptr.dtype.element_ty)
     for i_part in range(PARTS):
@@ -174,10 +167,7 @@ def _seal_block(
                 p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
                 b_kept_k, b_kept_v = b_k, b_v
                 if scales is not None:
-                    b_by = scale_of(b_v, m_v[None, :], b_k, m_k[None, :])
-                    b_kept_k = encode(b_k.to(tl.float32) - b_centres.to(tl.float32)[None, :], b_steps[None, :])
-                    b_kept_v = encode(b_v, b_by[:, None])
-                    tl.store(p_scale + 2 * DK + o_t, b_by)
+                    b_kept_k, b_kept_v = encode_tokens(b_k, b_v, m_k, m_v, norms, p_scale + 2 * DK + o_t)
                 tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
                 tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
             m_sink = (b_token < sinks)[:, None]
