@@ -360,6 +360,16 @@ def test_churn_does_not_grow_the_pool():
     assert store.pool.capacity <= 2 * bucket(named)
 
 
+def test_trimmed_blocks_are_free():
+    """All of them: one that stays named would never be given out again."""
+    table = RowTable(CONFIG)
+    table.start(2, 100)
+    table.blocks.reserve([0, 1], [0, 0], [5, 3])
+    table.blocks.trim(np.array([2, 3]))
+    assert (table.blocks.host >= 0).sum(1).tolist() == [2, 3]
+    assert table.ids.take(3).max() < 8  # none beyond the eight that there were
+
+
 def test_a_pool_that_may_not_grow_is_unchanged():
     token = HEADS * SIZE * (KEY + VALUE) * 4
     budget = HostBudget(OffloadConfig(max_host_bytes=40 * token))
