@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+
+import pytest
 
 from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, SPARE, Candidate, admit, room_for
+from hf_sparsekv.serving.room import Room
 
 
 def test_first_come_first_served_while_they_fit():
@@ -65,3 +69,15 @@ def test_never_more_than_fits_beside_the_oldest():
         assert [row.runs for row in rows] == found and (not rows or found[0])
         used = sum(row.need for row in rows if row.runs)
         assert used <= max(100, rows[0].need if rows else 0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("by_need", [False, True])
+@pytest.mark.parametrize("overtaken", [0, 1, 2])
+def test_a_row_for_each_and_one_more_where_a_row_waits_or_may(overtaken, by_need, waits):
+    """A waiting row moves out of the way of those that decode; requests that are overtaken may have to wait."""
+    needed = 2 + 1 + overtaken + (waits or (by_need and overtaken > 0))
+    for most in (needed - 1, needed):
+        rows = SimpleNamespace(rows=(0, 1), active=(0,) if waits else (0, 1), max_rows=most, slots=64 * by_need)
+        room = Room(SimpleNamespace(rows=rows, serving=SimpleNamespace(working_set=True)), None)
+        assert room.has_place(overtaken) == (most == needed)
