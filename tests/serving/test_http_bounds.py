@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -13,12 +14,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from fake_engine import FakeEngine
+from fastapi import Request
 from http_server import serving
 from tokenizers_made import byte_level
 from waiting import wait_until
 
 from hf_sparsekv.serving.http import bodies, create_app, prompts, schema, shapes
 from hf_sparsekv.serving.http import tools as tools_module
+from hf_sparsekv.serving.http.errors import ApiError
+from hf_sparsekv.serving.http.scan import Scan
 from hf_sparsekv.serving.http.tools import ToolReader
 from hf_sparsekv.serving.request import Output
 
@@ -208,6 +212,29 @@ def test_open_bodies_are_bounded_and_small_ones_go_on(engine, monkeypatch):
         for connection in open_ones:
             connection.close()
         wait_until(lambda: asked() == 200)
+
+
+def test_bodies_that_were_read_leave_room_for_as_many_as_before(monkeypatch):
+    monkeypatch.setattr(bodies, "OPEN_BODIES", 1)
+    held = bodies.Bodies(250_000)
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b" " * 200_000}
+
+    def read():
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        return held.read(Request(scope, receive), Scan(0))
+
+    async def ask() -> None:
+        for _ in range(5):
+            async with read() as body:
+                assert len(body) == 200_000
+        async with read():
+            with pytest.raises(ApiError, match="too many large bodies"):
+                async with read():
+                    pass
+
+    asyncio.run(ask())
 
 
 # ---------------------------------------------------------------------- connections
