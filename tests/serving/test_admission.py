@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, SPARE, Candidate, admit, room_for
+from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv.serving.reading_order import ReadingOrder
 from hf_sparsekv.serving.room import Room
 
 
@@ -81,3 +83,23 @@ def test_a_row_for_each_and_one_more_where_a_row_waits_or_may(overtaken, by_need
         rows = SimpleNamespace(rows=(0, 1), active=(0,) if waits else (0, 1), max_rows=most, slots=64 * by_need)
         room = Room(SimpleNamespace(rows=rows, serving=SimpleNamespace(working_set=True)), None)
         assert room.has_place(overtaken) == (most == needed)
+
+
+@pytest.mark.parametrize(("left", "in_a_turn"), [(40, 100), (100, 40), (100, 100)])
+def test_only_a_prompt_that_is_read_in_one_turn_and_shorter_than_what_is_left_overtakes(left, in_a_turn):
+    """What is left of the one in prefill counts, not its length; and no pass is longer than a chunk."""
+    longest = min(left - 1, in_a_turn, 64)
+    for tokens in (longest, longest + 1):
+        request = SimpleNamespace(ids=range(tokens), blocks=1, known=(0, 0, 0), arrived=0.0, begun=0.0)
+        pace = SimpleNamespace(tokens_in=lambda ms, at: in_a_turn)
+        rows = SimpleNamespace(cache=SimpleNamespace(config=SimpleNamespace(block_size=16)))
+        work = SimpleNamespace(
+            serving=ServingConfig(chunk=64), pace=pace, reading=SimpleNamespace(left=left), rows=rows
+        )
+        queue_s = SimpleNamespace(add=lambda seconds: None)
+        intake = SimpleNamespace(waiting=[request], counts=SimpleNamespace(queue_s=queue_s))
+        blocks = SimpleNamespace(fits=lambda request, others: True, reserve=lambda request: None)
+        order = ReadingOrder(work, intake, blocks, SimpleNamespace(has_place=lambda overtaken: overtaken == 1))
+        order.reading = SimpleNamespace(blocks=9)
+        assert order.turn() is (request if tokens == longest else order.reading)
+        assert order.turn() is order.reading, "every second turn is the longer prompt's"
