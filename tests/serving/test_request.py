@@ -9,8 +9,11 @@ import time
 import weakref
 
 import pytest
+from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv.serving.in_flight import Request
+from hf_sparsekv.serving.output import Teller
 from hf_sparsekv.serving.request import (
     Busy,
     Closed,
@@ -20,7 +23,8 @@ from hf_sparsekv.serving.request import (
     Sampling,
     merged,
 )
-from hf_sparsekv.serving.stats import SampleCounter, Samples
+from hf_sparsekv.serving.stats import Counts, SampleCounter, Samples
+from hf_sparsekv.serving.text import Detokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -260,3 +264,18 @@ def test_samples_from_many_threads():
     for thread in threads:
         thread.join()
     assert counter.samples() == Samples((0.5,), (0, 8000), 8000.0)
+
+
+def test_text_that_was_held_back_comes_with_the_end():
+    """What may become a stop string is shown once no token follows."""
+    tokenizer = byte_level()
+    ids = tokenizer("to be", add_special_tokens=False)["input_ids"]
+    stream = Detokenizer(tokenizer).stream(stop=("bees",))
+    request = Request(Handle("r", 1), [1], Sampling(), time.perf_counter(), 0, text=stream, tokens=ids)
+    teller = Teller(Counts(), lambda: None, lambda request: None)
+    for at, token in enumerate(ids, 1):
+        teller.tell(request, token, "length" if at == len(ids) else None)
+    teller.stop()
+    teller.run()
+    assert merged(list(request.handle)) == Piece("to be", tuple(ids))
+    assert (request.handle.result().text, request.handle.result().finish_reason) == ("to be", "length")
