@@ -74,6 +74,16 @@ def test_another_dtype_after_a_reset(method):
     assert {one.kv.dtype for one in held} == {torch.float64} and cache.stats().hit_rate > 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reset_forgets_what_was_copied(method):
+    cache = METHODS[method](OffloadConfig())
+    feed(cache, 170, 0, together=True)
+    feed(cache, 3, 1)
+    assert cache.stats().hit_rate > 0
+    cache.reset()
+    assert cache.stats().hit_rate is None and cache.stats().host_to_device_bytes == 0
+
+
 def test_no_room_for_a_block():
     """Too little memory for anything: told once, and everything is read where it is."""
     with pytest.warns(UserWarning, match="copies of the chosen tokens take") as told:
