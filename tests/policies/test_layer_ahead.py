@@ -631,6 +631,21 @@ def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, place, monkeypatc
 # ---------------------------------------------------------------------- without hooks, and after them
 
 
+def test_a_choice_made_ahead_is_for_one_attention(monkeypatch):
+    """A layer that shares the keys attends for a query of its own."""
+    plain = LayerAheadPolicy.attend
+
+    def twice(self, *args):
+        plain(self, *args)
+        return plain(self, *args)
+
+    monkeypatch.setattr(LayerAheadPolicy, "attend", twice)
+    net, cache = build("llama", "sparsekv"), predictive(True, **TIGHT)
+    with predict_ahead(net):
+        decode(cache, net)
+    assert cache.stats().foreseen_calls == 20  # of 40: the first layer has none before it
+
+
 def test_untapped_models_choose_by_their_own_query_and_say_so():
     net = build("llama", "sparsekv")
     cache, own = predictive(True, **TIGHT), predictive(True, **TIGHT, predictor="own")
