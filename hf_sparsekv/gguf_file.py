@@ -126,15 +126,15 @@ def end_tokens(tokenizer: Any, named: Iterable[int | None]) -> list[int]:
     Args:
         named: ids that the file names as its end.
     """
-    named = [token for token in named if token is not None]
+    ends = [token for token in named if token is not None]
     before, after = _around_answer(tokenizer)
     if not before:
-        return list(dict.fromkeys(named))
+        return list(dict.fromkeys(ends))
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     begun = set(tokenizer(before, add_special_tokens=False)["input_ids"])
     turn = [token for token in tokenizer(after.strip(), add_special_tokens=False)["input_ids"][:1] if token in special]
-    others = [token for token in (*named, tokenizer.eos_token_id) if token is not None and token not in begun]
-    return list(dict.fromkeys((*turn, *others))) or list(dict.fromkeys(named))
+    others = [token for token in (*ends, tokenizer.eos_token_id) if token is not None and token not in begun]
+    return list(dict.fromkeys((*turn, *others))) or list(dict.fromkeys(ends))
 
 
 def _around_answer(tokenizer: Any) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -288,7 +288,7 @@ def output(
 
     sizes, room = lengths_of(lengths), parse_tokens(tokens)
     texts = documents_of(documents, column, join, text_file)
-    settings = {"tokens": room, "window": window, "chat": chat}
+    settings: dict[str, Any] = {"tokens": room, "window": window, "chat": chat}
     if texts is None:
         settings |= {"samples": samples, "text": text_file and str(text_file)}
     else:
