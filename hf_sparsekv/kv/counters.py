@@ -102,6 +102,7 @@ class Counters(State):
     drafts: int
     dense: int
     sparse: int
+    foreseen: int
     exact: int
     masked: int
     materialised: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .rows import Rows, Taken
 from .sealing import Indexer, Span, indexing, seal_span, seal_steps, steps_due, with_means
 from .state import Held, State
 from .step_rows import StepRows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ALL = slice(None)  # rows
 
@@ -426,7 +429,7 @@ class LayerStore(State):
     @no_inference_mode
     def copy(  # type: ignore[override]
         self, table: RowTable, pools: DevicePools | None = None, copy_streams: CopyStreams | None = None
-    ) -> LayerStore:
+    ) -> Self:
         """An independent store that shares the full blocks."""
         self.writer.wait()
         new = super().copy()

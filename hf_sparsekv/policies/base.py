@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class Policy(Indexing):
         launch: how a captured step runs what comes after the attention.
     """
 
-    PARTS: ClassVar = ("watch", "labels", "tokens", "foresight")
+    PARTS: ClassVar[tuple[str, ...]] = ("watch", "labels", "tokens", "foresight")
 
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
@@ -76,7 +76,8 @@ class Policy(Indexing):
 
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.offloaded = config, layer_idx, offloaded
+        self.layer_idx, self.offloaded = layer_idx, offloaded
+        self.config: Any = config  # of the method's own class, which its policies name
         self.watch: BlockWatch | None = None
         self.labels: LabelIndex | None = None
         self.tokens: DeviceTokens | None = None

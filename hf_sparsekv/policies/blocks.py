@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
+from ..offload.page_table import LayerPages
 from ..ops.selection.topk_select import block_select, token_select
 from ..ops.storage.place_tokens import place_tokens
 from ..ops.storage.seal import Index
@@ -82,7 +83,10 @@ class BlockPolicy(Drafting, LabelledPolicy):
         store.counters.blocks += (blocks >= 0).sum()
         if self.watch is not None:
             self.watch.mark(blocks)
-        pages, size, columns = None if page_ids is None else store.pages.pool.pages, store.block_size, None
+        pages, size, columns = None, store.block_size, None
+        if page_ids is not None:
+            assert store.pages is not None and store.pages.pool is not None
+            pages = store.pages.pool.pages
         if self.labels is None:
             return store.attend(q, blocks, "block", params, page_ids, pages)
         scores, budget = self.labels.scores(q, store, blocks), self.config.budget
@@ -99,17 +103,19 @@ class BlockPolicy(Drafting, LabelledPolicy):
 
     def blocks_for(self, q: Tensor, store: LayerStore, plan: Plan) -> tuple[Tensor, Tensor | None]:
         """``BlockIds [batch, H, coarse_blocks]`` that a step attends to, and their device pages, if they have some."""
-        blocks = self.choose_blocks(q, store)
-        return blocks, store.pages.fetch(blocks, store.table, keep=0) if self.enter_blocks(store) else None
+        blocks, pages = self.choose_blocks(q, store), self.enter_blocks(store)
+        return blocks, None if pages is None else pages.fetch(blocks, store.table, keep=0)
 
     def choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
         scores = self.metadata.scores(q, store)
         return block_select(scores, self.config.coarse_blocks, rows=store.rows, block_size=store.block_size)
 
-    def enter_blocks(self, store: LayerStore) -> bool:
-        """Whether chosen blocks are brought to the device; makes room for them."""
-        return self.fetches and store.pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+    def enter_blocks(self, store: LayerStore) -> LayerPages | None:
+        """Make room for chosen blocks on the device; None: they are not brought there."""
+        pages = store.pages if self.fetches else None
+        entered = pages is not None and pages.enter(store.batch * store.heads * self.config.coarse_blocks)
+        return pages if entered else None
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)

@@ -73,7 +73,7 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
     },
 }
 # The same where kernels in CUDA C++ do not run: on the H200, before each method's steps had these.
-WITHOUT_CUDA_KERNELS = {
+WITHOUT_CUDA_KERNELS: dict[str, Rule] = {
     "two_level": Rule(57.5e6, 1189),
     "two_level:lag": Rule(42.9e6, 1632),
     "block_only": Rule(11.9e6, 1806),
@@ -173,7 +173,7 @@ def lookup(device_name: str, method: str | None) -> Rule | None:
     except RuntimeError:  # there is no home directory
         users = {}
     for table in (users, BUILT_IN):
-        rule = table.get(device_name, {}).get(method)
+        rule = table.get(device_name, {}).get(method or "")
         if rule is not None:
             return rule
     return None
@@ -186,11 +186,12 @@ def guess(there: Gpu, method: str | None) -> Rule | None:
     time is that of launches, the same on every GPU. The time for each row goes down with the processors. (An H100,
     which has as many of them as an H200 and 0.70 of its bandwidth: docs/hardware.md.)
     """
-    rule = BUILT_IN[MEASURED].get(method)
+    rule = BUILT_IN[MEASURED].get(method or "")
     if not there.cuda_kernels:
-        rule = WITHOUT_CUDA_KERNELS.get(method, rule)
+        rule = WITHOUT_CUDA_KERNELS.get(method or "", rule)
     if rule is None or there.bandwidth is None:
         return None
+    assert H200.bandwidth is not None
     bandwidth, processors = there.bandwidth / H200.bandwidth, there.processors / H200.processors
     return Rule(rule.fixed_bytes * bandwidth, rule.row_tokens * bandwidth / processors)
 

@@ -67,13 +67,14 @@ class DeviceTokens(State):
         Args:
             held: what it held so far. It gives way to twice as much, once the context asks for that.
         """
-        pools, size = store.pages.pools, store.block_size
+        size = store.block_size
         there = store.block_table.shape[1] * size
         if held is not None and held.slots.shape[-1] >= there:  # at once: the host asks in every step and layer
             return held
         if store.table_of_rows.managed:
             return held  # RowTokens made it, or nothing, when the first row came
-        each = slot_bytes(store)
+        assert store.pages is not None
+        each, pools = slot_bytes(store), store.pages.pools
         room = pools.tokens(chosen, there, each, store.device, store.batch) // store.batch // size * size
         if room and (held is None or room >= 2 * held.room):
             try:
@@ -193,6 +194,7 @@ def empty_slots(
 
 def add_device_tokens(memory: Memory, request: Request, chosen: int) -> None:
     """Add what copies of tokens take, if a step chooses ``chosen`` of each row and KV head."""
+    assert request.offload is not None
     there, pool = request.table * request.config.block_size, request.offload.device_pool
     rows = [request.batch * layer.heads for layer in request.layers]
     each = [row * (layer.width * request.item + SLOT_BYTES) for row, layer in zip(rows, request.layers)]

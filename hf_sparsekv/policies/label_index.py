@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class LabelIndex(State):
     }
     PARTS: ClassVar = ("stats",)
     first_only = False
+    stats: Any  # ChannelStats | None: never None while calibrating
 
     def __init__(
         self,

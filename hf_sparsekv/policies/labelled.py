@@ -5,7 +5,7 @@ Apart from them because labels, and copies of chosen tokens on the device, are k
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from .base import Policy
 from .crossover import Crossover
 from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
-from .label_options import LabelOptions
 from .measured import PackStats, WalkStats
 from .plan import Plan
 
@@ -35,11 +34,13 @@ class LabelledPolicy(Policy):
 
     method: str  # its name in the table of crossovers
     HOST: ClassVar = {"_taken": None}  # tokens, and how many count or None: from a step's attention to its end
-    OWN: ClassVar = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
+    OWN: ClassVar[tuple[str, ...]] = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
+
+    _taken: tuple[Tensor, Tensor | None] | None
 
     def __init__(
         self,
-        config: LabelOptions,
+        config: Any,  # SparseConfig and LabelOptions
         layer_idx: int,
         offloaded: bool,
         channels: LabelChannels | None = None,
@@ -90,8 +91,10 @@ class LabelledPolicy(Policy):
             self.watch.mark_tokens(ids, store.block_size)
         if not paged:
             return store.attend(q, ids, "token", params, used=used)
-        places = self.tokens.locate(ids, store, used)
-        return store.attend(q, places, "token", params, pages=self.tokens.pages, used=used, columns=ids)
+        tokens = self.tokens
+        assert tokens is not None
+        places = tokens.locate(ids, store, used)
+        return store.attend(q, places, "token", params, pages=tokens.pages, used=used, columns=ids)
 
     def wanted_copies(self, tokens: int) -> int:
         """Tokens of one row and KV head that a step is expected to choose of ``tokens``, if it keeps copies of them.
@@ -101,12 +104,12 @@ class LabelledPolicy(Policy):
         budget = self.config.budget
         return budget if self.copies_tokens and tokens > budget else 0
 
-    def enter(self, store: LayerStore) -> bool:
-        """Whether chosen tokens are copied to the device; makes room for them."""
+    def enter(self, store: LayerStore) -> DeviceTokens | None:
+        """Make room for copies of chosen tokens on the device; None: there are none."""
         if self.copies_tokens:
             chosen = self.wanted_copies(store.block_table.shape[1] * store.block_size)
             self.tokens = DeviceTokens.enter(self.tokens, store, chosen)
-        return self.tokens is not None
+        return self.tokens
 
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> bool:
         """Copy chosen tokens to the device, if copies are kept: whether they are.
@@ -114,21 +117,24 @@ class LabelledPolicy(Policy):
         Of drafts what all of them choose, as one selection, before they attend: it is nearly the same, and each token
         crosses the link once.
         """
-        entered = self.enter(store)
-        if entered:
-            self.tokens.bring(ids, store, used)
-        return entered
+        tokens = self.enter(store)
+        if tokens is None:
+            return False
+        tokens.bring(ids, store, used)
+        return True
 
     def bring_taken(self, q: Tensor, store: LayerStore) -> None:
         """Bring what the step that has just ended has attended to; after a prompt what its last query ``q`` wants."""
         taken, self._taken = self._taken, None
-        if not self.enter(store):
+        tokens = self.enter(store)
+        if tokens is None:
             return
         ids, used = (self.best_tokens(q, store), None) if taken is None else taken
-        self.tokens.bring(reads_here(ids), store, None if used is None else reads_here(used))
+        tokens.bring(reads_here(ids), store, None if used is None else reads_here(used))
 
     def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
         """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
+        assert self.labels is not None
         scores = self.labels.scores(q, store, fill=False)
         return token_select(scores, None, self.config.budget, store.block_size, rows=store.rows)
 
@@ -141,6 +147,7 @@ class LabelledPolicy(Policy):
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
         if plan.learns:
+            assert self.labels is not None
             self.labels.stats.tokens += tally.steps
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:

@@ -31,7 +31,7 @@ class Levels(Labelled):
         self.rows_join = not lags(config)
 
     @property
-    def whole_tokens(self) -> int:
+    def whole_tokens(self) -> int:  # type: ignore[override]
         if self.config.threshold is not None:
             return self.config.min_tokens
         return 0 if level(self.config) == "block" else self.config.budget

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..config import OffloadConfig, SparseConfig
+from ..config import OffloadConfig
 from ..kv.block_ids import bucket
 from ..kv.block_table import table_width
 from ..kv.ring import ring_tokens
@@ -59,7 +60,7 @@ class Request:
         query_heads: of a layer.
     """
 
-    config: SparseConfig
+    config: Any  # of the method's own class
     offload: OffloadConfig | None
     layers: tuple[LayerShape, ...]
     context: int
@@ -141,6 +142,7 @@ class Memory:
     def fetch(self, request: Request, chosen: int, listed: int) -> None:
         """Add a device pool for ``chosen`` blocks a step, row and KV head; one call may bring ``listed``."""
         layers, batch, size = request.layers, request.batch, request.config.block_size
+        assert request.offload is not None
         budget = request.offload.device_pool
         for width in {layer.width for layer in layers}:
             rows = [batch * layer.heads for layer in layers if layer.width == width]

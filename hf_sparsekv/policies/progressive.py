@@ -25,7 +25,7 @@ from .base import Policy
 from .block_walk import BlockWalkPolicy, walk_bytes
 from .device_tokens import add_device_tokens
 from .drafting import Drafting
-from .label_index import label_bytes
+from .label_index import LabelIndex, label_bytes
 from .labelled import LabelledPolicy
 from .launch import Launch
 from .measured import PackStats, WalkStats
@@ -89,6 +89,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     }
 
     config: ProgressiveConfig
+    labels: LabelIndex
     method = "progressive"
     follows_crops = False
     drafts = "together"
@@ -163,6 +164,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         every = self.config.audit_every
         if every is not None and not plan.dense and store.counters.steps % every == 0:
+            assert tally.last is not None
             with store.at(tally.last):
                 self._audit(q, store)
         super().account(q, store, plan, tally)

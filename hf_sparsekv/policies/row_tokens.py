@@ -47,8 +47,9 @@ class RowTokens:
             part = empty_slots(mine[0], total, self.lanes.on(mine[0].device), columns, (len(mine),))
             self._parts.append(part)
             for store, *held in zip(mine, *part[:-1]):
-                made[store] = TokenSlots(*held, part.lanes)
+                made[store] = TokenSlots._make((*held, part.lanes))
         for store in stores:
+            assert store.pages is not None
             self.layers.append(DeviceTokens(store, 0, store.pages.pools.enabled(store.device), made[store]))
 
     @classmethod
@@ -59,7 +60,9 @@ class RowTokens:
         """
         for policy in policies:
             policy.tokens = None  # before new memory is asked for
-        pools, first = stores[0].pages.pools, stores[0]
+        first = stores[0]
+        assert first.pages is not None
+        pools = first.pages.pools
         there = first.block_table.shape[1] * first.block_size
         chosen = max(policy.wanted_copies(there) for policy in policies)
         slots = pools.tokens(chosen, there, max(map(slot_bytes, stores)), first.device, first.batch, least=1)

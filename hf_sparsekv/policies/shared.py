@@ -5,8 +5,9 @@ Apart from the policies because there is one of it a cache, and some of it is as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -35,16 +36,17 @@ class Shared:
     foresight: str | None = None
     rows_join: bool = True
     whole_tokens: int = 0
+    config: Any  # of the method's own class, as in what is asked before there is a cache
 
     # ------------------------------------------------------------------ before there is a cache
 
     @classmethod
-    def of(cls, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> Shared:
+    def of(cls, policy: type[Policy], config: Any, offload: OffloadConfig | None) -> Shared:
         """That of a new cache; ``offload``: what :meth:`place` said."""
         return cls(policy, config, offload)
 
     @classmethod
-    def place(cls, config: SparseConfig, offload: OffloadConfig | None) -> OffloadConfig | None:
+    def place(cls, config: Any, offload: OffloadConfig | None) -> OffloadConfig | None:
         """Where the blocks are to live, given what the user asked for. Raises ValueError for what cannot be."""
         return offload
 
@@ -54,19 +56,20 @@ class Shared:
         return Memory(blocks=request.blocks)
 
     @classmethod
-    def reserves(cls, config: SparseConfig) -> int:
+    def reserves(cls, config: Any) -> int:
         """Ids of a row and KV head that the configuration alone makes a layer keep."""
         return 0
 
     @classmethod
-    def crossover(cls, config: SparseConfig) -> str | None:
+    def crossover(cls, config: Any) -> str | None:
         """The selection's name in the table of crossovers."""
         return None
 
     # ------------------------------------------------------------------ of one cache
 
     def __init__(self, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> None:
-        self.kind, self.config, self.offload, self.offloaded = policy, config, offload, offload is not None
+        self.kind: Callable[..., Policy] = policy
+        self.config, self.offload, self.offloaded = config, offload, offload is not None
 
     def __deepcopy__(self, memo: dict) -> Shared:
         return self  # copies of a cache choose in the same way
@@ -104,7 +107,7 @@ class Shared:
     def resume(self) -> None:
         """End a :meth:`trial` whose own end was interrupted."""
 
-    def rejoin(self, stream: torch.cuda.Stream) -> None:
+    def rejoin(self, stream: torch.cuda.Stream | None) -> None:
         """A captured step ends: what it has begun beyond this device is awaited by ``stream``."""
 
 
@@ -115,7 +118,7 @@ class Labelled(Shared):
         ValueError: the channel file is missing, or something else.
     """
 
-    def __init__(self, policy: type[Policy], config: SparseConfig, offload: OffloadConfig | None) -> None:
+    def __init__(self, policy: type[Policy], config: Any, offload: OffloadConfig | None) -> None:
         super().__init__(policy, config, offload)
         self.channels = None if config.channel_file is None else LabelChannels.load(config.channel_file)
 

@@ -5,8 +5,6 @@ Apart from the choice of blocks (:mod:`.blocks`) because it needs none of its st
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from ..kv.counters import Tally
@@ -14,6 +12,7 @@ from ..kv.store import LayerStore
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .drafting import Drafting
+from .label_index import LabelIndex
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .token_config import TokenConfig
@@ -27,7 +26,8 @@ class TokenPolicy(Drafting, LabelledPolicy):
     """
 
     config: TokenConfig
-    method: ClassVar = "token_only"
+    labels: LabelIndex
+    method = "token_only"
     drafts = "together"
     follows_crops = False
 

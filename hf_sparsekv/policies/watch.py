@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class BlockWatch(State):
     """
 
     TENSORS: ClassVar = {"marks": Held(rows=None)}
+
+    marks: Any  # Tensor | None: never None where a step marks
 
     def __init__(self) -> None:
         super().__init__()

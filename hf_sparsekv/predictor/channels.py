@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from os import PathLike
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -106,6 +106,11 @@ class ChannelStats(State):
     }
     HOST: ClassVar = {"tokens": 0, "keys_only": False}
     PARTS: ClassVar = ("moments",)
+
+    q: Any  # Tensor | None: never None once there were tokens; so is k
+    k: Any
+    tokens: int
+    keys_only: bool
 
     def __init__(self, importance: str) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class ChosenBefore(Policy):
         "chosen": False,  # the last step has chosen what the next one attends to
         "paged": False,  # and has brought it to the device
     }
-    OWN: ClassVar = ("paged",)  # a copy's device pages hold nothing yet
+    OWN: ClassVar[tuple[str, ...]] = ("paged",)  # a copy's device pages hold nothing yet
 
     def reopened(self) -> None:
         super().reopened()

@@ -37,6 +37,9 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     HOST: ClassVar = {"_predicted": None}  # in a captured step, from its query to the end of its attention
     PARTS: ClassVar = ("queries",)
 
+    queries: QueryRing
+    _predicted: Tensor | None
+
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:

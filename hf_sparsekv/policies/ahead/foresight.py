@@ -33,6 +33,9 @@ class Foresight(State):
     TENSORS: ClassVar = {"added": Held(trial=True)}  # [batch, 1, hidden], of the stream's dtype
     HOST: ClassVar = {"added_at": None}  # columns cached with the token that `added` belongs to
 
+    added: Tensor | None
+    added_at: int | None
+
     def __init__(self) -> None:
         super().__init__()
         self.source: str | None = None
@@ -46,6 +49,7 @@ class Foresight(State):
     def prepare(self, store: LayerStore) -> None:
         """A foreseen step is about to be captured or replayed."""
         if self.by_delta:
+            assert self.stream_like is not None
             width, dtype = self.stream_like
             self._fit_added((store.batch, 1, width), dtype, store)
 
@@ -64,6 +68,7 @@ class Foresight(State):
             return stream
         if not store.capturing:
             self._fit_added(tuple(stream.shape), stream.dtype, store)
+        assert self.added is not None
         return stream + self.added.to(stream.dtype)
 
     @no_inference_mode

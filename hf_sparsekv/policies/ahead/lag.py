@@ -61,14 +61,16 @@ class LaggingBlockPolicy(ChosenBefore, BlockPolicy):
             return
         self.chosen = True
         self.ids.copy_(self.choose_blocks(q, store))
-        self.paged = self.enter_blocks(store)
-        if self.paged:
-            store.pages.fetch(self.ids, store.table, 1, True, self.page_ids)
+        pages = self.enter_blocks(store)
+        self.paged = pages is not None
+        if pages is not None:
+            pages.fetch(self.ids, store.table, 1, True, self.page_ids)
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
         if plan.ahead:
-            self.chosen, self.paged = True, self.page_ids is not None and store.pages.pool is not None
+            pages = store.pages if self.page_ids is not None else None
+            self.chosen, self.paged = True, pages is not None and pages.pool is not None
 
     def blocks_scored(self, plan: Plan, tally: Tally) -> int:
         return tally.blocks + tally.sealed if plan.ahead else 0  # after what the step has sealed

@@ -36,6 +36,9 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         "_places": None,  # where the chosen tokens are, from their choice to the attention to them
     }
 
+    foreseen: int | None
+    _places: Tensor | None
+
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
@@ -58,6 +61,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         if not plan.dense and not plan.paged and self.enter(store):
             plan = self.plan(store)
         if plan.foresees:
+            assert self.foresight is not None
             self.foresight.prepare(store)
         return plan
 
@@ -81,6 +85,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
             self.watch.mark_tokens(self.ids, store.block_size)
         if self._places is None:
             return store.attend(q, self.ids, "token", params)
+        assert self.tokens is not None
         places, self._places = reads_here(self._places), None
         return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
 
@@ -97,6 +102,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         """Choose the tokens that this query wants, and bring them to the device."""
         self.choose_for(q, store)
         if self.bring(self.ids, store):
+            assert self.tokens is not None
             self._places = self.tokens.locate(self.ids, store)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:

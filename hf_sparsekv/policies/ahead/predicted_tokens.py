@@ -14,6 +14,7 @@ from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...ops.selection.topk_select import token_select
 from ...tensors import no_inference_mode
+from ..label_index import LabelIndex
 from ..labelled import LabelledPolicy
 from ..memory import Request
 from ..plan import CROSSOVER, DENSE, Plan, planned
@@ -26,6 +27,8 @@ class PredictedTokens(LabelledPolicy):
     TENSORS: ClassVar = {"ids": Held(trial=True, counted=True)}  # [batch, H, room]
 
     config: PredictiveConfig
+    labels: LabelIndex
+    ids: Tensor
     method = "predictive"
 
     @no_inference_mode

@@ -24,11 +24,10 @@ class Predictive(Labelled):
     def __init__(self, policy: type[Policy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
         super().__init__(LayerAheadPolicy if config.by_layer else policy, config, offload)
         self.rows_join = config.by_layer
-        self.foresight = config.prediction if config.by_layer and config.prediction != "own" else None
-
-    @property
-    def whole_tokens(self) -> int:
-        return self.config.token_budget
+        self.whole_tokens = config.token_budget
+        if config.by_layer and config.prediction != "own":
+            assert isinstance(config.prediction, str)
+            self.foresight = config.prediction
 
     @classmethod
     def of(cls, policy: type[Policy], config: PredictiveConfig, offload: OffloadConfig | None) -> Labelled:

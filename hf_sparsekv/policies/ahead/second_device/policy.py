@@ -100,6 +100,10 @@ class SecondDevicePolicy(ChosenBefore):
     }
     PARTS: ClassVar = ("replica", "packs")
 
+    late: int
+    at: int
+    known: int | None
+    pending: tuple[torch.cuda.Event | None, int] | None
     config: PredictiveConfig
     store_type = PrimaryStore
 
@@ -220,10 +224,12 @@ class SecondDevicePolicy(ChosenBefore):
         """Hand over the step's query, key and value."""
         replica = store.replica
         given, store.new = store.new, None
-        k, v, valid = (self.peer.reach(name, tensor) for name, tensor in zip(("k", "v", "valid"), given))
+        assert given is not None
+        reach = self.peer.reach
+        k, v, valid = reach("k", given[0]), reach("v", given[1]), reach("valid", given[2])
         if store.capturing:
             store.kept = given
-            q = self.peer.reach("q", q[:, :, None])
+            q = reach("q", q[:, :, None])
             self.replica.queries.push(q, valid, replica.step_rows.past)
         replica.append(k, v, valid, store._taken)
 
@@ -262,7 +268,8 @@ class SecondDevicePolicy(ChosenBefore):
         if not self.packs:
             return ()
         with self.peer.after_all_steps():
-            needed, copied = sum(packed.counters for packed in self.packs).tolist()
+            one, other = (packed.counters for packed in self.packs)
+            needed, copied = (one + other).tolist()
         kv = self.packs[0].kv
         size = copied * kv.shape[-1] * kv.itemsize
         return (PackStats(needed=needed, copied=copied, bytes=size, late=self.late),)
@@ -321,6 +328,7 @@ class SecondDevice(Labelled):
 
     def __init__(self, policy: type[Policy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
         super().__init__(policy, config, offload)
+        assert config.cache_rank is not None
         self.peer = PeerDevice(torch.device(config.cache_rank))
 
     def policy(self, layer_idx: int) -> SecondDevicePolicy:
@@ -342,7 +350,7 @@ class SecondDevice(Labelled):
     def resume(self) -> None:
         self.peer.resume()
 
-    def rejoin(self, stream: torch.cuda.Stream) -> None:
+    def rejoin(self, stream: torch.cuda.Stream | None) -> None:
         self.peer.rejoin(stream)
 
     @classmethod
