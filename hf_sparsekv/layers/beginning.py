@@ -20,10 +20,12 @@ from .owned import Owner, is_first
 def begin_pass(owner: Owner, store: LayerStore | None, step: Step, mask: Tensor | None) -> Pass:
     """The forward pass that brings a layer the tokens of ``step``: :attr:`.owned.Owner.under_way` from here on."""
     if step.past and mask is not None and is_first(owner, step.layer):
+        assert store is not None
         check_mask(store, mask, step.past, lambda valid: drop_tokens(owner, valid))
-    before, new, known = store.held if step.past else None, step.k.shape[2], owner.under_way
-    again = known is not None and known.begins_with(before, new)
-    if again and known.mask is mask and known.device in (None, step.k.device):
+    before, new, known = store.held if store is not None and step.past else None, step.k.shape[2], owner.under_way
+    if known is not None and not known.begins_with(before, new):
+        known = None
+    if known is not None and known.mask is mask and known.device in (None, step.k.device):
         return known
     if owner.row_batch is not None:
         valid = owner.row_batch.valid(step.k.device)
@@ -31,8 +33,8 @@ def begin_pass(owner: Owner, store: LayerStore | None, step: Step, mask: Tensor 
         valid = new_tokens(mask, step.past, step.length, len(step.k))
     few = valid is None and step.past and 1 < new <= owner.config.max_draft + 1 and (mask is None or mask.ndim == 2)
     drafts = bool(few) and are_drafts(owner, new)
-    if again and valid is None and known.valid is None and drafts == known.drafts:
+    if known is not None and valid is None and known.valid is None and drafts == known.drafts:
         known.mask = mask  # the same, on another device
     else:
-        owner.under_way = Pass(owner.row_table, before, new, mask, valid, drafts)
-    return owner.under_way
+        known = owner.under_way = Pass(owner.row_table, before, new, mask, valid, drafts)
+    return known

@@ -53,8 +53,9 @@ class CapturedLayer:
         if policy.observes:
             store.announce(1, valid)
             policy.observe(query, step.keys, valid, store)
-        if policy.note is not None:
-            replay.on_side_stream(lambda: policy.note(q, valid, store, self.plan))
+        note = policy.note
+        if note is not None:
+            replay.on_side_stream(lambda: note(q, valid, store, self.plan))
         store.append(*step.kept, valid)
 
     def attend(
@@ -89,6 +90,7 @@ class CapturedLayer:
 
     def verify(self, store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """As :func:`.drafts.verify`, of the only row."""
+        assert self.replay.drafts is not None
         taken, queries, there, due = self.replay.drafts
         store_together(store, policy, step, query, taken, due)
         out = attend_together(store, policy, query, self.plan, params, queries, there)
@@ -106,5 +108,6 @@ class CapturedLayer:
     def note_added(self, policy: Policy, before: Tensor, after: Tensor, managed: bool) -> None:
         """See :meth:`.sparse_layer.SparseLayer.note_added`; ``managed``: rows come and go."""
         if self.plan.foresees:
-            valid = self.replay.valid if managed else None
-            self.replay.behind(lambda: policy.foresight.note_added(before, after, valid=valid))
+            valid, foresight = self.replay.valid if managed else None, policy.foresight
+            assert foresight is not None
+            self.replay.behind(lambda: foresight.note_added(before, after, valid=valid))

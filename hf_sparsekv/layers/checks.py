@@ -25,7 +25,7 @@ def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> 
         ValueError: they cannot.
     """
     before = None if store is None else store.held
-    if before is None or not before.columns:
+    if store is None or before is None or not before.columns:
         return None
     if k.shape[0] != store.batch:
         raise ValueError(

@@ -5,6 +5,8 @@ Apart from decode steps, because what is stored, planned and counted here is a w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def verify(
 
 
 def store_together(
-    store: LayerStore, policy: Policy, step: Step, query: Tensor, taken: Taken, due: list[Tensor] | None = None
+    store: LayerStore, policy: Policy, step: Step, query: Tensor, taken: Taken, due: Sequence[Tensor] | None = None
 ) -> None:
     """Cache all drafts of the only row, and seal the blocks that the last ones make old.
 

@@ -28,6 +28,7 @@ def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
     k, v = (nothing.expand(batch, like.heads, 1, dim) for dim in (like.split, like.width - like.split))
     layer._begin(Step(layer, k, v, 0), other.q_heads)
     if layer.policy.labels is not None:
+        assert other.policy.labels is not None
         layer.policy.labels.open_rows(other.policy.labels)
 
 
@@ -42,6 +43,7 @@ def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
     """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
     other.store.writer.wait()
     if layer.policy.foresight is not None:
+        assert other.policy.foresight is not None
         layer.policy.foresight.join_row(row, other.policy.foresight, layer.store)
 
 

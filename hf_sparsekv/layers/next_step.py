@@ -59,6 +59,7 @@ class NextStep:
     @torch.no_grad()
     def _bring(self, store: LayerStore, policy: Policy) -> None:
         query, self.query = self.query, None
+        assert query is not None
         plan = policy.plan(store)
         if plan.ahead:
             policy.look_ahead(query, store, plan)

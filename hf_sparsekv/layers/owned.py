@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from ..attention.handle import AttendingCache
 from ..config import SparseConfig
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
@@ -35,15 +36,7 @@ class Warns(Protocol):
         ...
 
 
-class Rowed(Protocol):
-    """Rows that come and go."""
-
-    def valid(self, device: torch.device) -> Tensor | None:
-        """Which of them get a token, bool ``[batch, 1]``; None: all."""
-        ...
-
-
-class Owner(Protocol):
+class Owner(AttendingCache, Protocol):
     """What layers need of the cache that they belong to.
 
     Attributes:
@@ -54,6 +47,7 @@ class Owner(Protocol):
         changes: counts what may make the next captured step another one than the last.
         row_batch: continuous batching; None: fixed rows.
         draft_passes: passes of few tokens over cached ones are known to verify drafts, or not to; None: unknown.
+        met: hooks that foresee queries have met it.
         under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
         notices: what it warns of.
         row_table: what the rows hold, and the blocks that they are in.
@@ -67,16 +61,18 @@ class Owner(Protocol):
     model_config: PreTrainedConfig | None
     layers: list[CacheLayerMixin]
     changes: int
-    row_batch: Any  # Rowed | None
+    row_batch: Any  # RowBatch | None
     draft_passes: bool | None
+    met: bool
     under_way: Pass | None
-    notices: Any  # Warns
     row_table: RowTable
     block_pools: dict[int, BlockPool] | None
     copy_streams: CopyStreams
     budget: HostBudget | None
     device_pools: DevicePools | None
 
+    @property
+    def notices(self) -> Warns: ...
     @property
     def sparse_layers(self) -> list[SparseLayer]:
         """All full-attention layers, in the model's order."""

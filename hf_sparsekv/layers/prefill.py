@@ -23,6 +23,7 @@ def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool
     pools = None
     if policy.fetches:
         pools = owner.device_pools
+        assert pools is not None
         pools.layers = sum(layer.policy.fetches for layer in owner.sparse_layers)
     host = owner.budget if policy.offloaded else None
     copy_streams = None if host is None else owner.copy_streams
@@ -39,6 +40,7 @@ def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool
 
 def leave_device_pools(owner: Owner) -> None:
     """The first of a cache's layers gets another store, as all will: the old ones give their device pages back."""
+    assert owner.device_pools is not None
     owner.device_pools.clear()
     for layer in owner.sparse_layers:
         if layer.store is not None and layer.store.pages is not None:

@@ -117,5 +117,6 @@ class Replay:
     def come_back(self) -> None:
         """Join the side stream, so that a failed capture can end."""
         if self._forked:
+            assert self.side is not None
             self.shared.rejoin(self.side)
             torch.cuda.current_stream().wait_stream(self.side)

@@ -33,11 +33,12 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     def __init__(self, stock: DynamicSlidingWindowLayer, owner: Owner, index: int) -> None:
         super().__init__(stock.sliding_window)
         self.owner, self.index = owner, index
-        self.dtype, self.device, self.is_initialized = stock.keys.dtype, stock.device, True
-        self._sliding_window_tensor = stock._sliding_window_tensor
         keys, values = stock.keys, stock.values
-        batch, heads, _, self.key_dim = keys.shape
-        self.value_dim = values.shape[3]
+        assert keys is not None and values is not None
+        self.dtype, self.device, self.is_initialized = keys.dtype, stock.device, True
+        self._sliding_window_tensor = stock._sliding_window_tensor
+        batch, heads, _, key_dim = keys.shape
+        self.key_dim, self.value_dim = key_dim, values.shape[3]
         size = self.sliding_window
         self.ring = keys.new_zeros(batch, heads, size, self.key_dim + self.value_dim)
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one

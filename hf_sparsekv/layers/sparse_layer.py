@@ -58,7 +58,7 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     def __init__(self, owner: Owner, index: int) -> None:
         self.owner, self.index = owner, index
-        self.store: LayerStore | None = None
+        self.store: LayerStore = None  # type: ignore[assignment]  # the first attention makes it
         self.policy: Policy = owner.shared.of_layer(index)
         self.latent, self.q_heads = False, 0
         self.broken: str | None = None
@@ -73,9 +73,10 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.store.writer.wait()  # a side stream may still be choosing blocks
         new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
         new.q_heads, new.pending, new.captured, new.next_step = self.q_heads, None, None, NextStep()
-        table, copy_streams = (copy.deepcopy(held, memo) for held in (self.owner.row_table, self.owner.copy_streams))
+        table = copy.deepcopy(self.owner.row_table, memo)
+        copy_streams = copy.deepcopy(self.owner.copy_streams, memo)
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
-        new.store = None if self.store is None else self.store.copy(table, pools, copy_streams)
+        new.store = self.store if self.store is None else self.store.copy(table, pools, copy_streams)
         new.owner = copy.deepcopy(self.owner, memo)
         return new
 
@@ -85,7 +86,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     # ------------------------------------------------------------------ new tokens
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.store is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -179,10 +180,10 @@ class SparseLayer(Owned, CacheLayerMixin):
         own, owner, captured = not step.committed, self.owner, self.captured
         if own and captured is None:
             known, k = owner.under_way, step.k
-            mine = known is not None and known.before is step.before and known.mask is mask
-            if not mine or known.columns != k.shape[2] or known.device not in (None, k.device):
-                known = begin_pass(owner, self.store, step, mask)
-            step.under_way = known
+            mine = known if known is not None and known.before is step.before and known.mask is mask else None
+            if mine is None or mine.columns != k.shape[2] or mine.device not in (None, k.device):
+                mine = begin_pass(owner, self.store, step, mask)
+            step.under_way = mine
         if step.past == 0:
             return self._attend_exactly(step, query, mask, whole, params, dropout)
         one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
@@ -324,6 +325,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             return  # update() refuses it
         if new == 1 and not (past and planned(store, policy, asked(store, self.owner)).foresees):
             return
+        assert policy.foresight is not None
         waits = new_rows(self.owner, after.device)
         policy.foresight.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
@@ -377,13 +379,13 @@ class SparseLayer(Owned, CacheLayerMixin):
 
     @property
     @no_autocast
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
         return None if self.store is None else materialise(self.store)[0]
 
     @property
     @no_autocast
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """All cached values, see :attr:`keys`."""
         return None if self.store is None else materialise(self.store)[1]
 
@@ -396,7 +398,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         """Have no store, and no memory of one; nothing is cached."""
         if self.store is not None:
             self.store.writer.wait()  # memory in use by copy streams must not be reused before they end
-            self.store = self.next_step.query = None
+            self.store = self.next_step.query = None  # type: ignore[assignment]
 
     def reset(self) -> None:
         self.empty()

@@ -70,6 +70,12 @@ class Policy(Indexing):
     drafts: Literal["exact", "each", "together"] = "exact"  # others: :class:`.drafting.Drafting`
     launch = Launch()
 
+    # Of policies with `foresight` alone; the others of those that are `Drafting` alone.
+    foresee: Callable[[Tensor, LayerStore, Plan], None]
+    drafts_read_less: Callable[[int, LayerStore], bool]
+    begin_drafts: Callable[[], None]
+    attend_drafts: Callable[[Tensor, LayerStore, LayerStore, Plan, AttentionParams], Tensor]
+
     # Called as note(q, valid, store, plan) in a captured step as soon as its query is known, beside the attention: for
     # what needs no more than the query and changes nothing that the step reads. ``valid``: as observe() gets it.
     note: Callable[[Tensor, Tensor | None, LayerStore, Plan], None] | None = None
