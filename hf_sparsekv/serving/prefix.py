@@ -13,7 +13,7 @@ them share no block, and each request uses the channels that it would have alone
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,13 +111,17 @@ class PrefixIndex:
         """Keys of the first ``blocks`` blocks after those that are ``known``."""
         return block_keys(tokens, self._size, blocks, known, self._alike)
 
+    def _chain(self, keys: Sequence[bytes]) -> Iterator[Block]:
+        """The longest kept prefix."""
+        for key in keys:
+            if (block := self._blocks.get(key)) is None:
+                return
+            yield block
+
     def known(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Length of the longest kept prefix in blocks, and how many of these no request uses yet."""
         found = unused = 0
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
+        for block in self._chain(keys):
             found, unused = found + 1, unused + (not block.users)
         return found, unused
 
@@ -125,10 +129,7 @@ class PrefixIndex:
         """Pin the longest kept prefix, until :meth:`release`."""
         self._clock += 1
         found = Match()
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
+        for block in self._chain(keys):
             self._pin(block, found)
             block.used = self._clock
         self.changes += 1
@@ -213,10 +214,7 @@ class PrefixIndex:
 
         Blocks in use are freed when the last request releases them.
         """
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
-                break
+        for block in self._chain(keys):
             block.withdrawn = True
         gone = []
         for block in list(self._blocks.values()):  # parents come before their children
