@@ -9,13 +9,6 @@ from ._operands import log2
 
 
 @triton.jit
-def find_blocks(i, m, p_table, p_ids, p_page_ids):
-    """Physical block and page of the ``i``-th block where ``m``: see :func:`open_blocks`."""
-    _, physical_id, page = open_blocks(i, m, p_table, p_ids, p_page_ids)
-    return physical_id, page
-
-
-@triton.jit
 def open_blocks(i, m, p_table, p_ids, p_page_ids):
     """Number in its row, physical block and page of the ``i``-th block where ``m``; -1 where there is none.
 
