@@ -37,12 +37,13 @@ def link_name(device: torch.device | int, root: Path = Path("/sys")) -> str:
     return f"PCIe {generation} x{width}" if generation and 0 < width <= 32 else UNKNOWN  # 0, 63 and 255: not known
 
 
-def measured_rate(device: torch.device | int, nbytes: int = 256 << 20, rounds: int = 5) -> float:
+def measured_rate(device: torch.device | int) -> float:
     """Bytes a second from pinned memory to the GPU, by the best of some copies. Waits for the device."""
+    nbytes = 256 << 20
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     best = float("inf")
-    for _ in range(rounds):
+    for _ in range(5):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         target.copy_(source, non_blocking=True)
