@@ -114,15 +114,16 @@ def label_rows(channels: Tensor | None, norms: Tensor | None) -> LabelRows | Non
     """
     if channels is None:
         return None
+    batch, head = channels.stride()[:2]
     if norms is None:
-        return LabelRows(channels, *channels.stride()[:2], None, 0, 0)
+        return LabelRows(channels, batch, head, None, 0, 0)
     r = channels.shape[-1]
     if norms.shape != (*channels.shape[:2], 2, r) or norms.stride()[2:] != (r, 1) or norms.dtype != torch.float32:
         raise ValueError(
             f"norms must be float32 {[*channels.shape[:2], 2, r]}, contiguous in each row and head, got {norms.dtype} "
             f"{list(norms.shape)} with strides {norms.stride()}"
         )
-    return LabelRows(channels, *channels.stride()[:2], norms, *norms.stride()[:2])
+    return LabelRows(channels, batch, head, norms, norms.stride(0), norms.stride(1))
 
 
 def in_each_row(t: Tensor | None) -> tuple[Tensor | None, int]:

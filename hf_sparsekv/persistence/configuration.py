@@ -66,8 +66,8 @@ def empty_cache(
         theirs, ours = getattr(saved, name), getattr(config, name)
         same = theirs == ours
         if name == "channel_file":  # contents count, not names
-            held = (channels, cache.shared.channels)
-            same = held == (None, None) or (None not in held and channels.alike(cache.shared.channels))
+            own = cache.shared.channels
+            same = channels is own if channels is None or own is None else channels.alike(own)
         if name not in free and not same:
             raise ValueError(
                 f"{file.path} was saved with {name}={theirs!r}, which its contents depend on; got {ours!r}. Leave "

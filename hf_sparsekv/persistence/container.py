@@ -11,7 +11,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -98,9 +98,7 @@ class Layer:
         if self.window is not None:
             shape = (*rows, self.kept)
             return {"keys": (dtype, (*shape, self.key_dim)), "values": (dtype, (*shape, self.value_dim))}
-        found = {
-            "near_kv": (dtype, (*rows, self.near, width)),
-        }
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"near_kv": (dtype, (*rows, self.near, width))}
         if self.blocks:
             stored = dtype if self.kv_dtype is None else _NAMES[self.kv_dtype]
             found["blocks"] = (stored, (self.blocks, self.heads, block_size, width))
@@ -217,7 +215,7 @@ LAYER = {
 _LAYER_DEFAULTS = {x.name for x in fields(Layer) if x.default is not MISSING or x.default_factory is not MISSING}
 
 
-def _check_fields(held: object, kinds: Mapping[str, Kind], where: str, defaults: set[str] = frozenset()) -> None:
+def _check_fields(held: object, kinds: Mapping[str, Kind], where: str, defaults: Set[str] = frozenset()) -> None:
     """Raise ``ValueError`` unless ``held`` is an object with these fields; those with ``defaults`` may be missing."""
     if type(held) is not dict:
         raise ValueError(f"{where} is {reprlib.repr(held)}, not an object")

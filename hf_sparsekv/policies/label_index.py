@@ -61,6 +61,7 @@ class LabelIndex(State):
     PARTS: ClassVar = ("stats",)
     first_only = False
     stats: Any  # ChannelStats | None: never None while calibrating
+    norms: Any  # Tensor | None: never None where a row brings some
 
     def __init__(
         self,
@@ -179,8 +180,8 @@ class LabelIndex(State):
         if self.calibrating:
             return index
         fields = store.pool.fields
-        labels = {"codes": fields["codes"], "qparams": fields.get("qparams")}
-        return replace(index, channels=self.channels, norms=self.norms, **labels)
+        codes, qparams = fields["codes"], fields.get("qparams")
+        return replace(index, channels=self.channels, norms=self.norms, codes=codes, qparams=qparams)
 
     def scores(
         self,

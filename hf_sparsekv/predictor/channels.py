@@ -38,6 +38,8 @@ class KeyMoments(State):
         name: Held(trial=True, dropped=True, file=f"stats_{name}") for name in ("seen", "centre", "squares")
     }
 
+    seen: Any  # Tensor | None: never None once there were tokens
+
     def update(self, k: Tensor, valid: Tensor | None) -> None:
         """Add keys ``[batch, H, n, D]``, as :meth:`ChannelStats.update` does."""
         for lo in range(0, k.shape[2], PIECE):
@@ -284,9 +286,11 @@ class LabelChannels:
 
     def alike(self, other: LabelChannels) -> bool:
         """Whether labels come out the same with both."""
-        if (self.norms is None) != (other.norms is None) or not torch.equal(self.ranking, other.ranking):
+        if not torch.equal(self.ranking, other.ranking):
             return False
-        return self.norms is None or torch.equal(self.norms, other.norms)
+        if self.norms is None or other.norms is None:
+            return self.norms is other.norms
+        return torch.equal(self.norms, other.norms)
 
     def check(self, config) -> None:
         """Raise ``ValueError`` if the channels were made for another architecture than ``config``."""

@@ -40,7 +40,9 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "spread") -> La
                 model(part, **over(model, cache), use_cache=True, logits_to_keep=1)
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, SparseLayer):
-                    stats = layer.policy.labels.stats
+                    labels = layer.policy.labels
+                    assert labels is not None
+                    stats = labels.stats
                     if index in held:
                         held[index].merge(stats)
                     else:

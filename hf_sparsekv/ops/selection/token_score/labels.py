@@ -41,7 +41,9 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, nor
     blocks = max(1, kernel.resident(THREADS, q) * _device.gpu_of(q).processors // lists)
     each = -(-tiles // (warps * blocks))  # of a warp
     blocks = -(-tiles // (warps * each))
-    args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], *label_rows(channels, norms)
+    own = label_rows(channels, norms)
+    assert own is not None
+    args = q, *q.stride(), codes, *codes.stride()[:2], pairs, *pairs.stride()[:2], *own
     args += block_table, block_table.stride(0), out, *out.stride()[:2], rows
     args += heads, n, 64 * each, sinks, fill
     kernel.launch((blocks, lists), THREADS, 0, q, *args)

@@ -47,6 +47,7 @@ class Index:
     @property
     def bits(self) -> int:
         """Of a label channel's code; with ``qparams``."""
+        assert self.codes is not None and self.channels is not None
         return 8 * self.codes.shape[-1] // self.channels.shape[-1]
 
 
