@@ -12,7 +12,7 @@ from hf_sparsekv.policies.progressive import ProgressivePolicy
 
 def test_audits_of_steps_captured_before_a_reset(monkeypatch):
     """An allocator may give a later prompt's tensors the memory of an earlier one's: its graph is replayed at once."""
-    start, observe, held, channels = ProgressivePolicy.start, ProgressivePolicy.observe, {}, {}
+    start, observe, held, made = ProgressivePolicy.start, ProgressivePolicy.observe, {}, {}
 
     def again(policy, store, q_heads):
         start(policy, store, q_heads)
@@ -20,9 +20,11 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
 
     def watch(policy, *given, **more):
         observe(policy, *given, **more)
-        if (found := policy.labels.channels) is not None:
-            policy.labels.channels = channels.setdefault(policy.layer_idx, found)
-            policy.labels.channels.copy_(found)
+        if policy.labels.channels is not None:
+            for name in ("channels", "norms"):
+                found = getattr(policy.labels, name)
+                setattr(policy.labels, name, made.setdefault((policy.layer_idx, name), found))
+                getattr(policy.labels, name).copy_(found)
 
     class Silent(ImitatedGraphs):
         """Its replays run no code of a layer, as on a GPU."""
