@@ -83,6 +83,7 @@ class LabelIndex(State):
         self._batch = store.batch
         bits = self.config.label_bits
         r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share, bits)
+        self._token_bytes = token_bytes(r, bits, store.dtype.itemsize)  # each step counts them
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         if "codes" not in pool.fields:
@@ -213,9 +214,7 @@ class LabelIndex(State):
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""
-        return (
-            store.heads * blocks * store.block_size * token_bytes(self.r, self.config.label_bits, store.dtype.itemsize)
-        )
+        return store.heads * blocks * store.block_size * self._token_bytes
 
     # ------------------------------------------------------------------ files
 
