@@ -88,7 +88,7 @@ class StoredIndex:
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
         if (bits := self.config.label_bits) != 16:
             centre, spread = self.norms[:, None].unbind(2)
-            codes = quantise_labels(standardised(new, self.norms), bits)
+            codes = quantise_labels(standardised(new[None], self.norms[None])[0], bits)
             new = unpack_labels(*codes, 8 // bits) * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks

@@ -139,6 +139,7 @@ class ChannelStats(State):
     def _added(self, held: Tensor | None, x: Tensor, valid: Tensor | None) -> Tensor:
         """The magnitudes ``held`` with those of ``x``. In place after the first time: a captured step repeats it."""
         x = x.detach() if x.requires_grad else x
+        x = x.float() if x.itemsize > 4 else x
         if valid is not None:
             x = x.masked_fill(~valid[:, None, :, None], 0)
         if self.importance == "max":
