@@ -153,7 +153,9 @@ def test_counted_as_index(name):
     for cache in (with_tail, without):
         forced(model("llama"), cache, inputs, ids)
     mine, theirs = with_tail.stats(), without.stats()
-    assert (mine.attended_tokens, mine.blocks_chosen) == (theirs.attended_tokens, theirs.blocks_chosen)
+    apart = 0.01 if name.startswith("progressive") else 0  # what later layers need depends on the means of earlier ones
+    assert mine.attended_tokens == pytest.approx(theirs.attended_tokens, rel=apart, abs=0)
+    assert mine.blocks_chosen == theirs.blocks_chosen
     store = with_tail.sparse_layers[0].store
     spans = -(-store.full_blocks * 16 // with_tail.config.tail_tokens)
     calls = 2 * 6 * store.batch * store.heads  # layers, steps
