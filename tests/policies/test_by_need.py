@@ -1,0 +1,77 @@
+"""Tokens by need: ``TokenConfig(mass=...)`` chooses as progressive selection does, with the default's labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from caches import FULL, TAIL, progressive, two_level
+from models import model, prompt
+
+from hf_sparsekv import SparseCache, TokenConfig
+
+NEED = {"level": "auto", "lag": False, "mass": 0.6}
+LABELS = {"label_channels": 4}  # each method has a default of its own
+
+
+@torch.no_grad()
+def logits(cache, pads, steps=24):
+    """Of decode steps over given tokens; two blocks are sealed meanwhile."""
+    net, inputs = model("llama"), prompt(2, 200, pads)
+    net(**inputs, past_key_values=cache)
+    mask, found = inputs["attention_mask"], []
+    for token in prompt(2, steps, seed=1)["input_ids"].split(1, dim=1):
+        mask = torch.cat((mask, torch.ones_like(token)), 1)
+        found.append(net(token, attention_mask=mask, past_key_values=cache).logits[:, -1])
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("pads", [None, (0, 30)])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("more", [{}, TAIL], ids=["alone", "means"])
+def test_as_progressive_selection(pads, offload, more):
+    """Which follows an oracle (test_progressive.py)."""
+    mine, theirs = two_level(offload, **NEED, **LABELS, **more), progressive(offload, min_tokens=64, **LABELS, **more)
+    assert torch.equal(logits(mine, pads), logits(theirs, pads))
+    assert mine.stats().attended_tokens == theirs.stats().attended_tokens
+    everything = two_level(offload, **{**NEED, "mass": 1.0})
+    logits(everything, pads)
+    assert 0 < mine.stats().attended_tokens < everything.stats().attended_tokens
+
+
+def test_a_budget_is_the_most():
+    capped, theirs = (
+        two_level(False, **NEED, **LABELS, token_budget=32),
+        progressive(False, **LABELS, min_tokens=32, max_tokens=32),
+    )
+    assert torch.equal(logits(capped, None), logits(theirs, None))
+    assert sum(walk.capped for walk in capped.stats().walks) > 0
+
+
+@pytest.mark.parametrize("mass", [0, 1.01, -0.5, True, "most"])
+def test_a_mass_is_a_share(mass):
+    with pytest.raises(ValueError, match=r"mass must lie in \(0, 1\]"):
+        TokenConfig(mass=mass)
+
+
+@pytest.mark.parametrize("blocks", [{"level": "block"}, {"level": "two_level"}, {"lag": True}, {"num_blocks": 8}])
+def test_not_with_a_choice_of_blocks(blocks):
+    with pytest.raises(ValueError, match="give a token_budget instead"):
+        TokenConfig(mass=0.9, **blocks)
+
+
+def test_without_a_mass_the_number_is_fixed():
+    assert (TokenConfig().budget, TokenConfig().threshold) == (1024, None)
+    assert TokenConfig(mass=0.9).budget == 0 and TokenConfig(token_budget=7, mass=0.9).budget == 7
+
+
+def test_a_saved_cache_may_go_on_by_need(tmp_path):
+    cache = two_level(False, **{**NEED, "mass": None, "token_budget": 32})
+    logits(cache, None)
+    cache.save(tmp_path / "cache")
+    ways = ({"token_budget": None, "mass": 1.0}, {"mass": None, "token_budget": FULL["token_budget"]})
+    loaded, whole = (SparseCache.load(tmp_path / "cache", config=replace(cache.config, **way)) for way in ways)
+    with torch.no_grad():
+        one, other = (model("llama")(torch.tensor([[5], [6]]), past_key_values=c).logits for c in (loaded, whole))
+    torch.testing.assert_close(one, other)
