@@ -142,14 +142,14 @@ def _block_selects(layers: list[Layer]) -> Iterator[Variant]:
 
 
 def _masses(layers: list[Layer]) -> Iterator[Variant]:
-    """Ways to select 2,048 tokens, or all if there are fewer, by their masses."""
+    """Ways to select 2,048 tokens, or all if there are fewer, by their masses; chunk None: by clusters."""
     shape = layers[0].shape
     walks = [WalkLayer(layer, min(2048, shape.full_blocks * shape.config.block_size)) for layer in layers]
 
-    def launch(i: int, chunk: int) -> None:
+    def launch(i: int, chunk: int | None) -> None:
         walks[i].select(config=chunk)
 
-    return _ways(_grid(chunk=(1024, 2048, 4096, 8192)), launch, lambda: walks[0].found.ids)
+    return _ways(_grid(chunk=(None, 1024, 4096)), launch, lambda: walks[0].found.ids)
 
 
 # operator -> its ways

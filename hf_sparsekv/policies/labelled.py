@@ -88,7 +88,7 @@ class LabelledPolicy(Policy):
         ``paged``: those that have copies on the device are read there.
         """
         if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
+            self.watch.mark_tokens(ids, store.block_size, used)
         if not paged:
             return store.attend(q, ids, "token", params, used=used)
         tokens = self.tokens

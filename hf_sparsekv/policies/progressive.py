@@ -193,8 +193,10 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
         (params,), heads = self._params, store.heads
         found = self._select(q, store, params)
-        taken = torch.zeros(*found.bins.shape[:2], found.bins.shape[-1] + 1, dtype=torch.bool, device=q.device)
-        taken.scatter_(-1, torch.where(found.ids < 0, taken.shape[-1] - 1, found.ids).long(), True)
+        n = found.ids.shape[-1]
+        there = torch.arange(n, device=q.device) < found.count[..., None]
+        taken = torch.zeros(*found.ids.shape[:2], n + 1, dtype=torch.bool, device=q.device)
+        taken.scatter_(-1, torch.where(there, found.ids, n).long(), True)
         blocks = torch.arange(store.table.shape[1], dtype=torch.int32, device=q.device)
         blocks = blocks.repeat(store.batch, heads, 1)
         stored, usable = gather(

@@ -50,9 +50,12 @@ class BlockWatch(State):
             ids = ids.transpose(0, 1).flatten(1)[None]
         self.marks.scatter_(2, ids, True)
 
-    def mark_tokens(self, ids: Tensor, block_size: int) -> None:
-        """The same for tokens, ``ids [batch, H, n]``: the blocks that hold them."""
-        self.mark(torch.where(ids >= 0, ids // block_size, -1))
+    def mark_tokens(self, ids: Tensor, block_size: int, used: Tensor | None = None) -> None:
+        """The same for the blocks of tokens ``ids [batch, H, n]``, of which ``used [batch, H]`` count (None: all)."""
+        there = ids >= 0
+        if used is not None:
+            there &= torch.arange(ids.shape[-1], device=ids.device) < used[..., None]
+        self.mark(torch.where(there, ids // block_size, -1))
 
     def reset(self) -> None:
         """No step has attended to anything."""

@@ -33,6 +33,7 @@ from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_codes, in_pages
 from operators import BY_NAME, Seal, SealRange
+from test_label_scores import Case as Labels
 from test_mass_select import Case as Mass
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -54,6 +55,7 @@ from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.layers.route.triton import route
 from hf_sparsekv.ops.layers.small_linear.triton import small_linear
 from hf_sparsekv.ops.selection.block_score.triton import block_score
+from hf_sparsekv.ops.selection.mass_select import cluster as mass_clusters
 from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS, TOTALS
 from hf_sparsekv.ops.selection.mass_select.triton import mass_select
 from hf_sparsekv.ops.selection.query_predict.triton import query_predict
@@ -280,6 +282,31 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
+    for width, group, digits, block_size in (
+        (16, 4, 2, 64),
+        (16, 4, 2, 16),
+        (16, 4, 4, 64),
+        (16, 7, 2, 64),
+        (32, 4, 2, 64),
+    ):
+        shape = {"width": width, "group": group, "digits": digits, "block_size": block_size}
+        case = Labels(**shape, reduce="none", norms=True, batch=1)
+        labels.score_all(**case.make(place()), out=torch.empty(1, 2 * group, 64 * case.blocks), fill=False)
+    for batch, group, dim in (
+        (1, 4, 128),
+        (4, 4, 128),
+        (8, 4, 128),
+        (32, 4, 128),
+        (1, 8, 128),
+        (1, 7, 64),
+        (1, 8, 256),
+    ):
+        shape = {"batch": batch, "heads": 8, "group": group, "dk": dim, "n": 800, "learned_sink": dim == 64}
+        args, named = Mass(**shape, rows=((830, 800),) * batch).make(place())
+        named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
+        one = torch.empty(batch, 8, dtype=torch.int32)
+        written = {"ids": torch.empty(batch, 8, 800, dtype=torch.int32), "count": one, "mass": one.float(), "cut": one}
+        mass_clusters.select_clusters(*args, **named, **written, totals=None)
     usual = [(batch, 4, 128, "") for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
     usual += [(1, 4, 128, "paged"), (1, 8, 128, ""), (1, 8, 64, "")]
     usual += [(batch, 4, 128, "coded") for batch in (1, 4, 8, 32)]

@@ -217,6 +217,13 @@ inline u32 atomicAdd(u32* to, u32 value) {
     *to += value;
     return before;
 }
+inline void atomicOr(u32* to, u32 value) { *to |= value; }
+// On memory that blocks share.
+inline void atomicAdd(u64* to, u64 value) { __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+inline void atomicMax(u64* to, u64 value) {
+    for (u64 before = *to; before < value && !__atomic_compare_exchange_n(to, &before, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {
+    }
+}
 
 template <class T>
 inline T* keep(T* pointer) {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
-from test_label_scores import CASES, Case, check, not_aligned, on_cpu
+from test_label_scores import CASES, Case, check, not_aligned, on_cpu, rows_of
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
@@ -123,7 +123,8 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
     defined["DIGITS"] = given["channels"].shape[-1] // given["codes"].shape[-1]
-    defined |= {"MEAN": int(given["reduce"] == "mean"), "BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
+    defined |= {"MEAN": int(given["reduce"] == "mean"), "EACH_QUERY": int(given["reduce"] == "none")}
+    defined |= {"BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
     kernel = build("hf_sparsekv.ops.selection.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
@@ -131,7 +132,7 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
     if warps is not None:
         gpu = replace(_device.H200, processors=batch * heads * warps // 2)
         monkeypatch.setattr(_device, "gpu_of", lambda t: gpu)
-    out = torch.full((batch, heads, given["block_table"].shape[1] * size), 12345.0)
+    out = torch.full((batch, rows_of(given), given["block_table"].shape[1] * size), 12345.0)
     assert labels.score_all(**given, out=out, fill=fill)
     return out
 

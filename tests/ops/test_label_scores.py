@@ -80,11 +80,16 @@ def on_cpu(given: dict) -> dict:
     return {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
 
 
+def rows_of(given: dict) -> int:
+    """Rows of scores of each row of the batch: one for a KV head, or for a query head."""
+    return given["q"].shape[1] if given["reduce"] == "none" else given["codes"].shape[1]
+
+
 def scored(given: dict, fill: bool) -> torch.Tensor:
     """By this kernel, over memory that holds something else."""
-    batch, heads = given["q"].shape[0], given["codes"].shape[1]
+    batch = given["q"].shape[0]
     n = given["block_table"].shape[1] * given["codes"].shape[2]
-    out = torch.full((batch, heads, n), 12345.0, device="cuda")
+    out = torch.full((batch, rows_of(given), n), 12345.0, device="cuda")
     assert score_all(**given, out=out, fill=fill), "another kernel would show nothing"
     return out.cpu()
 
@@ -111,6 +116,11 @@ CASES = {
     "latents, small blocks": Case(group=7, width=64, heads=1),
     "latents, the mean": Case(reduce="mean", group=20, width=64, heads=1),
     "five heads": Case(group=5, blocks=7),
+    "each query": Case(reduce="none", norms=True),
+    "each of seven queries": Case(reduce="none", group=7, block_size=64, sinks=70),
+    "each query, one": Case(reduce="none", group=1, width=32),
+    "each query, two bits": Case(reduce="none", digits=4, group=5, norms=True, dtype=torch.float16),
+    "each query, latents": Case(reduce="none", group=20, width=64, heads=1, block_size=64, blocks=12),
     "a block": Case(blocks=1, batch=1, ragged=False),
     "with norms": Case(norms=True),
     "two bits": Case(digits=4, norms=True),

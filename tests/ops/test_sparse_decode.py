@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, valid_entries
+from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, poisoned, valid_entries
 from operators import view
 
 from hf_sparsekv.ops._recent import recent_valid
@@ -299,6 +299,35 @@ def test_lists_and_rows_of_different_lengths(place32):
         for splits in (1, 5):
             config = config_of(args, named, splits=splits, tile=16)
             place32.close(sparse_decode(*args, **named, config=config), expected)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("coded", [False, True], ids=["", "codes"])
+@pytest.mark.parametrize("paged", [False, True], ids=["", "pages"])
+@pytest.mark.parametrize("splits", [1, 5])
+def test_heads_that_need_different_numbers(place, splits, paged, coded):
+    """Each KV head has as many parts as its list needs; sums and counts are those of each."""
+    rows = RAGGED["one long among short ones"]
+    case = Case(batch=len(rows), heads=3, group=2, rows=rows, span=1, cap=18, chosen=9, learned_sink=True)
+    args, named = case.make(place, "token")
+    if paged:
+        args, named = in_pages(place, args, named)
+    if coded:
+        args, named = in_codes(args, named)
+    n = args[4].shape[-1]
+    some = [[1, 0, 9], [0, 0, 0], [9, 9999, n], [2, 1, 0], [n, 7, n // 2], [3, n, 1]]
+    named["used"] = torch.tensor(some, dtype=torch.int32, device=place.device)
+    args[4] = args[4].clone()
+    want, want_lse = {"attended": torch.zeros(len(rows), 3).long()}, torch.full(args[0].shape[:2], torch.nan)
+    expected = reference(*on_cpu(args), **on_cpu(named), **want, lse=want_lse)
+    args[4][torch.arange(n, device=place.device) >= named["used"][..., None]] = 1 << 20  # as nothing was written there
+    attended, lse = torch.zeros(len(rows), 3, dtype=torch.int64, device=place.device), want_lse.to(place.device)
+    config = config_of(args, named, splits=splits, tile=16)
+    with poisoned():
+        out = sparse_decode(*args, **named, attended=attended, lse=lse, config=config)
+    place.close(out, expected, ratio=RATIO.get(place.dtype))
+    place.close(lse, want_lse)
+    assert torch.equal(attended.cpu(), want["attended"])
 
 
 @triton.jit

@@ -36,6 +36,7 @@ def sparse_decode_merge_kernel(
     total_lse,
     out,
     HEADS: tl.constexpr,
+    BESIDE: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     BV: tl.constexpr,
@@ -56,7 +57,7 @@ def sparse_decode_merge_kernel(
         total = tl.where(best == float("-inf"), 0.0, 1.0)
     b_acc = tl.zeros([BV], tl.float32)
     b_count = tl.zeros([BS], tl.int32)
-    p_range = parts.ranges + 2 * i_batch
+    p_range = parts.ranges + 2 * (i_row // BESIDE)
     first, n_parts = tl.load(p_range), tl.load(p_range + 1)
     m_first = (i_g == 0) & (i_v == 0)
     p_total, b_before = None, None
@@ -66,7 +67,7 @@ def sparse_decode_merge_kernel(
     for i in range(0, n_parts, BS):
         o_s = i + tl.arange(0, BS)
         m_s = o_s < n_parts
-        i_in = (first + o_s) * HEADS + i_head
+        i_in = (first + o_s) * BESIDE + i_row % BESIDE
         o_in = i_in * GROUP + i_g
         p_part = parts.acc + o_in[:, None] * DV + o_v[None, :]
         b_part = tl.load(p_part, mask=m_s[:, None] & m_v[None, :], other=0.0)  # [BS, BV]
@@ -90,12 +91,20 @@ def sparse_decode_merge_kernel(
 
 
 def merge(
-    parts, sink: Tensor | None, attended: Tensor | None, lse: Tensor | None, out: Tensor, heads: int, each: int
+    parts,
+    sink: Tensor | None,
+    attended: Tensor | None,
+    lse: Tensor | None,
+    out: Tensor,
+    heads: int,
+    beside: int,
+    each: int,
 ) -> None:
     """Write the attention of all :class:`.split.Parts` of a row and KV head to ``out [batch, Hq, Dv]``.
 
-    ``sink``, ``attended`` and ``lse``: as ``sparse_decode``'s, or None. ``heads``: KV heads. ``each``: how many parts a
-    row and KV head are meant to have; any number of them is merged.
+    ``sink``, ``attended`` and ``lse``: as ``sparse_decode``'s, or None. ``heads``: KV heads, ``beside``: of these that
+    have the same parts, all of them or one. ``each``: how many parts a row and KV head are meant to have; any number of
+    them is merged.
     """
     batch, q_heads, value_dim = out.shape
     group = q_heads // heads
@@ -110,6 +119,7 @@ def merge(
         operand(Rows, lse),
         operand(Rows, out),
         HEADS=heads,
+        BESIDE=beside,
         GROUP=group,
         DV=value_dim,
         BV=channels,

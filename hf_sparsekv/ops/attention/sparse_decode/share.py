@@ -5,6 +5,9 @@ device, from the lengths of all rows. The tiles per part are chosen so that the 
 parts of all rows are numbered consecutively, the same for each KV head. A long row among short ones therefore has many
 parts, an empty row has one, and no part has more tiles than an equal share. (FlashInfer plans work by the lengths of a
 batch, too, arXiv 2501.01005, section 3.3; there the host does it.)
+
+Where each list has a length of its own (``used``), a KV head's list takes the place of a row: heads that need many
+tokens get as many more parts.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..._operands import padded
+from ..._operands import padded, row_ptr
 from ..._paged import load_row
 
 
 class Share(NamedTuple):
-    """Rows of the batch, parts to aim at, the most parts (one program each), and stored tokens of a list."""
+    """Rows of the batch, or lists, parts to aim at, the most parts (one program each), and stored tokens of a list."""
 
     batch: Any
     aim: Any
@@ -62,8 +65,8 @@ def count_recent(length, sealed, recent):
 def count_tiles(length, sealed, n, recent, means, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
     """Tiles of a row, or of several rows, as :class:`Kinds`.
 
-    ``BOUNDED``: a list has at most as many of its ``n`` tokens as the row has sealed ones; otherwise the list is read
-    to its end.
+    ``BOUNDED``: a list has at most as many of its ``n`` tokens (one number, or one for each row) as the row has sealed
+    ones; otherwise the list is read to its end.
     """
     if BOUNDED:
         stored = tl.minimum(n, sealed)
@@ -98,17 +101,23 @@ def find_part(
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
     BATCH: tl.constexpr,
+    used=None,
+    HEADS: tl.constexpr = 1,
 ):
     """Find part ``i``: whether it exists, its row, its number in the row, and the row's parts.
 
     The row's parts are returned as :class:`Kinds` and as their number. ``BATCH`` is a power of two, at least the number
-    of rows.
+    of rows. With ``used [rows, HEADS]``, the length of each list, "row" means a list: ``row * HEADS + head``.
     """
     o_b = tl.arange(0, BATCH)
     m_b = o_b < share.batch
-    b_length = tl.load(rows + 2 * o_b, mask=m_b, other=0)
-    b_sealed = tl.load(rows + 2 * o_b + 1, mask=m_b, other=0)
-    b_tiles = count_tiles(b_length, b_sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN)
+    b_length = tl.load(rows + 2 * (o_b // HEADS), mask=m_b, other=0)
+    b_sealed = tl.load(rows + 2 * (o_b // HEADS) + 1, mask=m_b, other=0)
+    n = share.n
+    if used is not None:
+        p_used = row_ptr(used, (o_b // HEADS).to(tl.int64), o_b % HEADS)
+        n = tl.minimum(tl.load(p_used, mask=m_b, other=0), n)
+    b_tiles = count_tiles(b_length, b_sealed, n, recent, means, BOUNDED, BLOCK_SIZE, BN)
     total = tl.sum(b_tiles.stored + b_tiles.recent + b_tiles.means, 0)
     each = tl.maximum(tl.cdiv(total, share.aim), 1)
     b_parts = tl.where(m_b, add_up(count_parts(b_tiles, each)), 0)
@@ -121,8 +130,10 @@ def find_part(
     there = i < parts
     i_batch = tl.where(there, tl.sum((b_end <= i).to(tl.int32), 0), 0)
     i = i - tl.max(tl.where(b_end <= i, b_end, 0), 0)
-    length, sealed = load_row(rows, i_batch)
-    kinds = count_parts(count_tiles(length, sealed, share.n, recent, means, BOUNDED, BLOCK_SIZE, BN), each)
+    length, sealed = load_row(rows, i_batch // HEADS)
+    if used is not None:
+        n = tl.minimum(tl.load(row_ptr(used, (i_batch // HEADS).to(tl.int64), i_batch % HEADS)), share.n)
+    kinds = count_parts(count_tiles(length, sealed, n, recent, means, BOUNDED, BLOCK_SIZE, BN), each)
     return there, i_batch.to(tl.int64), i, kinds, add_up(kinds)
 
 

@@ -64,7 +64,8 @@ class Parts(NamedTuple):
 
     ``acc`` is the attention ``[parts, H, G, Dv]``, ``lse`` the base-2 logarithm of the denominator ``[parts, H, G]``,
     ``count`` the number of tokens ``[parts, H]``. ``ranges``, int32 ``[batch, 2]``, has the first part of each row and
-    its number of parts. ``aim`` is the number of parts to aim at, see :class:`.share.Share`; 0 if it is not needed.
+    its number of parts. Where lists have lengths of their own, a part is one KV head's: no dimension ``H``, and ranges
+    ``[batch * H, 2]``. ``aim`` is the number of parts to aim at, see :class:`.share.Share`; 0 if it is not needed.
     """
 
     acc: Any
@@ -215,7 +216,7 @@ def store_part(
 
 @triton.jit
 def store_range(parts, i_batch, i, n_parts, m_first):
-    """Part ``i`` is the first of ``n_parts`` of row ``i_batch``, if ``m_first``."""
+    """Part ``i`` is the first of ``n_parts`` of row (or list) ``i_batch``, if ``m_first``."""
     tl.store(parts.ranges + 2 * i_batch, i, mask=m_first)
     tl.store(parts.ranges + 2 * i_batch + 1, n_parts, mask=m_first)
 
@@ -290,6 +291,7 @@ def sparse_decode_split_kernel(
     GRANULARITY: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -300,7 +302,7 @@ def sparse_decode_split_kernel(
 ):
     """Attend to one part of the stored tokens, of the recent buffer or of the means, of one row and KV head.
 
-    ``batch`` and ``n``: see :class:`.share.Share`.
+    ``batch`` and ``n``: see :class:`.share.Share`. With ``used`` the parts are those of lists, of all KV heads.
     """
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
@@ -310,14 +312,23 @@ def sparse_decode_split_kernel(
     i, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     share = Share(batch, parts.aim, tl.num_programs(0), n)
     scale, softcap = logits.scale, logits.softcap
-    if BATCH == 1:  # one row only: its query is loaded together with its length, not after it
+    if BATCH == 1 and used is None:  # one row only: its query is loaded together with its length, not after it
         b_q = load_query(q, 0, i_head, GROUP, DK, BG, BK)
-    there, i_batch, i_part, kinds, n_parts = find_part(i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH)
+    if used is not None:
+        there, i_list, i_part, kinds, n_parts = find_part(
+            i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH, used, HEADS
+        )
+        i_batch, i_head, i_slot = i_list // HEADS, i_list % HEADS, i_head  # of the only program in this dimension
+    else:
+        there, i_batch, i_part, kinds, n_parts = find_part(
+            i, rows, share, recent, means, BOUNDED, BLOCK_SIZE, BN, BATCH
+        )
+        i_list, i_slot = i_batch, i_head
     if not there:
         return
     length, sealed = load_row(rows, i_batch)
     o_g, o_k = tl.arange(0, BG), tl.arange(0, BK)
-    if BATCH != 1:
+    if BATCH != 1 or used is not None:
         b_q = load_query(q, i_batch, i_head, GROUP, DK, BG, BK)  # [BG, BK]
     if not NATIVE:
         b_q = b_q.to(tl.float32)
@@ -401,5 +412,5 @@ def sparse_decode_split_kernel(
     if from_host is not None:
         count_from_host(from_host, b_host, i_batch, i_head, True)
     b_out = b_acc / whole(b_sum)[:, None]
-    store_part(parts, i, i_head, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
-    store_range(parts, i_batch, i, n_parts, (i_part == 0) & (i_head == 0))
+    store_part(parts, i, i_slot, b_max, b_sum, b_out, b_count, o_g, True, GROUP, DV)
+    store_range(parts, i_list, i, n_parts, (i_part == 0) & (i_slot == 0))

@@ -77,7 +77,8 @@ def sparse_decode(
     config = config or default(q, kv, recent_kv, value_dim, granularity, means is not None)
     if out is None:
         out = torch.empty(batch, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    # Lists with a length per head (`used`) keep the parts below: a longer list gets more of them.
+    # Lists with a length per head (`used`) keep the parts below: a longer list gets more of them, where a cluster has
+    # as many blocks for a short one.
     clusters = config.clusters is not False and granularity == "token" and used is None
     if clusters and not latents and softcap is None:
         about = {"attended": attended, "from_host": from_host, "lse": lse, "sink_logits": sink_logits}
@@ -97,10 +98,12 @@ def sparse_decode(
         by_means = triton.cdiv(spans, tile)
         by_row = near + triton.cdiv(by_means, max(1, triton.cdiv(by_means, each)))
         parts = batch * by_row
+        beside = heads  # KV heads that have such parts each
     else:
         most = Kinds(*(triton.cdiv(tokens, tile) for tokens in (n, end - first, spans)))
-        aim, parts = programs(config.programs // heads, batch, most)
-    sizes = parts * q_heads * value_dim, parts * q_heads, parts * heads, 2 * batch
+        beside = heads if used is None else 1
+        aim, parts = programs(config.programs // beside, batch * heads // beside, most)
+    sizes = parts * beside * group * value_dim, parts * beside * group, parts * beside, 2 * batch * heads
     held = empty_parts(sizes, torch.float32, q.device)
     held = Parts(*held[:3], held[3].view(torch.int32))
     recent = Recent(*operand(Tokens, recent_kv), sinks, first, end)
@@ -136,13 +139,14 @@ def sparse_decode(
     else:
         used = operand(Rows, used)
         tensors = tensors[0], Stored(*tensors[1], *(operand(Scales, scales) or ())), *tensors[2:]
-        shared = held._replace(aim=aim), counted, batch, n
+        lists = batch * heads // beside
+        shared = held._replace(aim=aim), counted, lists, n
         args = *tensors, rows, table, listed, page_ids, used, stand, *shared, logits
-        fixed["BATCH"] = batch_constant(batch)
+        fixed |= {"BATCH": batch_constant(lists), "HEADS": heads}
         if granularity == "all" and config.warps == 4 and max(dk, value_dim) <= 128:
             fixed["maxnreg"] = 128  # or Triton takes 152, and a processor holds three programs instead of four
-        launch(sparse_decode_split_kernel, (parts, heads), q, *args, GRANULARITY=granularity, **fixed)
+        launch(sparse_decode_split_kernel, (parts, beside), q, *args, GRANULARITY=granularity, **fixed)
     # Not how many there are: that grows with the table, and another tile is another kernel.
     each = config.programs // max(1, batch * heads * head_tiles)
-    merge(held, sink_logits, attended, lse, out, heads, each)
+    merge(held, sink_logits, attended, lse, out, heads, beside, each)
     return out

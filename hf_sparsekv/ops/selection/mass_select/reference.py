@@ -32,17 +32,18 @@ class Selection(NamedTuple):
     """Selected tokens of each row and KV head, and the estimates that they were selected by.
 
     Attributes:
-        ids: int32 ``[batch, H, n]``: tokens, ascending, padded with -1.
+        ids: int32 ``[batch, H, n]``: tokens, ascending. Entries after ``count`` are -1, or not written.
         count: int32 ``[batch, H]``, the number of tokens.
         mass: float32 ``[batch, H]``, the estimated share of the attention mass in these and the recent tokens.
-        bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down, or ``NONE``.
+        bins: uint8 ``[batch, H, n]``: ``STEPS * -log2(share)`` of each token, rounded down, or ``NONE``. ``None`` from
+            a kernel that keeps them to itself.
         cut: int32 ``[batch, H]``: the last bin from which tokens were taken, -1 if none were.
     """
 
     ids: Tensor
     count: Tensor
     mass: Tensor
-    bins: Tensor
+    bins: Tensor | None
     cut: Tensor
 
 

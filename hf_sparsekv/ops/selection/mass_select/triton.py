@@ -22,6 +22,7 @@ from ..._paged import find_recent, load_row
 from ...attention.sparse_decode.split import base_2
 from ..topk_select.keys import readable
 from . import reference
+from .cluster import select_clusters
 from .reference import LENGTHS, TOTALS, Selection
 
 CHUNKS, WARPS = (512, 4096), 8  # least and most scores of a program; its warps
@@ -378,7 +379,7 @@ def mass_select(
     totals=None,
     config=None,
 ):
-    """As ``reference.mass_select``; ``config``: scores of a program, a power of two."""
+    """As ``reference.mass_select``; ``config``: scores of a program, a power of two, with these kernels only."""
     require_dense_rows(scores=scores, channels=channels, recent_kv=recent_kv, sink_logits=sink_logits)
     batch, heads = recent_kv.shape[:2]
     require_rows(rows, batch)
@@ -390,9 +391,17 @@ def mass_select(
     def empty(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    ids, bins = (empty_rows((*shape, n), dtype, device) for dtype in (torch.int32, torch.uint8))
+    ids = empty_rows((*shape, n), torch.int32, device)
     count = empty(torch.int32)
-    found = Selection(ids, count, empty(torch.float32), bins, empty(torch.int32))
+    found = Selection(ids, count, empty(torch.float32), None, empty(torch.int32))
+    if config is None and softcap is None and group_reduce == "all":
+        limits = {"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens}
+        near = {"sinks": sinks, "scale": scale, "sink_logits": sink_logits}
+        written = {"ids": ids, "count": count, "mass": found.mass, "cut": found.cut, "totals": totals}
+        if select_clusters(scores, q, channels, recent_kv, rows, **near, **limits, **written):
+            return found
+    bins = empty_rows((*shape, n), torch.uint8, device)
+    found = found._replace(bins=bins)
     if not chunks:  # no program writes them
         return reference.mass_select(
             *(scores, q, channels, recent_kv, rows),
@@ -439,7 +448,8 @@ def mass_select(
         rows,
         counts,
         operand(Rows, ids),
-        *found[1:3],
+        count,
+        found.mass,
         found.cut,
         totals,
         n,

@@ -4,6 +4,8 @@
 // fixed point is two columns, 128 a + b. Sums are exact, so all that is rounded are the queries, to a 32,512th of their largest number. The mean
 // over a group is one query. Here a word of a token's codes is the register of the product that it is needed in.
 //
+// With EACH_QUERY the queries of a group keep scores of their own, rows of `out` that follow each other.
+//
 // A row of a product has the codes of TOGETHER tokens side by side, and its columns are the queries of each of them,
 // zero where the others are: twice the products, but a thread has half of a token's codes in one load, and fewer
 // threads read a scale and take the largest of the queries. Codes of 64 bytes (latents) are a token's alone: a quarter
@@ -139,16 +141,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         relative.spread[e] = norms ? norms[CHANNELS + e * 32 + lane] : 1;
     }
     const int sealed = min((int)n, rows[2 * i_batch + 1]) & -BLOCK, end = uniform(min(stop, sealed));
-    out += i_batch * out_batch + i_head * out_head;
+    out += i_batch * out_batch + i_head * (EACH_QUERY ? GROUP : 1) * out_head;
     if (fill)
-        for (int i = max(token, sealed) + lane; i < stop; i += 32) out[i] = -INF;
+        for (int i = max(token, sealed) + lane; i < stop; i += 32)
+            for (int g = 0; g < (EACH_QUERY ? GROUP : 1); g++) out[g * out_head + i] = -INF;
     if ((int)(blockIdx.x * WARPS) * (int)stretch >= sealed) return;  // all of this block
 
     // Kept: otherwise these are computed again for each tile, 20 instructions of some 180.
     const Labels labels = {keep(codes + i_head * codes_head + lane * (4 * WORDS)),
                            keep((const char*)(pairs + i_head * pairs_head + lane / LANES)), (u32)codes_block,
                            4 * (u32)pairs_block};
-    out = keep(out + lane / LANES);
+    out = keep(out + lane / LANES + (EACH_QUERY ? quad % LANES * out_head : 0));
     const int behind_sinks = (int)sinks - lane / LANES;  // as if each lane had its first token
     u32 there;
     const auto find = [&](int from) {  // tokens of blocks that are not are loaded, but score nothing
@@ -190,6 +193,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     const auto score = [&](const Tile& tile, u32 usable, int token) {
         float best[TOKENS];  // of the queries that this thread has
+        const auto store = [&](float s, int o, float* to) {
+            const int of_block = (o + (SPANS > 1 ? lane / LANES : 0)) / SPAN;
+            const bool known = usable >> of_block & 1 && token + o >= behind_sinks && s == s;
+            if (BLOCK >= 64 || token + o < end - lane / LANES) to[token + o] = known ? s : -INF;
+        };
 #pragma unroll
         for (int m = 0; m < LANES; m++) {
             int product[COLUMNS][4] = {};
@@ -213,11 +221,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     // label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q), and a constant
                     const float sum = (float)(product[c][2 * h] * 128 + product[c][2 * h + 1]) * unit[c];
                     const float s = from_half(pair) * sum + (from_half(pair >> 16) * total[c] + constant[c]);
-                    const float its = VECTORS % LANES && LANES * c + quad % LANES >= VECTORS ? -INF : s;
+                    const bool lacks = VECTORS % LANES && LANES * c + quad % LANES >= VECTORS;
+                    if (EACH_QUERY) {
+                        if (!lacks) store(s, (2 * m + h) * ROWS, out + LANES * c * out_head);
+                        continue;
+                    }
+                    const float its = lacks ? -INF : s;
                     best[2 * m + h] = c ? fmaxf(best[2 * m + h], its) : its;
                 }
             }
         }
+        if (EACH_QUERY) return;
         // The largest of the threads that share tokens: each ends with two of them.
         int first = 0;
 #pragma unroll
@@ -232,11 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
         }
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int o = (first + i) * ROWS, of_block = (o + (SPANS > 1 ? lane / LANES : 0)) / SPAN;
-            const bool known = usable >> of_block & 1 && token + o >= behind_sinks && best[i] == best[i];
-            if (BLOCK >= 64 || token + o < end - lane / LANES) out[token + o] = known ? best[i] : -INF;
-        }
+        for (int i = 0; i < 2; i++) store(best[i], (first + i) * ROWS, out);
     };
     while (token < end) {
 #pragma unroll

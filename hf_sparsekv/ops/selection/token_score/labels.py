@@ -19,7 +19,7 @@ LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill) -> bool:
     """Score as ``triton.token_score`` does, if these labels and this GPU allow it; returns whether it has."""
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
-    if reduce == "none" or qparams is None or not has_whole_words(q, codes, qparams):
+    if qparams is None or not has_whole_words(q, codes, qparams):
         return False
     group, each = q.shape[1] // heads, channels.shape[-1] // width
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):
@@ -31,7 +31,7 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, nor
         return False
     if max(codes.stride(0), 2 * qparams.stride(0)) >= 1 << 32:
         return False
-    kernel = _kernel(q, size, width, each, group, reduce == "mean")
+    kernel = _kernel(q, size, width, each, group, reduce)
     if kernel is None:
         return False
     pairs = qparams.view(torch.int32)  # scale and zero point are read as one word
@@ -50,22 +50,24 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, nor
     return True
 
 
-def _kernel(q: Tensor, size: int, width: int, each: int, group: int, mean: bool) -> _cuda.Kernel | None:
-    defined = {"THREADS": THREADS, "BLOCK": size, "WIDTH": width, "DIGITS": each, "GROUP": group, "MEAN": int(mean)}
+def _kernel(q: Tensor, size: int, width: int, each: int, group: int, reduce: str) -> _cuda.Kernel | None:
+    defined = {"THREADS": THREADS, "BLOCK": size, "WIDTH": width, "DIGITS": each, "GROUP": group}
+    defined |= {"MEAN": int(reduce == "mean"), "EACH_QUERY": int(reduce == "none")}
     defined |= {
         "BFLOAT16": int(q.dtype == torch.bfloat16),
-        "RESIDENT": _resident(size, each * width // 2, 1 if mean else group),
+        "RESIDENT": _resident(size, each * width // 2, 1 if reduce == "mean" else group, reduce == "none"),
     }
     return _cuda.load(q, __package__, "labels.cu", "token_score_labels_kernel", **defined)
 
 
-def _resident(size: int, width: int, vectors: int) -> int:
+def _resident(size: int, width: int, vectors: int, apart: bool) -> int:
     """Least number of thread blocks per SM that the compiler must leave registers for, such that none spill.
 
     7 are 1 to 3 % faster than the compiler's choice of 5 (H200, blocks of 64 tokens, four heads). With small blocks a
     thread holds more addresses, with wide codes or many ``vectors`` (queries) more numbers; the latter two are left to
-    the compiler. ``width``: bytes of a token's codes, if they were of four bits.
+    the compiler. ``width``: bytes of a token's codes, if they were of four bits. ``apart``: each query has scores of
+    its own, which takes more addresses.
     """
     if width > 16 or vectors > 4:
         return 1
-    return 7 if size >= 64 else 6
+    return (7 if size >= 64 else 6) - apart

@@ -1,0 +1,156 @@
+"""Selection by estimated mass by clusters of thread blocks (CUDA C++), run on a CPU, against its definition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Place
+from cuda_on_cpu import COMPILER, build
+from test_mass_select import CASES, Case, cpu
+
+from hf_sparsekv.ops.selection.mass_select import NONE, TOTALS, cluster, reference
+from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS
+
+SERVED = {
+    name: case
+    for name, case in CASES.items()
+    if case.softcap is None and case.group_reduce == "all" and case.group <= cluster.MOST_HEADS and case.n
+}
+
+
+def select(args, named, blocks):
+    """What the kernel selects, into memory that holds something else, and its totals."""
+    scores, near = args[0], args[3]
+    lists, n, device = near.shape[:2], scores.shape[-1], scores.device
+    found = {"ids": torch.full((*lists, n), 12345, dtype=torch.int32, device=device)}
+    found["count"] = torch.full(lists, 12345, dtype=torch.int32, device=device)
+    found["mass"] = torch.full(lists, math.nan, device=device)
+    found["cut"] = torch.full(lists, 12345, dtype=torch.int32, device=device)
+    bins = torch.full((*lists, -(-n // 4) * 4), NONE, dtype=torch.uint8, device=device)
+    totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=device)
+    named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
+    assert cluster.select_clusters(*args, **named, **found, bins=bins, totals=totals, clusters=blocks)
+    return reference.Selection(**found, bins=bins[..., :n]), totals
+
+
+def check(got, totals, args, named):
+    """The bins to one, as shares are rounded; all else exactly what these bins make."""
+    args, named = cpu(args, named)
+    want = reference.mass_select(*args, **named)
+    bins = got.bins.cpu()
+    assert torch.equal(bins == NONE, want.bins == NONE)
+    away = (bins.int() - want.bins.int()).abs()
+    assert away.max() <= 1
+    assert (away > 0).float().mean() < 0.01
+    limits = {name: named[name] for name in ("threshold", "min_tokens", "max_tokens")}
+    taken, count, mass, cut, capped = reference.take(bins, **limits)
+    assert torch.equal(got.count.cpu(), count)
+    assert torch.equal(got.cut.cpu(), cut)
+    torch.testing.assert_close(got.mass.cpu(), mass, rtol=1e-5, atol=1e-5)
+    for row, head in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
+        columns = taken[row, head].nonzero()[:, 0].int()
+        assert torch.equal(got.ids[row, head, : len(columns)].cpu(), columns)
+        assert (got.ids[row, head, len(columns) :] == 12345).all(), "nothing is written after them"
+    there = args[4][:, 0] > 0
+    found = dict(zip(TOTALS, totals.tolist()))
+    assert found["walks"] == count[there].numel() == totals[len(TOTALS) :].sum()
+    assert found["used"] == count[there].sum()
+    assert found["capped"] == capped[there].sum()
+    assert found["worst"] == pytest.approx(float(1 - got.mass.cpu()[there].min()) * (1 << 30), abs=2)
+    lengths = torch.where(count > 1, (count - 1).clamp_min(1).double().log2().floor().long() + 1, 0)[there]
+    assert torch.equal(totals[len(TOTALS) :].cpu(), torch.bincount(lengths.flatten(), minlength=LENGTHS))
+
+
+def on_cpu(monkeypatch, args, named, blocks, seed=0):
+    q, near, sink = args[1], args[3], named["sink_logits"]
+    monkeypatch.setattr(cluster, "THREADS", 64)
+    threads = 64 if q.shape[1] // near.shape[1] * q.shape[2] <= 512 else 32
+    shape = {"THREADS": threads, "CLUSTER": blocks, "GROUP": q.shape[1] // near.shape[1], "DIM": q.shape[2]}
+    shape |= {"BFLOAT16": int(q.dtype == torch.bfloat16), "SINK_BYTES": 4 if sink is None else sink.element_size()}
+    kernel = build("hf_sparsekv.ops.selection.mass_select", "cluster.cu", "mass_select_cluster_kernel", **shape)
+    kernel.seed = seed
+    monkeypatch.setattr(cluster, "_kernel", lambda *shape: kernel)
+    return select(args, named, blocks)
+
+
+ON_CPU = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+
+
+@ON_CPU
+@pytest.mark.pairwise(once=("case",))
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@DTYPES
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+def test_on_a_cpu(case, dtype, blocks, monkeypatch):
+    args, named = case.make(Place("cpu", dtype))
+    check(*on_cpu(monkeypatch, args, named, blocks), args, named)
+
+
+@ON_CPU
+@pytest.mark.parametrize("seed", range(3))
+def test_in_any_order(seed, monkeypatch):
+    args, named = Case(n=2100, batch=1).make(Place("cpu", torch.bfloat16))
+    check(*on_cpu(monkeypatch, args, named, 4, seed), args, named)
+
+
+@ON_CPU
+def test_what_is_no_number(monkeypatch):
+    """A query that is NaN, near keys that are NaN or infinite: the other heads and tokens count as before."""
+    args, named = Case().make(Place("cpu", torch.bfloat16))
+    scores, q, _, near, *_ = args
+    scores[0, 0], q[0, 0] = -torch.inf, torch.nan
+    near[1, 0, 9], near[1, 1, 9] = torch.inf, torch.nan
+    scores[1, 4, 17] = torch.inf
+    got, totals = on_cpu(monkeypatch, args, named, 2)
+    check(got, totals, args, named)
+    assert got.bins[1, 1, 17] == 0, "what is infinite has all the mass"
+
+
+def test_where_it_does_not_serve(monkeypatch):
+    """Nothing is launched: Triton's kernels do these."""
+    monkeypatch.setattr(cluster, "_kernel", lambda *shape: pytest.fail("it would be launched"))
+    half = Place("cpu", torch.float16)
+    calls = [Case().make(Place("cpu", torch.float32)), Case(group=9).make(half), Case(dk=288).make(half)]
+    for change in ("scores apart", "queries apart", "ids of 64 bits", "misaligned"):
+        args, named = Case().make(half)
+        args = list(args)
+        if change == "scores apart":
+            args[0] = torch.nn.functional.pad(args[0], (0, 3))[..., : args[0].shape[-1]]
+        elif change == "queries apart":
+            args[1] = args[1].repeat_interleave(2, -1)[..., ::2]
+        elif change == "misaligned":
+            args[0] = torch.nn.functional.pad(args[0], (1, 3))[..., 1:-3]
+        else:
+            args[2] = args[2].long()
+        calls.append((args, named))
+    for args, named in calls:
+        lists, n = args[3].shape[:2], args[0].shape[-1]
+        named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
+        one = torch.empty(lists, dtype=torch.int32)
+        out = {"ids": torch.empty(*lists, n, dtype=torch.int32), "count": one, "mass": one.float(), "cut": one}
+        assert not cluster.select_clusters(*args, **named, **out, totals=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [None, 1, 8])
+@DTYPES
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+def test_on_a_gpu(case, dtype, blocks):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no clusters")
+    args, named = case.make(Place("cuda", dtype))
+    check(*select(args, named, blocks), args, named)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, batch", [(32768, 1), (131072, 1), (32768, 8), (1 << 20, 1)])
+def test_long_rows_on_a_gpu(n, batch):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no clusters")
+    case = replace(Case(), n=n, batch=batch, heads=8, group=4, dk=128, channels=32, ring=80)
+    args, named = case.make(Place("cuda", torch.bfloat16))
+    check(*select(args, named, None), args, named)
