@@ -35,6 +35,7 @@ class Case:
     min_tokens: int = 20
     max_tokens: int | None = None
     rows: tuple[tuple[int, int], ...] | None = None  # length and sealed tokens of each
+    coming: int = 0
 
     def make(self, place) -> tuple[tuple, dict]:
         """Scores with holes; NaN in near entries that hold nothing, and in scores behind the sealed tokens."""
@@ -48,13 +49,14 @@ class Case:
         rows = torch.tensor(rows[: self.batch], dtype=torch.int32, device=scores.device)
         scores[(torch.arange(self.n, device=scores.device) >= rows[:, 1:])[:, None].expand_as(scores)] = torch.nan
         near = place.randn(*lists, self.sinks + self.ring, 2 * self.dk)
-        near = torch.where(valid_entries(rows, self.sinks, self.ring)[:, None, :, None], near, torch.nan)
+        there = torch.stack(((rows[:, 0] - self.coming).clamp_min(0), rows[:, 1]), 1)
+        near = torch.where(valid_entries(there, self.sinks, self.ring)[:, None, :, None], near, torch.nan)
         q = place.randn(self.batch, self.heads * self.group, self.dk)
         channels = [place.randperm(self.dk)[: self.channels] for _ in range(self.batch * self.heads)]
         args = scores, q, torch.stack(channels).view(*lists, -1), near, rows
         named = {"sinks": self.sinks, "scale": self.dk**-0.5, "softcap": self.softcap}
         named |= {"threshold": self.threshold, "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
-        named["group_reduce"] = self.group_reduce
+        named |= {"group_reduce": self.group_reduce, "coming": self.coming}
         named["sink_logits"] = place.randn(self.heads * self.group) if self.learned_sink else None
         return args, named
 
@@ -85,6 +87,8 @@ CASES = {
     "empty rows": Case(batch=3, rows=((0, 0), (2, 0), (700, 672)), min_tokens=0),
     "short rows": Case(batch=4, rows=((45, 0), (20, 16), (64, 64), (17, 16)), sinks=20, n=2600, learned_sink=True),
     "a long row among short ones": Case(batch=4, rows=((2640, 2600), (70, 64), (1000, 976), (9, 0)), n=2600, size=128),
+    "keys that are still to come": Case(coming=1),
+    "of short rows": Case(batch=4, rows=((0, 0), (1, 0), (700, 672), (65, 64)), coming=1, min_tokens=0, sinks=20),
     "an empty row, sum": Case(rows=((0, 0), (729, 700)), group_reduce="sum"),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -144,7 +148,8 @@ def test_the_definition_says_what_it_means(case):
         return  # whose exponentials no float holds
     found = mass_select(*args, **named)
     scores, q, channels, near, rows = args
-    valid = valid_entries(rows, case.sinks, case.ring)
+    there = torch.stack(((rows[:, 0] - case.coming).clamp_min(0), rows[:, 1]), 1)
+    valid = valid_entries(there, case.sinks, case.ring)
     scores[scores.isnan()] = -torch.inf
     for row in range(case.batch):
         for head in range(case.heads):
@@ -225,3 +230,15 @@ def test_strided_tensors(place32):
     got = kernels.mass_select(scores, q, channels, near, rows, **named, config=256)
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.mass, want.mass)
+
+
+def test_where_ids_are_written(place32):
+    """Rows that are further apart than they are wide; what lies between is left alone."""
+    args, named = Case(n=208).make(place32)
+    want = kernels.mass_select(*args, **named, config=256)
+    for select, more in ((kernels.mass_select, {"config": 256}), (reference.mass_select, {})):
+        ids = torch.full((2, 2, 256), 7, dtype=torch.int32, device=args[0].device)
+        count = torch.zeros(2, 2, dtype=torch.int32, device=ids.device)
+        select(*args, **named, **more, out=(ids[..., :208], count))
+        assert torch.equal(ids[..., :208], want.ids) and torch.equal(count, want.count)
+        assert (ids[..., 208:] == 7).all()

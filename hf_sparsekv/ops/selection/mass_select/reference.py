@@ -173,6 +173,8 @@ def mass_select(
     max_tokens: int | None = None,
     group_reduce: str = "all",
     totals: Tensor | None = None,
+    coming: int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:
     """Select tokens so that these and the recent ones cover an estimated ``threshold`` of the attention mass.
 
@@ -190,17 +192,22 @@ def mass_select(
         totals: int64 ``[len(TOTALS) + LENGTHS]``, updated in place. Counts selections (one per row and KV head),
             tokens, and selections that ``max_tokens`` ended. Then come the sum of the estimated masses and the largest
             estimated gap, both times ``MASS_ONE``, and a histogram of the lengths. Rows without tokens are not counted.
+        coming: so many of each row's tokens, the last ones, have no key in ``recent_kv`` yet: they count as no mass.
+        out: where ``ids`` (its rows may be any multiple of 16 entries apart) and ``count`` (contiguous) are written.
     """
     found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
     scores = scores.masked_fill(behind, -INF)
-    near, mean = near_masses(q, channels, recent_kv, rows, sinks=sinks, sink_logits=sink_logits, **found)
+    there = torch.stack(((rows[:, 0] - coming).clamp_min(0), rows[:, 1]), dim=1)
+    near, mean = near_masses(q, channels, recent_kv, there, sinks=sinks, sink_logits=sink_logits, **found)
     bins = share_bins(scores, near, mean, group_reduce=group_reduce, **found)
     taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)
     n = bins.shape[-1]
     column = torch.arange(n, dtype=torch.int32, device=bins.device).expand_as(bins)
     at = torch.where(taken, column, n).sort(dim=-1).values
-    ids = torch.where(at == n, -1, at)
+    ids = torch.where(at == n, -1, at).int()
+    if out is not None:
+        ids, count = out[0].copy_(ids), out[1].copy_(count)
     if totals is not None:
         there = rows[:, 0] > 0
         gap, lengths = ((1.0 - mass[there]) * MASS_ONE).long(), (count[there] - 1).clamp_min(0)
@@ -211,7 +218,7 @@ def mass_select(
             totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
         lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
         totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
-    return Selection(ids.int(), count, mass, bins, cut)
+    return Selection(ids, count, mass, bins, cut)
 
 
 def _count(bins: Tensor) -> Tensor:

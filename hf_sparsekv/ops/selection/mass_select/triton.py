@@ -137,7 +137,7 @@ def _logits(p_scores, m_n, scale, softcap):
     return tl.where(b_s == float("-inf"), float("-inf"), b_l)  # the softcap's tanh would make -inf finite
 
 
-@triton.jit(do_not_specialize=["rows", "n", "chunks"])
+@triton.jit(do_not_specialize=["rows", "n", "coming", "chunks"])
 def mass_select_sum_kernel(
     scores,
     q,
@@ -149,6 +149,7 @@ def mass_select_sum_kernel(
     n,
     near,
     sinks,
+    coming,
     chunks,
     scale,
     softcap,
@@ -181,7 +182,7 @@ def mass_select_sum_kernel(
             q,
             channels,
             recent_kv,
-            length,
+            tl.maximum(length - coming, 0),
             sealed,
             sink,
             sums,
@@ -377,6 +378,8 @@ def mass_select(
     max_tokens=None,
     group_reduce="all",
     totals=None,
+    coming=0,
+    out=None,
     config=None,
 ):
     """As ``reference.mass_select``; ``config``: scores of a program, a power of two, with these kernels only."""
@@ -391,10 +394,11 @@ def mass_select(
     def empty(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    ids = empty_rows((*shape, n), torch.int32, device)
-    count = empty(torch.int32)
+    if out is None:
+        out = empty_rows((*shape, n), torch.int32, device), empty(torch.int32)
+    ids, count = out
     found = Selection(ids, count, empty(torch.float32), None, empty(torch.int32))
-    if config is None and softcap is None and group_reduce == "all":
+    if config is None and softcap is None and group_reduce == "all" and not coming:
         limits = {"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens}
         near = {"sinks": sinks, "scale": scale, "sink_logits": sink_logits}
         written = {"ids": ids, "count": count, "mass": found.mass, "cut": found.cut, "totals": totals}
@@ -407,7 +411,7 @@ def mass_select(
             *(scores, q, channels, recent_kv, rows),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
-            group_reduce=group_reduce,
+            **{"group_reduce": group_reduce, "coming": coming, "out": out},
         )
     each = lists * group
     sums = Sums(*empty_parts((each * chunks, each, each), torch.float32, device))
@@ -428,6 +432,7 @@ def mass_select(
         n,
         recent_kv.shape[2],
         sinks,
+        coming,
         chunks,
         *scales,
         GROUP=group,
