@@ -110,6 +110,7 @@ class PrefixCache(SparseCache):
             key, value = materialise(store)
             valid = None if store.held.valid is None else store.held.valid_columns(store.device)
             n = min(policy.first.shape[2], key.shape[2])
+            other.policy.params = policy.params  # the first choice may need them
             other.fill(policy.first[:, :, :n], key[:, :, :n], value[:, :, :n], None if valid is None else valid[:, :n])
             if n < key.shape[2]:
                 rest = None if valid is None else valid[:, n:]

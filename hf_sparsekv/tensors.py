@@ -69,11 +69,8 @@ def lowered(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 _LOWERED = torch.float32, torch.float16, torch.bfloat16
 
 
-def as_called(function: Callable[[], Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    """``function``, to be called inside :func:`no_autocast`, computes in the autocast that is on now.
-
-    The result is then :func:`lowered` to ``dtype``.
-    """
+def as_called(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``function``, to be called inside :func:`no_autocast`, computes in the autocast that is on now."""
     kinds = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)] if any_autocast() else ()
     if not kinds:
         return function
@@ -83,7 +80,7 @@ def as_called(function: Callable[[], Tensor], dtype: torch.dtype | None) -> Call
         with ExitStack() as stack:
             for kind, low in zip(kinds, dtypes):
                 stack.enter_context(torch.autocast(kind, low))
-            return lowered(function(), dtype)
+            return function()
 
     return call
 

@@ -120,7 +120,7 @@ class Hooks:
             if foresight.source == "mid":
                 here.call = layer, given
             else:
-                layer.foresee(lambda: begins.query(foresight.expected(stream, layer.store), given), stream)
+                layer.foresee(lambda: begins.expected(foresight.expected(stream, layer.store), given), stream)
 
         return entered
 
@@ -133,7 +133,7 @@ class Hooks:
             (layer, given), here.call = here.call, None
             if module is norm and args and layer.index == point.index:
                 stream = args[0]
-                layer.foresee(lambda: point.query(stream, given), stream)
+                layer.foresee(lambda: point.expected(stream, given), stream)
 
         return half_way
 

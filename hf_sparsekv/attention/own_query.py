@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_name import without_cache
+from ..types import AttentionParams
 from .handle import KVHandle, Step
 from .mla import Absorbed, is_mla
 
@@ -27,9 +28,9 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # rows 
 class Asked(Exception):
     """Ends a layer's forward as soon as its query, or another wanted tensor, is known."""
 
-    def __init__(self, found: Tensor) -> None:
+    def __init__(self, found: Tensor, params: AttentionParams | None = None) -> None:
         super().__init__("a layer's forward pass was ended on purpose")
-        self.found = found
+        self.found, self.params = found, params
 
 
 class _Probe:
@@ -52,8 +53,10 @@ class _Probe:
     def get_seq_length(self, *args, **kwargs) -> int:
         return 0
 
-    def attend(self, module: nn.Module, step: Step, query: Tensor, *rest) -> NoReturn:
-        raise Asked(query)
+    def attend(
+        self, module: nn.Module, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, *rest
+    ) -> NoReturn:
+        raise Asked(query, params)
 
     def materialise(self, step: Step, which: str) -> Tensor:
         return step.k if which == "k" else step.v
@@ -129,10 +132,10 @@ def _query_only(attention: nn.Module) -> nn.Module:
 
 def query_of(
     layer: nn.Module, attention: str, cache_name: str, stream: Tensor, given: dict[str, Any], whole: bool
-) -> Tensor | None:
+) -> tuple[Tensor, AttentionParams] | None:
     """The query of a decoder layer whose input is ``stream``: ``[batch, Hq, 1, Dk]``, before absorption in MLA.
 
-    None: the layer ended without calling the attention function.
+    And with what parameters it attends. None: the layer ended without calling the attention function.
 
     Args:
         attention: the name of its attention module.
@@ -148,5 +151,6 @@ def query_of(
     try:
         view.forward(stream.detach(), **given)  # another tensor object: fused layers leave notes with theirs
     except Asked as asked:
-        return asked.found
+        assert asked.params is not None
+        return asked.found, asked.params
     return None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_name import GENERATE, declared_name
+from ..types import AttentionParams
 from .decoder import attention_name, layer_type, mixers, parameters, returns_tuple, stack_of
 from .mla import Absorbed, is_mla
 from .own_query import Asked, query_of, view_of
@@ -74,9 +75,15 @@ class Point:
         """Width of the stream."""
         return self.module.config.hidden_size
 
-    @torch.no_grad()
     def query(self, stream: Tensor, given: dict[str, Any], whole: bool = False) -> Tensor:
+        """The query of :meth:`expected` alone."""
+        return self.expected(stream, given, whole)[0]
+
+    @torch.no_grad()
+    def expected(self, stream: Tensor, given: dict[str, Any], whole: bool = False) -> tuple[Tensor, AttentionParams]:
         """The layer's query for the input ``stream [batch, 1, hidden]``: ``[batch, Hq, Dk]``, absorbed in MLA.
+
+        And with what parameters it attends.
 
         Args:
             given: the layer's other arguments.
@@ -85,11 +92,11 @@ class Point:
         Raises:
             RuntimeError: the layer ended without calling its attention function.
         """
-        query = query_of(self.layer, self.attention, self.cache_name, stream, given, whole)
-        if query is None:
+        found = query_of(self.layer, self.attention, self.cache_name, stream, given, whole)
+        if found is None:
             raise RuntimeError(f"layer {self.index} has not called the attention function sparsekv")
-        module = self.module
-        return (Absorbed(module).queries(query) if is_mla(module) else query)[:, :, 0]
+        module, (query, params) = self.module, found
+        return (Absorbed(module).queries(query) if is_mla(module) else query)[:, :, 0], params
 
 
 def place(foresight: str) -> str:

@@ -16,7 +16,7 @@ from ..kv.rows import Rows
 from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
 from ..policies.plan import Plan
-from ..tensors import no_autocast
+from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .next_step import NextStep
 from .owned import Owner, new_rows
@@ -42,6 +42,23 @@ def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, tally: Tall
     store.seal_due(policy)
     policy.look_ahead(q, store, plan)
     policy.account(q, store, plan, tally)
+
+
+def asking(
+    policy: Policy, expected: Callable[[], tuple[Tensor, AttentionParams]], dtype: torch.dtype | None
+) -> Callable[[], Tensor]:
+    """What gives the query that is expected of a layer, and tells its policy with what parameters it attends.
+
+    Called inside :func:`no_autocast`, it computes in the autocast that is on now; the query is lowered to ``dtype``.
+    """
+
+    def asks() -> Tensor:
+        query, params = expected()
+        if policy.params is None:  # a cache from a file has attended to nothing yet
+            policy.params = params
+        return lowered(query, dtype)
+
+    return as_called(asks)
 
 
 @no_autocast

@@ -23,12 +23,12 @@ from ..kv.read_back import materialise
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
-from ..tensors import any_autocast, as_called, lowered, no_autocast
+from ..tensors import any_autocast, lowered, no_autocast
 from ..types import AttentionParams
 from .beginning import begin_pass
 from .captured import CapturedLayer
 from .checks import check_tokens, fits
-from .decode import asked, attend, finish, foresee, planned, store_token
+from .decode import asked, asking, attend, finish, foresee, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
 from .owned import Owned, Owner, end_pass, is_first, new_rows, next_layer
@@ -178,6 +178,8 @@ class SparseLayer(Owned, CacheLayerMixin):
         if mask is not None and mask.ndim == 4:
             whole = mask = check_4d(mask, query.shape[2], step.length)
         own, owner, captured = not step.committed, self.owner, self.captured
+        if own:
+            self.policy.params = params
         if own and captured is None:
             known, k = owner.under_way, step.k
             mine = known if known is not None and known.before is step.before and known.mask is mask else None
@@ -288,14 +290,15 @@ class SparseLayer(Owned, CacheLayerMixin):
         finish(store, policy, q, plan, step.under_way.tally)
         return out
 
-    def foresee(self, query: Callable[[], Tensor], stream: Tensor) -> None:
-        """The layer before has begun a decode step, and ``query()`` is what it expects this one to ask.
+    def foresee(self, expected: Callable[[], tuple[Tensor, AttentionParams]], stream: Tensor) -> None:
+        """The layer before has begun a decode step, and ``expected()`` is what it expects this one to ask.
 
         Args:
-            query: gives ``[batch, Hq, Dk]``.
+            expected: gives the query ``[batch, Hq, Dk]``, and with what parameters the layer will attend.
             stream: what it reads, ``[batch, 1, hidden]``: kept until that is done.
         """
-        store, policy, query = self.store, self.policy, as_called(query, _dtype(self.store))
+        store, policy = self.store, self.policy
+        query = asking(policy, expected, _dtype(store))
         if self.captured is not None:
             self.captured.foresee(store, policy, query, stream)
         elif store is not None and store.length and not self.broken and stream.shape[0] == store.batch:

@@ -18,6 +18,7 @@ from .plan import DENSE, Plan
 
 if TYPE_CHECKING:
     from .ahead.foresight import Foresight
+    from .by_need import ByNeed
     from .device_tokens import DeviceTokens
     from .label_index import LabelIndex
     from .watch import BlockWatch
@@ -59,10 +60,12 @@ class Policy(Indexing):
         labels: of the tokens in full blocks, by which they are scored.
         tokens: copies of chosen tokens on the device.
         foresight: the query that the layer before expects of this one, in the same step.
+        need: how many tokens a step attends to, where that is not fixed.
+        params: of the layer's attention, as its latest pass has them; None before one: tokens may come without.
         launch: how a captured step runs what comes after the attention.
     """
 
-    PARTS: ClassVar[tuple[str, ...]] = ("watch", "labels", "tokens", "foresight")
+    PARTS: ClassVar[tuple[str, ...]] = ("watch", "labels", "tokens", "foresight", "need")
 
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
@@ -88,6 +91,17 @@ class Policy(Indexing):
         self.labels: LabelIndex | None = None
         self.tokens: DeviceTokens | None = None
         self.foresight: Foresight | None = None
+        self.need: ByNeed | None = None
+        # Replays do not set it, so it stays. A list, which views of rows share.
+        self._params: list[AttentionParams | None] = []
+
+    @property
+    def params(self) -> AttentionParams | None:
+        return self._params[0] if self._params else None
+
+    @params.setter
+    def params(self, params: AttentionParams | None) -> None:
+        self._params[:] = [params]
 
     # ------------------------------------------------------------------ tokens
 

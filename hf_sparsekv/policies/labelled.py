@@ -18,6 +18,7 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .base import Policy
+from .by_need import expected
 from .crossover import Crossover
 from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
@@ -55,6 +56,8 @@ class LabelledPolicy(Policy):
         self.crossover = Crossover(self.method, self.config, self.offloaded)
         if self.labels is not None:
             self.labels.start(store)
+        if self.need is not None:
+            self.need.start(store)
         self.tokens = DeviceTokens.begin(self.tokens, store)
 
     # ------------------------------------------------------------------ labels
@@ -101,8 +104,12 @@ class LabelledPolicy(Policy):
 
         0: no copies of tokens are kept on the device (:mod:`.device_tokens`), or nothing is chosen of so few.
         """
+        if not self.copies_tokens:
+            return 0
+        if self.need is not None:
+            return expected(tokens)
         budget = self.config.budget
-        return budget if self.copies_tokens and tokens > budget else 0
+        return budget if tokens > budget else 0
 
     def enter(self, store: LayerStore) -> DeviceTokens | None:
         """Make room for copies of chosen tokens on the device; None: there are none."""
@@ -151,4 +158,6 @@ class LabelledPolicy(Policy):
             self.labels.stats.tokens += tally.steps
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
-        return () if self.tokens is None else (self.tokens.measured(),)
+        walked = None if self.need is None else self.need.measured(self.layer_idx)
+        copied = None if self.tokens is None else self.tokens.measured()
+        return tuple(found for found in (walked, copied) if found is not None)

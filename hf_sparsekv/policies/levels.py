@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from ..config import OffloadConfig
 from .ahead.lag import LaggingBlockPolicy
 from .base import Policy
 from .block_metadata import bounds_bytes
 from .blocks import BlockPolicy
+from .by_need import expected
 from .device_tokens import add_device_tokens
 from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
+from .need_options import whole_tokens
 from .registry import register
 from .shared import Labelled
 from .token import TokenPolicy
 from .token_config import TokenConfig, has_tail, kind_of, lags, level, selection
-
-
-def _by_need() -> ModuleType:
-    """Imported where it is used: methods are listed in the order of their modules, and the default comes first."""
-    from . import progressive
-
-    return progressive
 
 
 class Levels(Labelled):
@@ -32,7 +25,10 @@ class Levels(Labelled):
 
     def __init__(self, policy: type[Policy], config: TokenConfig, offload: OffloadConfig | None) -> None:
         if config.threshold is not None:
-            policy = _by_need().ProgressivePolicy
+            # Imported here: methods are listed in the order of their modules, and the default comes first.
+            from .progressive import ProgressivePolicy
+
+            policy = ProgressivePolicy
         elif level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
         super().__init__(policy, config, offload)
@@ -40,9 +36,7 @@ class Levels(Labelled):
 
     @property
     def whole_tokens(self) -> int:  # type: ignore[override]
-        if self.config.threshold is not None:
-            return self.config.min_tokens
-        return 0 if level(self.config) == "block" else self.config.budget
+        return 0 if level(self.config) == "block" else whole_tokens(self.config)
 
     @classmethod
     def crossover(cls, config: TokenConfig) -> str:
@@ -66,7 +60,7 @@ class Levels(Labelled):
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         elif request.offload is not None:
             if config.threshold is not None:
-                least, chosen = 0, _by_need().expected(request.table * config.block_size)
+                least, chosen = 0, expected(request.table * config.block_size)
             else:
                 least = chosen = config.budget
             if request.full_blocks * config.block_size > least:

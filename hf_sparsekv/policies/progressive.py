@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
 from ..kv.counters import Tally
-from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
 from ..ops.attention.sparse_decode.reference import gather
-from ..ops.selection.mass_select import MASS_ONE, TOTALS, Selection, mass_select
-from ..ops.selection.mass_select.reference import LENGTHS
 from ..ops.selection.topk_select import token_select
 from ..policies.progressive_config import ProgressiveConfig
 from ..predictor.channels import LabelChannels
@@ -23,6 +20,7 @@ from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
 from .block_walk import BlockWalkPolicy, walk_bytes
+from .by_need import ByNeed, expected
 from .device_tokens import add_device_tokens
 from .drafting import Drafting
 from .label_index import LabelIndex, label_bytes
@@ -84,12 +82,9 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     With an estimate of the papers the layers have :class:`.block_walk.BlockWalkPolicy` instead.
     """
 
-    TENSORS: ClassVar = {
-        "totals": Held(rows=None, trial=True),
-    }
-
     config: ProgressiveConfig
     labels: LabelIndex
+    need: ByNeed
     method = "progressive"
     follows_crops = False
     drafts = "together"
@@ -98,15 +93,12 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
+        self.need = ByNeed(config)
         self._audited = NOTHING
         self.launch = Launch(each_step=config.audit_every is not None)
-        # The latest. It stays: replays of an earlier capture do not set it. A list, which views of rows share.
-        self._params: list[AttentionParams] = []
 
     def reset(self) -> None:
         super().reset()
-        if self.totals is not None:
-            self.totals.zero_()
         self._audited = NOTHING
 
     @no_inference_mode
@@ -114,7 +106,6 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         super().start(store, q_heads)
         if self.config.means:
             store.keep_means(self.config.tail_tokens)
-        self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
 
     # ------------------------------------------------------------------ a step
 
@@ -128,8 +119,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         return planned("walk", self.fetches, self.tokens is not None, brings=self.fetches)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        self._params[:] = [params]
-        found = self._select(q, store, params, self.totals)
+        found = self.need.select(q, store, self.labels, params)
         if plan.ahead:
             self._taken = found.ids, found.count
         return self.attend_to(q, found.ids, store, params, plan.paged, found.count)
@@ -137,29 +127,9 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        self._params[:] = [params]
-        found = self._select(q, rows, params, self.totals)
+        found = self.need.select(q, rows, self.labels, params)
         brings = self.bring(found.ids, store, found.count)
         return self.attend_to(q, found.ids, rows, params, brings, found.count)
-
-    def _select(self, q: Tensor, store: LayerStore, params: AttentionParams, totals: Tensor | None = None) -> Selection:
-        config = self.config
-        return mass_select(
-            self.labels.scores(q, store, reduce="none", fill=False),
-            q,
-            self.labels.channels_of(store),
-            store.recent_kv,
-            store.rows,
-            sinks=store.sinks,
-            scale=params.scale,
-            softcap=params.softcap,
-            sink_logits=params.sink_logits,
-            threshold=config.threshold,
-            min_tokens=config.min_tokens,
-            max_tokens=config.max_tokens,
-            group_reduce=config.group_reduce,
-            totals=totals,
-        )
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         every = self.config.audit_every
@@ -191,8 +161,9 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
         """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
-        (params,), heads = self._params, store.heads
-        found = self._select(q, store, params)
+        params, heads = self.params, store.heads
+        assert params is not None
+        found = self.need.select(q, store, self.labels, params, counted=False)
         n = found.ids.shape[-1]
         there = torch.arange(n, device=q.device) < found.count[..., None]
         taken = torch.zeros(*found.ids.shape[:2], n + 1, dtype=torch.bool, device=q.device)
@@ -228,33 +199,17 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         )
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
-        copied = super().measured()
-        if self.totals is None:
-            return copied
-        counted = self.totals.tolist()
-        found = dict(zip(TOTALS, counted))
+        found = super().measured()
         audits, mass, least, estimate = self._audited
-        walked = WalkStats(
-            layer=self.layer_idx,
-            walks=found["walks"],
-            tokens_used=found["used"],
-            capped=found["capped"],
-            mass=found["mass"] / MASS_ONE / found["walks"] if found["walks"] else None,
-            least_mass=1 - found["worst"] / MASS_ONE if found["walks"] else None,
-            histogram=tuple(counted[len(TOTALS) :]),
+        if not audits:
+            return found
+        walked = found[0]
+        assert isinstance(walked, WalkStats)
+        walked = replace(
+            walked,
             audits=audits,
-            audited_mass=mass / audits if audits else None,
-            least_audited_mass=least if audits else None,
-            audited_estimate=estimate / audits if audits else None,
+            audited_mass=mass / audits,
+            least_audited_mass=least,
+            audited_estimate=estimate / audits,
         )
-        return walked, *copied
-
-    def wanted_copies(self, tokens: int) -> int:
-        return expected(tokens) if self.fetches else 0
-
-
-def expected(tokens: int) -> int:
-    """Tokens of one row and KV head that a step is expected to choose of so many: room is made for several such
-    selections, a quarter of them.
-    """
-    return max(1, tokens // 32)
+        return walked, *found[1:]

@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
-from ..config import SparseConfig
-from ..option_checks import flag_or_none, one_of, positive, power_of_two, require, share
+from ..option_checks import flag_or_none, one_of, positive, power_of_two, require
 from .label_options import Importance, Reduce, check_labels, check_tail
-
-FIXED = 1024  # tokens, unless the configuration says otherwise
-MIN_TOKENS = 64  # of a selection by need
+from .need_options import BudgetOrMass
 
 Metadata = Literal["min_max", "cuboid_mean", "mean"]
 METADATA = ("min_max", "cuboid_mean", "mean")
@@ -35,7 +32,7 @@ def _check_index(config: TokenConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenConfig(SparseConfig):
+class TokenConfig(BudgetOrMass):
     """Tokens by quantised label channels, among all or in a bounded number of blocks. ``TwoLevelConfig`` is an alias.
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
@@ -125,14 +122,10 @@ class TokenConfig(SparseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("level", self.level, LEVELS)
-        if self.token_budget is not None:
-            positive("token_budget", self.token_budget)
-        if self.mass is not None:
-            share("mass", self.mass)
-            require(
-                level(self) == "token",
-                f"mass={self.mass} goes with level='token', not with a choice of blocks: give a token_budget instead",
-            )
+        require(
+            self.mass is None or level(self) == "token",
+            f"mass={self.mass} goes with level='token', not with a choice of blocks: give a token_budget instead",
+        )
         if self.num_blocks is not None:
             positive("num_blocks", self.num_blocks)
             holds = self.num_blocks * self.block_size
@@ -151,30 +144,6 @@ class TokenConfig(SparseConfig):
         check_labels(self)
         check_tail(self)
         flag_or_none("lag", self.lag)
-
-    # What selection by need (:mod:`.progressive`) asks of a configuration.
-    group_reduce: ClassVar[Literal["all"]] = "all"
-    audit_every: ClassVar[None] = None
-
-    @property
-    def threshold(self) -> float | None:
-        """Share of the mass to cover; None: the number of tokens is fixed."""
-        return self.mass
-
-    @property
-    def budget(self) -> int:
-        """The number of tokens, where it is fixed."""
-        return self.token_budget or (FIXED if self.mass is None else 0)
-
-    @property
-    def min_tokens(self) -> int:
-        """Tokens attended at least."""
-        return min(MIN_TOKENS, self.token_budget or MIN_TOKENS)
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Tokens attended at most."""
-        return self.token_budget
 
     @property
     def means(self) -> bool:

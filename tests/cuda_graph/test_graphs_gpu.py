@@ -15,8 +15,8 @@ from models import build
 
 from hf_sparsekv import optimize, unoptimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.policies.by_need import ByNeed
 from hf_sparsekv.policies.device_tokens import DeviceTokens
-from hf_sparsekv.policies.progressive import ProgressivePolicy
 
 pytestmark = pytest.mark.gpu
 
@@ -179,10 +179,10 @@ def test_half_precision():
 def test_chosen_tokens_outlive_a_slow_side_stream(monkeypatch):
     """What a captured step hands to its side stream is not overwritten by later layers, however late it is read."""
     made, read = [], []
-    select, bring = ProgressivePolicy._select, DeviceTokens.bring
+    select, bring = ByNeed.select, DeviceTokens.bring
 
-    def chosen(self, *args):
-        found = select(self, *args)
+    def chosen(self, *args, **named):
+        found = select(self, *args, **named)
         if torch.cuda.is_current_stream_capturing():
             made.append(found.count.clone())
         return found
@@ -193,7 +193,7 @@ def test_chosen_tokens_outlive_a_slow_side_stream(monkeypatch):
             read.append(used.clone())
         return bring(self, ids, store, used)
 
-    monkeypatch.setattr(ProgressivePolicy, "_select", chosen)
+    monkeypatch.setattr(ByNeed, "select", chosen)
     monkeypatch.setattr(DeviceTokens, "bring", late)
     fast = optimize(build("llama", "sparsekv", num_hidden_layers=4).cuda())
     cache = CACHES["progressive-host"](**TIGHT)

@@ -110,6 +110,18 @@ def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., Spar
     return make
 
 
+def predicted_need(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    """As :func:`by_need`, for expected queries."""
+
+    def make(model_config=None, **changes) -> SparseCache:
+        changes = {**settings, **changes}
+        if changes.pop("token_budget", None) == FULL["token_budget"]:
+            changes["mass"] = 1.0
+        return predictive(offload, model_config, **{"mass": 0.6, **changes})
+
+    return make
+
+
 def generic(method: Method, offload: OffloadConfig | None = None) -> Callable[..., SparseCache]:
     """Caches of a method with test-sized settings, of which it takes those that it has.
 
@@ -166,6 +178,10 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
     "predictive-tail": _predictive(False, **TAIL),
     "predictive-host-tail": _predictive(True, predictor="ridge", **TAIL),
+    "predictive-need": predicted_need(False),
+    "predictive-need-host-tail": predicted_need(True, **TAIL),
+    "predictive-need-earlier": predicted_need(False, predictor="ridge", **TAIL),
+    "predictive-need-earlier-host": predicted_need(True, predictor="assembled_ridge"),
     "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
     "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),

@@ -16,7 +16,7 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
 
     def again(policy, store, q_heads):
         start(policy, store, q_heads)
-        policy.totals = held.setdefault(policy.layer_idx, policy.totals)
+        policy.need.totals = held.setdefault(policy.layer_idx, policy.need.totals)
 
     def watch(policy, *given, **more):
         observe(policy, *given, **more)
@@ -34,10 +34,10 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
             replay, policies = graph.replay, [state.layer.policy for state in saved]
 
             def silently():
-                known = [policy._params for policy in policies]
+                known = [policy.params for policy in policies]
                 replay()
                 for policy, spec in zip(policies, known):
-                    policy._params = spec
+                    policy.params = spec
 
             graph.replay = silently
             return graph, output

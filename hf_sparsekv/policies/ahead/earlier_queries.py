@@ -5,8 +5,10 @@ Apart from :mod:`.layer_ahead` because the choice outlives its step, and needs t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ...kv.counters import Tally
@@ -33,11 +35,15 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     chosen.
     """
 
-    TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
+    TENSORS: ClassVar = {
+        "ids": Held(trial=True, counted=True, file="chosen", when="chosen"),  # [batch, H, room]
+        "counts": Held(trial=True, counted=True),  # by need: int32 [batch, H], how many of the ids there are
+    }
     HOST: ClassVar = {"_predicted": None}  # in a captured step, from its query to the end of its attention
     PARTS: ClassVar = ("queries",)
 
     queries: QueryRing
+    counts: Tensor | None
     _predicted: Tensor | None
 
     def __init__(
@@ -52,10 +58,32 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
+        self._fit(store)
+        if self.need is not None:
+            self.ids.fill_(-1)
         made = store.batch, q_heads, store.key_dim, store.dtype, store.device
         if self.queries is None or not self.queries.fits(*made):
             self.queries = QueryRing(store.batch, q_heads, self.predictor.slots, *made[2:])
         self.queries.clear()
+
+    @no_inference_mode
+    def _fit(self, store: LayerStore) -> None:
+        """By need, have room for all tokens that the block table has room for."""
+        if self.need is None:
+            return
+        held, shape = self.ids, (store.batch, store.heads, store.block_table.shape[1] * store.block_size)
+        same = held is not None and (held.shape[0], held.device) == (store.batch, store.device)
+        if same and held.shape[-1] >= shape[-1]:
+            return
+        self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
+        if same:
+            self.ids[..., : held.shape[-1]] = held
+        else:
+            self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=store.device)
+
+    def _there(self, store: LayerStore) -> Tensor:
+        """The ids that a step of these rows may choose, ``[batch, H, n]``."""
+        return self.ids if self.need is None else self.ids[..., : store.table.shape[1] * store.block_size]
 
     # ------------------------------------------------------------------ a step
 
@@ -87,7 +115,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         return planned("chosen" if self.chosen else "dense", True, self.chosen and self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        return self.attend_to(q, self.ids, store, params, plan.paged)
+        return self.attend_to(q, self._there(store), store, params, plan.paged, self.counts)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
@@ -102,6 +130,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         self.queries.rewind(store.held.lengths)
         plan = self.plan(store)
         if plan.ahead:
+            self._fit(store)
             self.enter(store)
         return plan
 
@@ -114,19 +143,55 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         if plan.ahead:
             self._predicted = self._predict()
 
+    def reopened(self) -> None:
+        super().reopened()
+        if self.need is not None:
+            self.ids.fill_(-1)  # the next choice may be among fewer tokens, and write no more
+
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         super().look_ahead(q, store, plan)
         if not plan.ahead:
             return
+        if self.need is not None and self.params is None:  # tokens came without an attention, as in no step
+            self.chosen = self.paged = False
+            return
         self.chosen = True
         predicted, self._predicted = self._predicted, None
         self.choose_for(self._predict() if predicted is None else predicted, store)
-        self.paged = self.bring(self.ids, store)
+        self.paged = self.bring(self._there(store), store, self.counts)
+
+    def choose_for(self, q: Tensor, store: LayerStore) -> None:
+        if self.need is None:
+            super().choose_for(q, store)
+            return
+        if not store.capturing:
+            self._fit(store)
+        assert self.params is not None and self.counts is not None
+        # The step has stored its token, and sealed: the ring holds every recent token of the rows.
+        self.need.select(q, store, self.labels, self.params, out=(self._there(store), self.counts))
 
     def _predict(self) -> Tensor:
         """The next query ``[batch, Hq, Dk]``."""
         queries = self.queries
         return self.predictor.predict(queries.held, queries.position, queries.count)
+
+    # ------------------------------------------------------------------ files
+
+    def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
+        found = super().to_file(lengths)
+        if self.counts is not None and "chosen" in found:
+            found["chosen"] = found["chosen"][..., : max(1, int(self.counts.max()))].contiguous()
+        return found
+
+    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
+        chosen = found.get("chosen")
+        if self.counts is not None and chosen is not None:  # perhaps of a fixed number
+            ids = torch.nn.functional.pad(chosen, (0, self.ids.shape[-1] - chosen.shape[-1]), value=-1)
+            found = {**found, "chosen": ids}
+            self.counts.copy_((ids >= 0).sum(-1))
+        super().from_file(found, device, lengths)
+
+    # ------------------------------------------------------------------ after replays
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)

@@ -33,10 +33,13 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     drafts = "together"
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand
-        "_places": None,  # where the chosen tokens are, from their choice to the attention to them
+        # From their choice to the attention to them: the tokens, how many count or None, and where they are.
+        "_chosen": None,
+        "_places": None,
     }
 
     foreseen: int | None
+    _chosen: tuple[Tensor, Tensor | None] | None
     _places: Tensor | None
 
     def __init__(
@@ -72,7 +75,9 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before expects ``q [batch, Hq, Dk]`` of this one, in the step that has begun."""
-        self._choose_for(q, store)
+        # This layer stores the step's token after that, perhaps at the same time. An eager step's rows do not count it
+        # yet. A captured step's do, so by need it is left out; all other recent tokens are in the ring.
+        self._choose_for(q, store, coming=1 if store.capturing else 0)
         self.foreseen = store.length
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
@@ -80,30 +85,50 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
             self._choose_for(q, store)
         elif not store.capturing:
             store.counters.foreseen += 1
-        self.foreseen = None  # layers that share these keys attend for queries of their own
+        assert self._chosen is not None
+        (ids, used), places = self._chosen, self._places
+        self._forget()  # layers that share these keys attend for queries of their own
+        if used is not None:
+            ids, used = reads_here(ids), reads_here(used)
         if self.watch is not None:
-            self.watch.mark_tokens(self.ids, store.block_size)
-        if self._places is None:
-            return store.attend(q, self.ids, "token", params)
+            self.watch.mark_tokens(ids, store.block_size)
+        if places is None:
+            return store.attend(q, ids, "token", params, used=used)
         assert self.tokens is not None
-        places, self._places = reads_here(self._places), None
-        return store.attend(q, places, "token", params, pages=self.tokens.pages, columns=self.ids)
+        pages = self.tokens.pages
+        return store.attend(q, reads_here(places), "token", params, pages=pages, used=used, columns=ids)
 
     def begin_drafts(self) -> None:
-        self.foreseen = self._places = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is chosen."""
+        self.foreseen = self._chosen = self._places = None
 
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        ids = self.best_tokens(q, rows)
-        return self.attend_to(q, ids, rows, params, self.bring(ids, store))
+        if self.need is None:
+            ids, used = self.best_tokens(q, rows), None
+        else:
+            ids, used, *_ = self.need.select(q, rows, self.labels, params)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
 
-    def _choose_for(self, q: Tensor, store: LayerStore) -> None:
-        """Choose the tokens that this query wants, and bring them to the device."""
-        self.choose_for(q, store)
-        if self.bring(self.ids, store):
+    def _choose_for(self, q: Tensor, store: LayerStore, coming: int = 0) -> None:
+        """Choose the tokens that this query wants, and bring them to the device.
+
+        ``coming``: tokens of the rows that are not stored yet.
+        """
+        if self.need is None:
+            self.choose_for(q, store)
+            ids, used = self.ids, None
+        else:
+            assert self.params is not None
+            ids, used, *_ = self.need.select(q, store, self.labels, self.params, coming=coming)
+        self._chosen, self._places = (ids, used), None
+        if self.bring(ids, store, used):
             assert self.tokens is not None
-            self._places = self.tokens.locate(self.ids, store)
+            self._places = self.tokens.locate(ids, store, used)
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)

@@ -13,16 +13,19 @@ from torch import Tensor
 from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...ops.selection.topk_select import token_select
+from ...predictor.channels import LabelChannels
 from ...tensors import no_inference_mode
+from ..by_need import ByNeed
 from ..label_index import LabelIndex
 from ..labelled import LabelledPolicy
 from ..memory import Request
+from ..need_options import whole_tokens
 from ..plan import CROSSOVER, DENSE, Plan, planned
 from .predictive_config import PredictiveConfig
 
 
 class PredictedTokens(LabelledPolicy):
-    """State: the tokens that are chosen; with blocks in host memory, their copies."""
+    """State: the tokens that are chosen, where their number is fixed; with blocks in host memory, their copies."""
 
     TENSORS: ClassVar = {"ids": Held(trial=True, counted=True)}  # [batch, H, room]
 
@@ -31,11 +34,19 @@ class PredictedTokens(LabelledPolicy):
     ids: Tensor
     method = "predictive"
 
+    def __init__(
+        self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+    ) -> None:
+        super().__init__(config, layer_idx, offloaded, channels)
+        self.need = None if config.threshold is None else ByNeed(config)
+
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        if self.config.tail is not None and not on_second_device(self.config):
+        if self.config.means:
             store.keep_means(self.config.tail_tokens)
+        if self.need is not None:
+            return
         room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
@@ -50,7 +61,7 @@ class PredictedTokens(LabelledPolicy):
 
     def choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`."""
-        budget = self.config.token_budget
+        budget = self.config.budget
         scores, ids = self.scores(q, store), self.ids[..., :budget]
         token_select(scores, None, budget, store.block_size, rows=store.rows, out=ids)
 
@@ -68,24 +79,24 @@ class PredictedTokens(LabelledPolicy):
 def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:
     """Steps attend to a selection at this length; that changes only where a block is sealed.
 
-    ``all_of``: so many tokens in full blocks are all attended to; default: the budget.
+    ``all_of``: so many tokens in full blocks are all attended to; default: the budget, or the least by need.
     """
     held = store.full_blocks * store.block_size
-    if held <= (config.token_budget if all_of is None else all_of):
+    if held <= (whole_tokens(config) if all_of is None else all_of):
         return False
     return held + config.window + config.max_draft >= config.start_length
 
 
 def room_for(config: PredictiveConfig) -> int:
-    """Tokens that a row and KV head can hold chosen: the budget, in whole blocks."""
-    return -(-config.token_budget // config.block_size) * config.block_size
+    """Tokens that a row and KV head can hold chosen of a fixed number: the budget, in whole blocks."""
+    return -(-config.budget // config.block_size) * config.block_size
 
 
 def ids_bytes(request: Request) -> int:
     """Bytes of the ids of chosen tokens, all layers."""
-    return sum(request.batch * each.heads * room_for(request.config) * 4 for each in request.layers)
-
-
-def on_second_device(config: PredictiveConfig) -> bool:
-    """Another device keeps the blocks, and chooses."""
-    return config.cache_rank not in (None, "stream", "host")
+    config = request.config
+    if config.threshold is None:
+        room = room_for(config)
+    else:  # those of the same step are not kept
+        room = 0 if config.by_layer else request.table * config.block_size + 1
+    return sum(request.batch * each.heads * room * 4 for each in request.layers)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from ...config import OffloadConfig
 from ..base import Policy
+from ..by_need import expected
 from ..device_tokens import add_device_tokens
 from ..label_index import label_bytes
 from ..memory import Memory, Request, mean_bytes
+from ..need_options import whole_tokens
 from ..registry import register
 from ..shared import Labelled
 from .earlier_queries import EarlierQueriesPolicy, queries_bytes
 from .layer_ahead import LayerAheadPolicy
-from .predicted_tokens import ids_bytes, on_second_device, room_for
-from .predictive_config import PredictiveConfig
+from .predicted_tokens import ids_bytes, room_for
+from .predictive_config import PredictiveConfig, on_second_device
 from .second_device.policy import SecondDevice
 
 
@@ -24,7 +26,7 @@ class Predictive(Labelled):
     def __init__(self, policy: type[Policy], config: PredictiveConfig, offload: OffloadConfig | None) -> None:
         super().__init__(LayerAheadPolicy if config.by_layer else policy, config, offload)
         self.rows_join = config.by_layer
-        self.whole_tokens = config.token_budget
+        self.whole_tokens = whole_tokens(config)
         if config.by_layer and config.prediction != "own":
             assert isinstance(config.prediction, str)
             self.foresight = config.prediction
@@ -60,10 +62,12 @@ class Predictive(Labelled):
         memory = Memory(blocks=request.blocks)
         memory.tables = ids_bytes(request) + (0 if config.by_layer else queries_bytes(request))
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
-        memory.means = 0 if config.tail is None else mean_bytes(request)
-        begun = request.full_blocks * config.block_size > config.token_budget and request.context >= config.start_length
+        memory.means = mean_bytes(request) if config.means else 0
+        held = request.full_blocks * config.block_size
+        begun = held > whole_tokens(config) and request.context >= config.start_length
         if request.offload is not None and begun:
-            add_device_tokens(memory, request, config.token_budget)
+            by_need = expected(request.table * config.block_size)
+            add_device_tokens(memory, request, config.budget if config.threshold is None else by_need)
         return memory
 
 

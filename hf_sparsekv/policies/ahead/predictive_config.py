@@ -12,10 +12,11 @@ from typing import Literal
 
 import torch
 
-from ...config import SparseConfig
 from ...option_checks import flag, not_negative, one_of, positive, require
 from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
 from ..label_options import Importance, Reduce, check_labels, check_tail
+from ..need_options import BudgetOrMass
+from ..token_config import TokenConfig
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
 BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
@@ -29,13 +30,17 @@ def _is_device(name: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictiveConfig(SparseConfig):
+class PredictiveConfig(BudgetOrMass):
     """Tokens chosen for a predicted query, so that a step finds them chosen.
 
     Source: AsyncSpade, section 4.
 
     Args:
-        token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
+        token_budget: tokens attended per step, row and KV head, beside sinks and recent window. ``None`` means 1,024,
+            or with ``mass`` as many as that takes.
+        mass: choose by need: the tokens of the largest masses that are estimated for the expected query, until this
+            share of each query head's attention mass is covered, in (0, 1]. At least 64 tokens, at most
+            ``token_budget``. ``None``: always ``token_budget`` tokens. A second device chooses a fixed number.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
             from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. A
             little more right are its input plus what it added to the residual stream for the row's token before
@@ -62,22 +67,24 @@ class PredictiveConfig(SparseConfig):
     """
 
     FREE = (
-        *("token_budget", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
+        *("token_budget", "mass", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
         *("layers_per_pack", "token_reduce"),
     )
     PRESETS = MappingProxyType(
         {
             "fast": {"token_budget": 512},
             "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-            "previous": {"predictor": "assembled_ridge", "tail": None},
-            "paper": {"predictor": "assembled", "tail": None},
+            "previous": {"mass": None, "predictor": "assembled_ridge", "tail": None},
+            "paper": {"mass": None, "predictor": "assembled", "tail": None},
         }
     )
+    UNNAMED = MappingProxyType({"mass": None})
 
-    label_share = 4
+    label_share = TokenConfig.label_share
 
     dense_layers: int = 2
-    token_budget: int = 1024
+    token_budget: int | None = None
+    mass: float | None = None
     predictor: str | Predict | None = None
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON
@@ -96,7 +103,6 @@ class PredictiveConfig(SparseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("token_budget", self.token_budget)
         if isinstance(self.predictor, str):
             one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
         own = PREDICTOR if self.predictor is None or self.predictor in BY_LAYER else self.predictor
@@ -116,10 +122,25 @@ class PredictiveConfig(SparseConfig):
             f"with cache_rank={self.cache_rank!r} blocks lie on that device, so attending to all of them is never as "
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
+        require(  # by default there is none on a second device
+            not on_second_device(self) or self.mass in (None, type(self).mass),
+            f"mass={self.mass} chooses where the blocks are read, which cache_rank={self.cache_rank!r} cannot: give a "
+            "token_budget instead, or leave cache_rank out",
+        )
         flag("strict", self.strict)
         positive("layers_per_pack", self.layers_per_pack)
         check_labels(self)
         check_tail(self)
+
+    @property
+    def threshold(self) -> float | None:
+        """Share of the mass to cover; None: the number of tokens is fixed."""
+        return None if on_second_device(self) else self.mass
+
+    @property
+    def means(self) -> bool:
+        """Means stand for tokens that are not chosen."""
+        return self.tail is not None and not on_second_device(self)
 
     @property
     def prediction(self) -> str | Predict:
@@ -132,3 +153,8 @@ class PredictiveConfig(SparseConfig):
     def by_layer(self) -> bool:
         """Queries are expected within a step, or not at all: nothing of earlier steps is needed."""
         return isinstance(self.prediction, str) and self.prediction in BY_LAYER
+
+
+def on_second_device(config: PredictiveConfig) -> bool:
+    """Another device keeps the blocks, and chooses."""
+    return config.cache_rank not in (None, "stream", "host")

@@ -66,13 +66,11 @@ class ReplicaPolicy(EarlierQueriesPolicy):
         if use_triton(scores):
             from ....ops.selection.topk_select.triton import scratch_size
 
-            scratch = peer.buffer(
-                "select", (scratch_size(scores, self.config.token_budget),), torch.int32, stream_index
-            )
+            scratch = peer.buffer("select", (scratch_size(scores, self.config.budget),), torch.int32, stream_index)
         return predicted, scores, scratch, peer.buffer("pack", (2 * self.ids.numel(),), torch.int32, stream_index)
 
     def choose(self, store: LayerStore) -> None:
-        queries, budget = self.queries, self.config.token_budget
+        queries, budget = self.queries, self.config.budget
         predicted, scores, scratch, _ = self.memory(store)
         self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
         scores = scores[..., : store.table.shape[1] * store.block_size]

@@ -1,0 +1,77 @@
+"""Options of methods that choose by need: as many tokens as cover a share of the attention mass.
+
+Apart from the configurations because those that also know a fixed budget say in the same way which of the two holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from ..config import SparseConfig
+from ..option_checks import positive, share
+
+FIXED = 1024  # tokens, unless the configuration says otherwise
+MIN_TOKENS = 64  # of a selection by need
+
+
+class NeedOptions(Protocol):
+    """What a selection by need (:mod:`.by_need`) asks of a configuration.
+
+    Attributes:
+        threshold: share of the mass to cover; None: the number of tokens is fixed.
+        min_tokens, max_tokens: tokens attended at least, and at most (None: all).
+        group_reduce: see :func:`..ops.selection.mass_select.mass_select`.
+    """
+
+    @property
+    def threshold(self) -> float | None: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def group_reduce(self) -> Literal["all", "sum"]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOrMass(SparseConfig):
+    """A fixed number of tokens, or as many as ``mass`` takes, and then ``token_budget`` at most."""
+
+    group_reduce: ClassVar[Literal["all"]] = "all"
+    audit_every: ClassVar[None] = None
+
+    token_budget: int | None = None
+    mass: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_budget is not None:
+            positive("token_budget", self.token_budget)
+        if self.mass is not None:
+            share("mass", self.mass)
+
+    @property
+    def threshold(self) -> float | None:
+        """Share of the mass to cover; None: the number of tokens is fixed."""
+        return self.mass
+
+    @property
+    def budget(self) -> int:
+        """The number of tokens, where it is fixed."""
+        return self.token_budget or (FIXED if self.threshold is None else 0)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens attended at least."""
+        return min(MIN_TOKENS, self.token_budget or MIN_TOKENS)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens attended at most."""
+        return self.token_budget
+
+
+def whole_tokens(config: BudgetOrMass) -> int:
+    """So many tokens in full blocks are all attended to."""
+    return config.budget if config.threshold is None else config.min_tokens
