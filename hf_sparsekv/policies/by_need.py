@@ -54,14 +54,14 @@ class ByNeed(State):
         params: AttentionParams,
         *,
         counted: bool = True,
-        coming: int = 0,
+        stored: Tensor | None = None,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> Selection:
         """The tokens of full blocks that ``q [batch, Hq, Dk]`` needs beside the recent ones.
 
         Args:
             counted: :meth:`measured` counts them.
-            coming: tokens of ``store.rows`` that this layer has not stored yet.
+            stored: int32 ``[batch]``, how many of each row's tokens this layer has stored; None: all of ``store.rows``.
             out: where ids and count are written; ids ``[batch, H, n]`` of all tokens in the blocks of ``store.table``.
         """
         config = self.config
@@ -81,7 +81,7 @@ class ByNeed(State):
             max_tokens=config.max_tokens,
             group_reduce=config.group_reduce,
             totals=self.totals if counted else None,
-            coming=coming,
+            stored=stored,
             out=out,
         )
 

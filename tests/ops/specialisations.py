@@ -120,6 +120,10 @@ def scores(model: Model) -> None:
         named = {"scale": 0.1, "threshold": 0.9, "min_tokens": 8, "totals": torch.empty(64, dtype=torch.int64)}
         selected = mass_select(found, q, channels, near, lengths, sinks=SINKS, **named)
         attend(model, rows, blocks, drafts, selected.ids, selected.count)
+        held = torch.empty(rows, model.heads, table.shape[1] * 16 + 16 * rows, dtype=INT)
+        out = held[..., : found.shape[-1]], torch.empty(rows, model.heads, dtype=INT)
+        mass_select(found, q, channels, near, lengths, sinks=SINKS, **named, stored=lengths[:, 0].clone(), out=out)
+        attend(model, rows, blocks, drafts, *out)
 
 
 def long_rows(model: Model) -> None:

@@ -35,7 +35,7 @@ class Case:
     min_tokens: int = 20
     max_tokens: int | None = None
     rows: tuple[tuple[int, int], ...] | None = None  # length and sealed tokens of each
-    coming: int = 0
+    coming: int = 0  # tokens of each row whose keys are not there yet
 
     def make(self, place) -> tuple[tuple, dict]:
         """Scores with holes; NaN in near entries that hold nothing, and in scores behind the sealed tokens."""
@@ -50,13 +50,14 @@ class Case:
         scores[(torch.arange(self.n, device=scores.device) >= rows[:, 1:])[:, None].expand_as(scores)] = torch.nan
         near = place.randn(*lists, self.sinks + self.ring, 2 * self.dk)
         there = torch.stack(((rows[:, 0] - self.coming).clamp_min(0), rows[:, 1]), 1)
+        stored = torch.where(rows[:, 0] > 0, there[:, 0], 50)  # rows that get no token attend to nothing
         near = torch.where(valid_entries(there, self.sinks, self.ring)[:, None, :, None], near, torch.nan)
         q = place.randn(self.batch, self.heads * self.group, self.dk)
         channels = [place.randperm(self.dk)[: self.channels] for _ in range(self.batch * self.heads)]
         args = scores, q, torch.stack(channels).view(*lists, -1), near, rows
         named = {"sinks": self.sinks, "scale": self.dk**-0.5, "softcap": self.softcap}
         named |= {"threshold": self.threshold, "min_tokens": self.min_tokens, "max_tokens": self.max_tokens}
-        named |= {"group_reduce": self.group_reduce, "coming": self.coming}
+        named |= {"group_reduce": self.group_reduce, "stored": stored if self.coming else None}
         named["sink_logits"] = place.randn(self.heads * self.group) if self.learned_sink else None
         return args, named
 

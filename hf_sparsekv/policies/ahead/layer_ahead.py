@@ -75,9 +75,9 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before expects ``q [batch, Hq, Dk]`` of this one, in the step that has begun."""
-        # This layer stores the step's token after that, perhaps at the same time. An eager step's rows do not count it
-        # yet. A captured step's do, so by need it is left out; all other recent tokens are in the ring.
-        self._choose_for(q, store, coming=1 if store.capturing else 0)
+        # This layer stores the step's token after that, perhaps at the same time; all tokens before it are in the ring.
+        # An eager step's rows do not count it yet. A captured step's do, so those before it are told.
+        self._choose_for(q, store, store.step_rows.past if store.capturing else None)
         self.foreseen = store.length
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
@@ -114,17 +114,14 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
             ids, used, *_ = self.need.select(q, rows, self.labels, params)
         return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
 
-    def _choose_for(self, q: Tensor, store: LayerStore, coming: int = 0) -> None:
-        """Choose the tokens that this query wants, and bring them to the device.
-
-        ``coming``: tokens of the rows that are not stored yet.
-        """
+    def _choose_for(self, q: Tensor, store: LayerStore, stored: Tensor | None = None) -> None:
+        """Choose the tokens that this query wants, and bring them to the device; ``stored``: see :mod:`..by_need`."""
         if self.need is None:
             self.choose_for(q, store)
             ids, used = self.ids, None
         else:
             assert self.params is not None
-            ids, used, *_ = self.need.select(q, store, self.labels, self.params, coming=coming)
+            ids, used, *_ = self.need.select(q, store, self.labels, self.params, stored=stored)
         self._chosen, self._places = (ids, used), None
         if self.bring(ids, store, used):
             assert self.tokens is not None

@@ -173,7 +173,7 @@ def mass_select(
     max_tokens: int | None = None,
     group_reduce: str = "all",
     totals: Tensor | None = None,
-    coming: int = 0,
+    stored: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:
     """Select tokens so that these and the recent ones cover an estimated ``threshold`` of the attention mass.
@@ -192,13 +192,14 @@ def mass_select(
         totals: int64 ``[len(TOTALS) + LENGTHS]``, updated in place. Counts selections (one per row and KV head),
             tokens, and selections that ``max_tokens`` ended. Then come the sum of the estimated masses and the largest
             estimated gap, both times ``MASS_ONE``, and a histogram of the lengths. Rows without tokens are not counted.
-        coming: so many of each row's tokens, the last ones, have no key in ``recent_kv`` yet: they count as no mass.
+        stored: int32 ``[batch]``: of each row only so many tokens have their key in ``recent_kv`` yet; the others count
+            as no mass. None: all have.
         out: where ``ids`` (its rows may be any multiple of 16 entries apart) and ``count`` (contiguous) are written.
     """
     found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
     scores = scores.masked_fill(behind, -INF)
-    there = torch.stack(((rows[:, 0] - coming).clamp_min(0), rows[:, 1]), dim=1)
+    there = rows if stored is None else torch.stack((torch.minimum(rows[:, 0], stored), rows[:, 1]), dim=1)
     near, mean = near_masses(q, channels, recent_kv, there, sinks=sinks, sink_logits=sink_logits, **found)
     bins = share_bins(scores, near, mean, group_reduce=group_reduce, **found)
     taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)

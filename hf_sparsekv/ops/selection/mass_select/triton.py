@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..._device import programs
-from ..._dispatch import require_dense_rows, require_rows
+from ..._dispatch import require_dense_rows, require_each_row, require_rows
 from ..._layout import empty_parts, empty_rows
 from ..._operands import Query, Rows, Tokens, batch_and_head, operand, padded, row_ptr
 from ..._overlap import launch, release, wait
@@ -137,19 +137,19 @@ def _logits(p_scores, m_n, scale, softcap):
     return tl.where(b_s == float("-inf"), float("-inf"), b_l)  # the softcap's tanh would make -inf finite
 
 
-@triton.jit(do_not_specialize=["rows", "n", "coming", "chunks"])
+@triton.jit(do_not_specialize=["rows", "n", "chunks"])
 def mass_select_sum_kernel(
     scores,
     q,
     channels,
     recent_kv,
     rows,
+    stored,
     sink,
     sums,
     n,
     near,
     sinks,
-    coming,
     chunks,
     scale,
     softcap,
@@ -178,11 +178,13 @@ def mass_select_sum_kernel(
                 tl.store(sums.chunk + (i_row * GROUP + i_g) * chunks + i_chunk, _log_sum(b_l))
     else:
         i_first = (i_chunk - chunks) * BH
+        if stored is not None:
+            length = tl.minimum(length, tl.load(stored + i_batch))
         _near(
             q,
             channels,
             recent_kv,
-            tl.maximum(length - coming, 0),
+            length,
             sealed,
             sink,
             sums,
@@ -378,7 +380,7 @@ def mass_select(
     max_tokens=None,
     group_reduce="all",
     totals=None,
-    coming=0,
+    stored=None,
     out=None,
     config=None,
 ):
@@ -386,6 +388,8 @@ def mass_select(
     require_dense_rows(scores=scores, channels=channels, recent_kv=recent_kv, sink_logits=sink_logits)
     batch, heads = recent_kv.shape[:2]
     require_rows(rows, batch)
+    if stored is not None:
+        require_each_row(batch, None, stored=stored)
     group, n, lists, device = q.shape[1] // heads, scores.shape[-1], batch * heads, scores.device
     size = config or _chunk(n * lists, scores)
     chunks = triton.cdiv(n, size)
@@ -411,7 +415,7 @@ def mass_select(
             *(scores, q, channels, recent_kv, rows),
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
-            **{"group_reduce": group_reduce, "coming": coming, "out": out},
+            **{"group_reduce": group_reduce, "stored": stored, "out": out},
         )
     each = lists * group
     sums = Sums(*empty_parts((each * chunks, each, each), torch.float32, device))
@@ -427,12 +431,12 @@ def mass_select(
         operand(Rows, channels),
         operand(Tokens, recent_kv),
         rows,
+        stored,
         sink_logits,
         sums,
         n,
         recent_kv.shape[2],
         sinks,
-        coming,
         chunks,
         *scales,
         GROUP=group,
