@@ -47,6 +47,7 @@ MADE = {
     ),
     "ahead": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
     "ahead-host": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta"), OffloadConfig()),
+    "ahead-need-host": lambda: AsyncPredictiveCache(PredictiveConfig(**CHOOSE, mass=0.7), OffloadConfig()),
     "streaming": lambda: SparseCache(StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0)),
 }
 
@@ -226,13 +227,16 @@ def test_a_row_gets_the_channels_of_more_tokens(name):
 
 @pytest.mark.parametrize(
     ("name", "calibrated", "whole"),
-    [("tokens", 32, 32), ("blocks-host", 32, 32), ("progressive-host", 32, 16), ("ahead", 32, 32), ("streaming", 0, 0)],
+    [
+        *[("tokens", 32, 32), ("blocks-host", 32, 32), ("progressive-host", 32, 16)],
+        *[("ahead", 32, 32), ("ahead-need-host", 32, 64), ("streaming", 0, 0)],
+    ],
 )
 def test_how_many_tokens_channels_are_of_and_from_where_on_they_matter(name, calibrated, whole):
     rows = MADE[name]().rows(ROWS, LENGTH)
     assert (rows.calibration_tokens, rows.whole_tokens) == (calibrated, whole)
     assert MADE[name]().rows(ROWS, 31).calibration_tokens == 0, "no row gets so long"
-    if whole and name != "ahead":
+    if whole and not name.startswith("ahead"):
         config = MADE[name]().config
         codes = type(MADE[name]())(config, OffloadConfig(kv_dtype="int8"))
         assert codes.rows(ROWS, LENGTH).whole_tokens == 0, "as early as can be: keys are rounded"
@@ -263,7 +267,9 @@ def labels_of(layer, row: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-@pytest.mark.parametrize("name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "streaming"])
+@pytest.mark.parametrize(
+    "name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "ahead-need-host", "streaming"]
+)
 def test_a_held_row_costs_nothing(name, captured):
     """Steps of others leave it alone, and read, bring and count as much as if it were not there."""
     one, two = made(name, captured), made(name, captured)
@@ -286,7 +292,7 @@ def test_a_held_row_costs_nothing(name, captured):
         two.rows.resume(1)
         assert max(two.step() for _ in range(8)) < NEAR
     finally:
-        if name == "ahead-host":
+        if name.startswith("ahead"):
             for it in (one, two):
                 QueryTap(it.alone).remove()
 

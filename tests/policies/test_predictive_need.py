@@ -1,0 +1,279 @@
+"""Tokens by need for a query that is expected: against an oracle, and beside the same by a layer's own query."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from caches import FULL, TAIL, by_need, predictive
+from captured import check_imitated
+from models import build, prompt
+from oracle import NAME, TOLERANCE, Race
+from test_layer_ahead import LayerOracle
+from test_predictive import PredictiveOracle
+from test_progressive import WalkOracle
+from torch import Tensor
+
+from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, TokenConfig, predict_ahead
+from hf_sparsekv.policies import need_options
+
+NEED = {"mass": 0.6, "token_budget": None}
+LAYER, EARLIER = {**NEED, "predictor": "layer"}, {**NEED, "predictor": "ridge"}
+KINDS = pytest.mark.parametrize("settings", [LAYER, EARLIER], ids=["layer", "earlier"])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Lists of few tokens are not all equally long."""
+    monkeypatch.setattr(need_options, "MIN_TOKENS", 8)
+
+
+class _ByNeed:
+    """What an oracle takes in place of a fixed number of tokens: until the share of each query head is covered."""
+
+    def take_options(self, config: PredictiveConfig) -> None:
+        for name in ("threshold", "min_tokens", "max_tokens", "group_reduce"):
+            setattr(self.config, name, getattr(config, name))
+        self.config.token_budget = config.min_tokens  # up to so many, all are attended to
+        self.used: list[int] = []
+
+    def attend(self, layer, query, key, value, scale):
+        self.scale = scale
+        return super().attend(layer, query, key, value, scale)
+
+    def needed(self, state, row, head, asking: Tensor, key: Tensor, without: int | None) -> list[int]:
+        """For ``asking [group, D]``, which was there when the key of column ``without`` was not."""
+        real = self.real(row, key.shape[2])
+        sinks, recent, free = self.parts(state, row, real)
+        known = [c for c in recent if c != without]
+        mine, channels = asking.double(), state.channels[row][head]
+        mass = (mine @ key[row, head].double().T * self.scale).exp()
+        kept, norms = key[row, head][:, channels], state.norms[row][head]
+        first = sorted({*sinks, *known})
+        taken = WalkOracle.by_labels(self, mine[:, channels], kept, norms, mass, first, known, free)
+        self.used.append(len(taken))
+        return taken
+
+    def attended_to(self, state, row, real, taken) -> list[int]:
+        sinks, recent, _ = self.parts(state, row, real)
+        return sorted({*sinks, *recent, *taken})
+
+
+class LayerNeedOracle(_ByNeed, LayerOracle):
+    def __init__(self, config: PredictiveConfig) -> None:
+        super().__init__(config)
+        self.take_options(config)
+
+    def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
+        if not self.selects(layer) or state.channels is None:
+            return self.real(row, key.shape[2])
+        self.selected += 1
+        expected = self.expected.get(layer)
+        asking = (query if expected is None else expected)[row, head * group : (head + 1) * group, 0]
+        newest = key.shape[2] - 1  # the layer before begins before this one stores it
+        taken = self.needed(state, row, head, asking, key, None if expected is None else newest)
+        return self.attended_to(state, row, self.real(row, key.shape[2]), taken)
+
+
+class EarlierNeedOracle(_ByNeed, PredictiveOracle):
+    """Chooses when a step has ended: a crop takes nothing back of that."""
+
+    def __init__(self, config: PredictiveConfig) -> None:
+        super().__init__(config)
+        self.take_options(config)
+        self.chosen: dict[int, list[list[list[int]]]] = {}  # layer, row, head
+
+    def attend(self, layer, query, key, value, scale):
+        out = super().attend(layer, query, key, value, scale)
+        state, (rows, heads) = self.layers[layer], key.shape[:2]
+        if layer >= self.config.dense_layers and state.last_query is not None:
+            asking = state.last_query.unflatten(1, (heads, -1))
+            self.chosen[layer] = [
+                [self.needed(state, row, head, asking[row, head], key, None) for head in range(heads)]
+                for row in range(rows)
+            ]
+        return out
+
+    def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
+        real = self.real(row, key.shape[2])
+        if layer < self.config.dense_layers or state.last_query is None:
+            return real
+        self.selected += 1
+        return self.attended_to(state, row, real, self.chosen[layer][row][head])
+
+    def map_rows(self, index: Tensor) -> None:
+        super().map_rows(index)
+        self.chosen = {layer: [rows[i] for i in index.tolist()] for layer, rows in self.chosen.items()}
+
+
+class NeedRace(Race):
+    def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
+        ours = predictive(offload, **config)
+        layered = ours.config.by_layer
+        super().__init__(ours, (LayerNeedOracle if layered else EarlierNeedOracle)(ours.config), name, captured)
+        if layered:
+            if not captured:
+                self.model = build(name, "sparsekv")
+                predict_ahead(self.model)
+            self.plain = build(name, NAME)
+            self.oracle.follow(self.plain, ours.config.prediction.partition(":")[2] or "in")
+
+    def agree(self) -> None:
+        """The same number of tokens, but for shares on the border of two bins: the oracle has float64."""
+        stats = self.ours.stats()
+        assert stats.attended_tokens == pytest.approx(self.oracle.attended, rel=1e-3)
+        used, walks = (sum(getattr(w, name) for w in stats.walks) for name in ("tokens_used", "walks"))
+        assert walks == len(self.oracle.used)
+        assert used == pytest.approx(sum(self.oracle.used), rel=1e-3)
+        assert len(set(self.oracle.used)) > 5
+
+
+CASES = {
+    "usual": ("llama", False, LAYER),
+    "offloaded": ("llama", True, LAYER),
+    "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), LAYER),
+    "a small pool": ("llama", OffloadConfig(device_pool=20_000), LAYER),
+    "what the layer before has added": ("qwen3", True, {**LAYER, "predictor": "layer:in_delta"}),
+    "half-way": ("qwen3", False, {**LAYER, "predictor": "layer:mid"}),
+    "high": ("llama-mqa", False, {**LAYER, "mass": 0.9, "label_channels": 8}),
+    "capped": ("llama-mha", True, {**LAYER, "mass": 0.9, "token_budget": 37}),
+    "late": ("llama", False, {**LAYER, "start_length": 130}),
+    "dense first": ("llama", True, {**LAYER, "dense_layers": 1, "sinks": 0}),
+    "earlier": ("llama", False, EARLIER),
+    "earlier, offloaded": ("llama", True, {**EARLIER, "predictor": "last"}),
+    "earlier, capped": ("llama", True, {**EARLIER, "mass": 0.9, "token_budget": 37}),
+    "earlier, wide": ("llama", False, {**EARLIER, "block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
+}
+
+
+@pytest.mark.pairwise(once=("case",))
+@pytest.mark.parametrize("pads", [None, (5, 61)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_follow_the_oracle(case, captured, pads):
+    """Over the sealing of two blocks: what is sealed is selectable in the next step."""
+    name, offload, config = CASES[case]
+    race = NeedRace(name, offload, captured, **config)
+    start = prompt(2 if pads else 1, 150, pads)
+    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.run(21) < TOLERANCE
+    race.agree()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
+@KINDS
+def test_second_turn_crop_and_rows(settings, offload):
+    race = NeedRace("llama", offload, **{**settings, "mass": 0.7})
+    assert race.turns((3, 1, 20, 60)) < TOLERANCE  # blocks that are reopened
+
+
+@KINDS
+def test_a_replayed_step_chooses_as_an_eager_one(settings):
+    """The same masses: what a captured step has not stored yet does not count, nor is a token of a row without one."""
+    inputs = prompt(2, 150, (0, 9))
+    for offload in (False, True):
+        caches = [predictive(offload, **settings, **TAIL) for _ in range(2)]
+        _, runner = check_imitated(caches, inputs, 40)
+        assert runner.replays > 30
+
+
+@torch.no_grad()
+def logits(cache, net, steps: int = 20, pads=(0, 9)) -> Tensor:
+    inputs = prompt(2, 150, pads)
+    net(**inputs, past_key_values=cache)
+    mask, found = inputs["attention_mask"], []
+    for i, token in enumerate(prompt(2, steps, seed=1)["input_ids"].split(1, dim=1)):
+        new = torch.tensor([[1], [0 if i == 5 else 1]])  # one step of a single row
+        mask = torch.cat((mask, new), 1)
+        found.append(net(token, attention_mask=mask, past_key_values=cache).logits[:, -1].clone())
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("pads", [None, (0, 30)])
+@pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
+def test_its_own_query_needs_what_the_default_method_chooses(offload, pads):
+    net = build("llama", "sparsekv")
+    mine, theirs = predictive(offload, predictor="own", mass=0.6, **TAIL), by_need(offload, **TAIL)()
+    assert torch.equal(logits(mine, net, pads=pads), logits(theirs, net, pads=pads))
+    assert mine.stats().attended_tokens == theirs.stats().attended_tokens
+    assert mine.stats().walks == theirs.stats().walks
+    assert mine.stats().estimated_mass >= 0.6
+
+
+@KINDS
+def test_offloaded_as_resident(settings):
+    net = build("llama", "sparsekv")
+    with predict_ahead(net):
+        pools = (None, OffloadConfig(), OffloadConfig(device_pool=20_000), OffloadConfig(device_pool=0))
+        caches = [predictive(pool or False, **settings, **TAIL) for pool in pools]
+        first, *others = [logits(cache, net) for cache in caches]
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-4)
+    for cache in caches[1:]:
+        assert [(w.walks, w.tokens_used) for w in cache.stats().walks] == [
+            (w.walks, w.tokens_used) for w in caches[0].stats().walks
+        ]
+    assert caches[1].stats().hit_rate > 0.5
+
+
+@KINDS
+def test_everything_is_needed_of_the_whole_mass(settings):
+    net = build("llama", "sparsekv")
+    with predict_ahead(net):
+        ways = ({"mass": 1.0}, {"mass": None, "token_budget": FULL["token_budget"]})
+        found = [logits(predictive(True, **{**settings, **way}), net) for way in ways]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("saves", ["by need", "fixed"])
+@KINDS
+def test_a_choice_of_one_kind_may_go_on_as_the_other(settings, saves, tmp_path):
+    """By need takes over a fixed number of tokens that is chosen; the other way round nothing is."""
+    net, fixed = build("llama", "sparsekv"), {**settings, "mass": None, "token_budget": 32}
+    mine, theirs = (settings, fixed) if saves == "by need" else (fixed, settings)
+    token = torch.tensor([[5], [6]])
+    with predict_ahead(net), torch.no_grad():
+        cache = predictive(False, **mine)
+        logits(cache, net)
+        cache.save(tmp_path / "cache")
+        loaded = SparseCache.load(tmp_path / "cache", config=predictive(False, **theirs).config)
+        first, second = (net(token, past_key_values=loaded).logits for _ in range(2))
+        assert torch.isfinite(second).all()
+        if settings is EARLIER and saves == "fixed":
+            assert torch.equal(first, net(token, past_key_values=cache).logits)
+    assert loaded.stats().sparse_calls == (2 if settings is EARLIER and saves == "by need" else 4)
+
+
+def test_a_file_that_names_no_mass_has_a_fixed_number():
+    assert PredictiveConfig.UNNAMED["mass"] is None
+    for preset in ("previous", "paper"):
+        assert PredictiveConfig.preset(preset).threshold is None
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def test_what_a_configuration_says():
+    assert (PredictiveConfig(mass=None).budget, PredictiveConfig(mass=None).threshold) == (1024, None)
+    by_mass = PredictiveConfig(mass=0.9)
+    assert (by_mass.budget, by_mass.threshold, by_mass.max_tokens) == (0, 0.9, None)
+    capped = PredictiveConfig(mass=0.9, token_budget=7)
+    assert (capped.budget, capped.min_tokens, capped.max_tokens) == (7, 7, 7)
+    assert PredictiveConfig.label_share == TokenConfig.label_share
+
+
+@pytest.mark.parametrize("mass", [0, 1.01, -0.5, True, "most"])
+def test_a_mass_is_a_share(mass):
+    with pytest.raises(ValueError, match=r"mass must lie in \(0, 1\]"):
+        PredictiveConfig(mass=mass)
+
+
+def test_a_second_device_chooses_a_fixed_number(monkeypatch):
+    with pytest.raises(ValueError, match=r"mass=0.5 .* cache_rank='cuda:1' cannot: give a token_budget instead"):
+        PredictiveConfig(mass=0.5, cache_rank="cuda:1")
+    monkeypatch.setattr(PredictiveConfig, "mass", 0.9)  # as a default, it is none of a second device's
+    assert replace(PredictiveConfig(cache_rank="cuda:1"), mass=0.9).budget == 1024
