@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class WalkStats:
-    """What the progressive walks of one layer have read: one walk a step, row and KV head.
+    """What the selections by need of one layer have read: one walk a step, row and KV head.
 
     Args:
         layer: index of the layer.
         walks: how many there were.
         tokens_used: tokens that they attended to beside sinks and recent ones, in all.
-        capped: walks that ``max_tokens`` ended before the threshold was reached.
+        capped: walks that ``max_tokens`` (with ``mass``: ``token_budget``) ended before the threshold was reached.
         mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
         histogram: walks by tokens used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
         audits: walks that were compared with the attention to all tokens (``ProgressiveConfig(audit_every=...)``).

@@ -196,7 +196,10 @@ def test_progressive(offload, kept):
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=9)])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
+    [
+        *[{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
+        *[{"mass": 0.9, "token_budget": None}, {"mass": 0.9, "token_budget": None, "predictor": "last"}],
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:copies of the chosen tokens take", "ignore:AsyncPredictiveCache chooses")
@@ -205,7 +208,7 @@ def test_predictive(offload, changes):
     config = PredictiveConfig(**{"block_size": 16, "window": 16, "dense_layers": 1, "token_budget": 40, **changes})
     plan = plan_of(AsyncPredictiveCache(config, offload), offload, steps=1)
     assert plan.bounds == 0 and plan.labels > 0
-    packs = offload == OffloadConfig() and not {"start_length", "token_budget"} & set(changes)
+    packs = offload == OffloadConfig() and not ("start_length" in changes or changes.get("token_budget"))
     assert (plan.device_pages > 0) == packs
 
 
