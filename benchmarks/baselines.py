@@ -125,6 +125,15 @@ VARIANTS = {
             )
             for predictor in ("", "layer:mid", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
         ),
+        *(
+            Variant(
+                f"predictive:mass:{mass}",
+                f"the default predictor, {mass:.0%} of each head's mass",
+                settings={"mass": mass},
+                config=PredictiveConfig,
+            )
+            for mass in (0.8, 0.85, 0.9, 0.95)
+        ),
         Variant(
             "predictive:no_tail",
             "the default predictor, and nothing for what is not chosen",

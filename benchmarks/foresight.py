@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
+from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
+from hf_sparsekv.policies.need_options import FIXED
 from hf_sparsekv.policies.token import TokenPolicy
 
 from .report import Report
@@ -30,16 +32,21 @@ def selection_of(cache: SparseCache) -> Selection | None:
     config = cache.config
     for policy in (layer.policy for layer in cache.sparse_layers):
         if isinstance(policy, LayerAheadPolicy) and policy.foresight is not None:
-            return Selection(config.budget, place_of(cache.foresight), config)
+            return Selection(nominal(config), place_of(cache.foresight), config)
         if isinstance(policy, TokenPolicy) and policy.fetches:
             return Selection(config.budget, None, config)
     return None
 
 
+def nominal(config: SparseConfig) -> int:
+    """Tokens that what is replayed is like recorded ones in; where they are chosen by need, as many as usual."""
+    return config.budget or FIXED
+
+
 def chosen_ids(layer: SparseLayer, q: Tensor) -> Tensor:
     """The tokens that a layer chooses for ``q [batch, Hq, Dk]``, ``[batch, H, n]``: -1 for none."""
     policy, store = layer.policy, layer.store
-    return token_select(policy.labels.scores(q, store), None, policy.config.budget, store.block_size)
+    return token_select(policy.labels.scores(q, store), None, nominal(policy.config), store.block_size)
 
 
 def shared(ids: Tensor, others: Tensor) -> float:

@@ -35,10 +35,10 @@ SETS = 10  # layers: what they read does not stay in the L2 cache
 
 
 def predictive_layers(cache: SparseCache) -> list[SparseLayer]:
-    """Layers that choose for a predicted query and have done so."""
+    """Layers that choose a fixed number of tokens for a predicted query and have done so."""
     return [
         layer
-        for layer in cache.sparse_layers
+        for layer in (layer for layer in cache.sparse_layers if layer.policy.need is None)
         if (isinstance(layer.policy, EarlierQueriesPolicy | SecondDevicePolicy) and layer.policy.chosen)
         or (isinstance(layer.policy, LayerAheadPolicy) and layer.policy.plan(layer.store).attends == "chosen")
     ]

@@ -95,8 +95,12 @@ class ReplayedQueries:
     def _foresee(layer, held: Tensor):
         own = type(layer).foresee
 
-        def foresee(query, stream):
-            own(layer, lambda: _instead(query(), held), stream)  # computed where and when it always is
+        def foresee(expected, stream):
+            def instead():  # computed where and when it always is
+                query, params = expected()
+                return _instead(query, held), params
+
+            own(layer, instead, stream)
 
         return foresee
 

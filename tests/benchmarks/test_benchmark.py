@@ -132,8 +132,8 @@ def test_variants_are_what_they_say():
         if kind in called() and preset in called()[kind].config.PRESETS:
             assert config == called()[kind].config.preset(preset, max_length=1000, dense_below=None)
             continue
-        if name.startswith(("progressive", "mass")):
-            assert config.threshold == float(name.split(":")[1])
+        if name.startswith(("progressive", "mass", "predictive:mass")):
+            assert config.threshold == float(name.removeprefix("predictive:").split(":")[1])
             continue
         if name.endswith(":no_tail") or name == "captured_dense":
             assert config.tail is None

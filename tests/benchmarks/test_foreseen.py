@@ -166,9 +166,9 @@ def test_caches_choose_for_the_expected_queries(captured, monkeypatch):
         monkeypatch.setattr(
             layer.policy, "foresee", lambda q, *rest, at=at, own=own: (got.append((at, q.clone())), own(q, *rest))[1]
         )
-    query = Point.query
+    query = Point.expected
     monkeypatch.setattr(
-        Point, "query", lambda self, *rest, **more: (asked.append(self.index), query(self, *rest, **more))[1]
+        Point, "expected", lambda self, *rest, **more: (asked.append(self.index), query(self, *rest, **more))[1]
     )
     runner = Imitation(net) if captured else None
     tap = predict_ahead(net)

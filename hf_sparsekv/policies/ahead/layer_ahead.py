@@ -33,13 +33,13 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     drafts = "together"
     HOST: ClassVar = {
         "foreseen": None,  # columns that were cached when tokens were chosen beforehand
-        # From their choice to the attention to them: the tokens, how many count or None, and where they are.
+        # From their choice to the attention to them: by need the tokens and how many there are; and where they are.
         "_chosen": None,
         "_places": None,
     }
 
     foreseen: int | None
-    _chosen: tuple[Tensor, Tensor | None] | None
+    _chosen: tuple[Tensor, Tensor] | None
     _places: Tensor | None
 
     def __init__(
@@ -85,11 +85,9 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
             self._choose_for(q, store)
         elif not store.capturing:
             store.counters.foreseen += 1
-        assert self._chosen is not None
-        (ids, used), places = self._chosen, self._places
+        chosen, places = self._chosen, self._places
         self._forget()  # layers that share these keys attend for queries of their own
-        if used is not None:
-            ids, used = reads_here(ids), reads_here(used)
+        ids, used = (self.ids, None) if chosen is None else map(reads_here, chosen)
         if self.watch is not None:
             self.watch.mark_tokens(ids, store.block_size)
         if places is None:
@@ -122,7 +120,8 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         else:
             assert self.params is not None
             ids, used, *_ = self.need.select(q, store, self.labels, self.params, stored=stored)
-        self._chosen, self._places = (ids, used), None
+            self._chosen = ids, used
+        self._places = None
         if self.bring(ids, store, used):
             assert self.tokens is not None
             self._places = self.tokens.locate(ids, store, used)
