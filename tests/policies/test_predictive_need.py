@@ -16,6 +16,7 @@ from test_progressive import WalkOracle
 from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, TokenConfig, predict_ahead
+from hf_sparsekv.policies import by_need as by_need_module
 from hf_sparsekv.policies import need_options
 
 NEED = {"mass": 0.6, "token_budget": None}
@@ -215,6 +216,34 @@ def test_offloaded_as_resident(settings):
             (w.walks, w.tokens_used) for w in caches[0].stats().walks
         ]
     assert caches[1].stats().hit_rate > 0.5
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
+@KINDS
+def test_what_is_after_the_last_token_says_nothing(settings, offload, monkeypatch, tmp_path):
+    """Kernels may leave it as it was: in attention, marks of blocks, copies on the device and files."""
+    net, select, found = build("llama", "sparsekv"), by_need_module.mass_select, []
+
+    def scribbled(*args, **named):
+        chosen = select(*args, **named)
+        after = torch.arange(chosen.ids.shape[-1]) >= chosen.count[..., None]
+        chosen.ids.masked_fill_(after, 5)
+        return chosen
+
+    for scribbles in (False, True):
+        if scribbles:
+            monkeypatch.setattr(by_need_module, "mass_select", scribbled)
+        with predict_ahead(net), torch.no_grad():
+            cache = predictive(offload, **settings, **TAIL)
+            cache.watch_blocks()
+            out = logits(cache, net)
+            cache.save(tmp_path / str(scribbles))
+            loaded = SparseCache.load(tmp_path / str(scribbles), offload=cache.offload_config)
+            out = out, net(torch.tensor([[5], [6]]), past_key_values=loaded).logits
+        stats = cache.stats()
+        found.append((*out, cache.chosen_blocks().share, stats.attended_tokens, stats.needed, stats.found))
+    for one, other in zip(*found):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 @KINDS

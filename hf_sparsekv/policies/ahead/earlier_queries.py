@@ -59,8 +59,6 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self._fit(store)
-        if self.need is not None:
-            self.ids.fill_(-1)
         made = store.batch, q_heads, store.key_dim, store.dtype, store.device
         if self.queries is None or not self.queries.fits(*made):
             self.queries = QueryRing(store.batch, q_heads, self.predictor.slots, *made[2:])
@@ -143,11 +141,6 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         if plan.ahead:
             self._predicted = self._predict()
 
-    def reopened(self) -> None:
-        super().reopened()
-        if self.need is not None:
-            self.ids.fill_(-1)  # the next choice may be among fewer tokens, and write no more
-
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         super().look_ahead(q, store, plan)
         if not plan.ahead:
@@ -180,7 +173,9 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
         found = super().to_file(lengths)
         if self.counts is not None and "chosen" in found:
-            found["chosen"] = found["chosen"][..., : max(1, int(self.counts.max()))].contiguous()
+            ids = found["chosen"][..., : max(1, int(self.counts.max()))]
+            there = torch.arange(ids.shape[-1], device=ids.device) < self.counts[..., None]
+            found["chosen"] = torch.where(there, ids, -1)
         return found
 
     def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:

@@ -89,7 +89,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         self._forget()  # layers that share these keys attend for queries of their own
         ids, used = (self.ids, None) if chosen is None else map(reads_here, chosen)
         if self.watch is not None:
-            self.watch.mark_tokens(ids, store.block_size)
+            self.watch.mark_tokens(ids, store.block_size, used)
         if places is None:
             return store.attend(q, ids, "token", params, used=used)
         assert self.tokens is not None

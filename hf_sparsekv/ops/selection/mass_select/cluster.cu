@@ -217,7 +217,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     mass_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const u16* q, i64 q_batch,
                               i64 q_head, const int* channels, i64 channels_batch, i64 channels_head, i64 labels,
                               const u16* recent, i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
-                              const void* sink_logits, int* ids, i64 ids_batch, i64 ids_head, u32* bins,
+                              const int* kept, const void* sink_logits, int* ids, i64 ids_batch, i64 ids_head, u32* bins,
                               i64 bins_batch, i64 bins_head, int* count, float* mass, int* cut, u64* totals, i64 heads,
                               i64 n, i64 sinks, i64 end, i64 scale_bits, i64 left_bits, i64 least, i64 most) {
     DYNAMIC_SHARED(dynamic);
@@ -238,7 +238,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncthreads();
     wait_for_kernels();
     const float factor = __uint_as_float((u32)scale_bits) * LOG2E;
-    const int length = rows[2 * i_batch], sealed = rows[2 * i_batch + 1], live = min((int)n, sealed);
+    const int tokens = rows[2 * i_batch], sealed = rows[2 * i_batch + 1], live = min((int)n, sealed);
+    const int length = kept ? min(tokens, kept[i_batch]) : tokens;  // those whose keys are there
     channels += i_batch * channels_batch + i_head * channels_head;
     for (int i = thread; i < (int)labels; i += THREADS) atomicOr(&is_label[channels[i] / 32], 1u << channels[i] % 32);
     // All warps but the last ones have as many tokens.
@@ -357,7 +358,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // 3. Ids.
     if (warp == 0)
         find_cut(at, __uint_as_float((u32)left_bits), (u32)least, (u32)most, count + i_list, mass + i_list, cut + i_list,
-                 totals, length > 0);
+                 totals, tokens > 0);
     __syncthreads();
     release_kernels();
     const int last = at.cut;

@@ -31,6 +31,7 @@ def select_clusters(
     min_tokens: int,
     max_tokens: int | None,
     totals: Tensor | None,
+    stored: Tensor | None = None,
     ids: Tensor,
     count: Tensor,
     mass: Tensor,
@@ -71,7 +72,7 @@ def select_clusters(
         return False
     of_bins = (None, 0, 0) if bins is None else (bins, *(stride // 4 for stride in bins.stride()[:2]))
     args = scores, *scores.stride()[:2], q, *q.stride()[:2], channels, *channels.stride()[:2], channels.shape[2]
-    args += recent_kv, *recent_kv.stride()[:3], rows, sink_logits, ids, *ids.stride()[:2], *of_bins
+    args += recent_kv, *recent_kv.stride()[:3], rows, stored, sink_logits, ids, *ids.stride()[:2], *of_bins
     args += count, mass, cut, totals, heads, n, sinks, end, _bits(scale), _bits(1 - threshold)
     args += max(min_tokens, 0), (1 << 31) - 1 if max_tokens is None else max_tokens
     kernel.launch((blocks, lists), threads, held, q, *args)

@@ -195,6 +195,7 @@ def mass_select(
         stored: int32 ``[batch]``: of each row only so many tokens have their key in ``recent_kv`` yet; the others count
             as no mass. None: all have.
         out: where ``ids`` (its rows may be any multiple of 16 entries apart) and ``count`` (contiguous) are written.
+            Entries of ``ids`` after ``count`` may stay as they were.
     """
     found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]

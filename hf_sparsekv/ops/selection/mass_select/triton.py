@@ -402,9 +402,9 @@ def mass_select(
         out = empty_rows((*shape, n), torch.int32, device), empty(torch.int32)
     ids, count = out
     found = Selection(ids, count, empty(torch.float32), None, empty(torch.int32))
-    if config is None and softcap is None and group_reduce == "all" and not coming:
+    if config is None and softcap is None and group_reduce == "all":
         limits = {"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens}
-        near = {"sinks": sinks, "scale": scale, "sink_logits": sink_logits}
+        near = {"sinks": sinks, "scale": scale, "sink_logits": sink_logits, "stored": stored}
         written = {"ids": ids, "count": count, "mass": found.mass, "cut": found.cut, "totals": totals}
         if select_clusters(scores, q, channels, recent_kv, rows, **near, **limits, **written):
             return found
