@@ -66,6 +66,9 @@ def _number(control: Control, value: float) -> float | int:
     return int(value) if float(control.step).is_integer() else float(value)
 
 
+_MASS = Control(
+    "mass", "Share of the attention mass", 0.5, 1.0, 0.005, 0.9, 0.9, "of each head, to be covered by tokens"
+)
 _BUDGET = Control("token_budget", "Token budget", 64, 4096, 64, 256, 1024, "tokens attended, beside recent ones")
 
 
@@ -88,7 +91,7 @@ METHODS: dict[str, Method] = {
         "Tokens among all",
         "the best tokens, by labels of 4 bits a channel: what OffloadedSparseCache does by default",
         TokenConfig,
-        (_BUDGET,),
+        (_MASS,),
         {"dense_below": 0},  # short contexts, too, show what is read
     ),
     "blocks": Method(
@@ -116,7 +119,7 @@ METHODS: dict[str, Method] = {
         "Predictive",
         "the next query is predicted, its tokens are ready when it comes (AsyncSpade)",
         PredictiveConfig,
-        (_BUDGET,),
+        (_MASS,),
     ),
 }
 METHODS |= {

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..config import OffloadConfig, SparseConfig
 from ..offload.host_limit import host_memory_limit
+from ..policies.need_options import reads
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
 from ..tuning.serving_plan import RowsThatFit, rows_that_fit
@@ -221,7 +222,10 @@ def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
             f"proposed: full attention, which {found.call} does by itself at this length; {need}", markup=False
         )
     else:
-        budget = f"{found.config.budget:,} of {context:,} tokens a step"
+        budget = (
+            f"{found.config.threshold:.0%} of each head's attention mass, some {reads(found.config, context):,} of "
+        )
+        budget += f"{context:,} tokens a step"
         results.print(f"proposed: {found.call}: {budget}; {need}", markup=False)
         more = f"{found.more:.0%}"
         if more != "0%":

@@ -6,9 +6,12 @@ Separate from loading because it needs no tensor but a channel file's.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from ..config import OffloadConfig, SparseConfig
 from ..policies.ahead.predictive_config import BY_LAYER
+from ..policies.label_index import default_channels
+from ..policies.need_options import FIXED
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 from .filed_cache import FiledCache
@@ -40,7 +43,7 @@ def empty_cache(
             del named["predictor"]
         elif named.get("predictor") == _DEFAULT:
             named["predictor"] = None
-        saved = saved_as(**{**saved_as.UNNAMED, **named})
+        saved = saved_as(**{**saved_as.UNNAMED, **named, **_defaults_then(named, file)})
         if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
             raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
         if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
@@ -58,6 +61,8 @@ def empty_cache(
             cache.config = cache.shared.config = saved
             cache.shared.channels = channels
         return cache
+    if getattr(config, "label_channels", "") is None and getattr(saved, "label_channels", None) is not None:
+        config = replace(config, label_channels=saved.label_channels)  # what the default was then
     cache = made(config, offload)
     if type(config) is not saved_as:
         raise TypeError(f"config must be a {saved_as.__name__}, as {file.path} has it, got {type(config).__name__}")
@@ -74,6 +79,18 @@ def empty_cache(
                 f"config out, change only {', '.join(free)}, or prefill again"
             )
     return cache
+
+
+def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, int]:
+    """What earlier releases meant by options that they did not name, or that are None: fixed budgets, fewer channels."""
+    then = {}
+    if named.get("token_budget", FIXED) is None and "mass" not in named:
+        then["token_budget"] = FIXED
+    if named.get("label_channels", 0) is None:
+        kept = [layer for layer in file.layers if layer.channels is not None]
+        if kept and kept[0].channels != default_channels(kept[0].query_dim, named.get("label_bits", 4)):
+            then["label_channels"] = kept[0].channels
+    return then
 
 
 def free_fields(config: type[SparseConfig]) -> list[str]:

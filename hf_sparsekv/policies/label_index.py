@@ -82,7 +82,7 @@ class LabelIndex(State):
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._batch = store.batch
         bits = self.config.label_bits
-        r = self.r = self.config.label_channels or default_channels(dim, self.config.label_share, bits)
+        r = self.r = self.config.label_channels or default_channels(dim, bits)
         self._token_bytes = token_bytes(r, bits, store.dtype.itemsize)  # each step counts them
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
@@ -229,7 +229,7 @@ class LabelIndex(State):
 def label_bytes(request: Request, layer: LayerShape) -> int:
     """Bytes of a block's labels, all KV heads."""
     config = request.config
-    channels = config.label_channels or default_channels(layer.query_dim, config.label_share, config.label_bits)
+    channels = config.label_channels or default_channels(layer.query_dim, config.label_bits)
     return layer.heads * config.block_size * token_bytes(channels, config.label_bits, request.item)
 
 
@@ -238,11 +238,12 @@ def token_bytes(channels: int, bits: int, item: int) -> int:
     return channels * item if bits == 16 else channels * bits // 8 + 4  # scale and zero point
 
 
-def default_channels(dim: int, share: int = 4, bits: int = 4) -> int:
-    """Label channels of keys of ``dim`` channels: one in ``share``, at most 128; in two bits the first 64.
+def default_channels(dim: int, bits: int = 4) -> int:
+    """Label channels of keys of ``dim`` channels: half of them, but 64 if there are as many, and at most 128.
 
-    A quarter as AsyncTLS has it: 32 of 128, and 128 of an MLA row's 576.
+    All 64 of the real model's keys find what 16 bits find: at 90 % of the mass 17 % are read, with 32 channels 25 %
+    (docs/studies/by-need.md). 128 of an MLA row's 576 as AsyncTLS has it. In two bits the first 64.
     """
     if bits == 2:
         return min(64, max(4, dim // 4 * 4))
-    return min(128, max(2, dim // (2 * share) * 2))
+    return min(128, max(2, min(dim // 2 * 2, max(64, dim // 4 * 2))))

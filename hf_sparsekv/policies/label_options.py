@@ -18,14 +18,8 @@ Importance = Literal["spread", "max", "mean"]
 
 
 class LabelOptions(Protocol):
-    """A configuration with labels.
+    """A configuration with labels."""
 
-    Attributes:
-        label_share: of the channels are label channels by default: one in so many.
-    """
-
-    @property
-    def label_share(self) -> int: ...
     @property
     def label_channels(self) -> int | None: ...
     @property

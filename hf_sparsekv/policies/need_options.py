@@ -11,7 +11,11 @@ from typing import ClassVar, Literal, Protocol
 from ..config import SparseConfig
 from ..option_checks import positive, share
 
-FIXED = 1024  # tokens, unless the configuration says otherwise
+MASS = 0.9  # covered by default: docs/studies/by-need.md
+READ = (
+    1 / 8
+)  # of the tokens, what a selection by need is reckoned with: .115 of 32k and of 128k replayed keys (step.csv)
+FIXED = 1024  # tokens, where blocks are chosen, or a second device chooses, and the configuration says nothing
 MIN_TOKENS = 64  # of a selection by need
 
 
@@ -36,7 +40,7 @@ class NeedOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOrMass(SparseConfig):
-    """A fixed number of tokens, or as many as ``mass`` takes, and then ``token_budget`` at most."""
+    """As many tokens as ``mass`` takes, a fixed number ``token_budget``, or with both as many as it takes at most."""
 
     group_reduce: ClassVar[Literal["all"]] = "all"
     audit_every: ClassVar[None] = None
@@ -52,8 +56,15 @@ class BudgetOrMass(SparseConfig):
             share("mass", self.mass)
 
     @property
+    def can_need(self) -> bool:
+        """Tokens can be chosen by need."""
+        return True
+
+    @property
     def threshold(self) -> float | None:
         """Share of the mass to cover; None: the number of tokens is fixed."""
+        if self.mass is None and self.token_budget is None and self.can_need:
+            return MASS
         return self.mass
 
     @property
@@ -75,3 +86,8 @@ class BudgetOrMass(SparseConfig):
 def whole_tokens(config: BudgetOrMass) -> int:
     """So many tokens in full blocks are all attended to."""
     return config.budget if config.threshold is None else config.min_tokens
+
+
+def reads(config: SparseConfig, tokens: int) -> int:
+    """Of a row's ``tokens``, how many a step is reckoned to attend to."""
+    return min(config.budget or round(READ * tokens), tokens)

@@ -38,10 +38,7 @@ class ProgressiveConfig(SparseConfig):
             :mod:`hf_sparsekv.policies.block_walk`: plain torch on any device, which reads every key to find where to
             stop, so these are slower than dense attention. ``min_tokens`` and ``max_tokens`` become whole blocks, and
             label options are not used.
-        label_channels: channels kept per key in its label; even. ``None`` means half of the head dimension, at most
-            128: on the small real model a quarter reads more tokens and covers less of what retrieval heads look up
-            (docs/studies/progressive.md).
-        label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in :class:`TokenConfig`.
+        label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in :class:`TokenConfig`.
             ``tail`` is without effect with other estimates than labels.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
@@ -75,7 +72,6 @@ class ProgressiveConfig(SparseConfig):
     tail_tokens: int = 256
     audit_every: int | None = None
 
-    label_share = 2  # of the channels are label channels by default: one in so many
     token_reduce: ClassVar[Reduce] = (
         "max"  # where one score stands for a group: what is brought to the device before the first step
     )

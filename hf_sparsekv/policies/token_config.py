@@ -42,14 +42,14 @@ class TokenConfig(BudgetOrMass):
     its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
     choose in host memory (docs/offloading.md).
 
-    A ``mass`` gives each row and KV head as many tokens as it needs, as :class:`ProgressiveConfig` does.
+    Each row and KV head attends to as many tokens as it needs: heads differ a hundredfold (docs/studies/by-need.md).
 
     Args:
-        token_budget: tokens attended per step, row and KV head, beside sinks and recent window. ``None`` means 1,024,
-            or with ``mass`` as many as that takes.
+        token_budget: a fixed number of tokens attended per step, row and KV head, beside sinks and recent window; with
+            ``mass`` the most. ``None``: as many as ``mass`` takes, or 1,024 where blocks are chosen.
         mass: choose by need: the tokens of the largest estimated masses, until this share of each query head's
             attention mass is covered, in (0, 1]. At least 64 tokens, at most ``token_budget``. Only where tokens are
-            chosen among all. ``None``: always ``token_budget`` tokens.
+            chosen among all. ``None`` means 0.9, or a fixed number if there is a ``token_budget``.
         num_blocks: blocks that the coarse level keeps, which must be able to hold the budget. ``None`` means 128, or as
             many as ``token_budget`` needs if that is more.
         level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
@@ -62,8 +62,9 @@ class TokenConfig(BudgetOrMass):
         bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
-        label_channels: channels kept per key in the label cache; even. ``None`` means a quarter of the head
-            dimension, at most 128 (which is AsyncTLS's choice for MLA latents); with ``label_bits=2`` all, at most 64.
+        label_channels: channels kept per key in the label cache; even. ``None`` means half of the head dimension, but
+            64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents); with ``label_bits=2`` all,
+            at most 64.
         label_bits: 2 or 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units
             of their spread), or 16 (unquantised). A label takes ``label_channels * label_bits / 8`` bytes, and 4 for
             scale and zero point.
@@ -90,8 +91,8 @@ class TokenConfig(BudgetOrMass):
     FREE = ("mass", "token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
     PRESETS = MappingProxyType(
         {
-            "fast": {"token_budget": 512},
-            "accurate": {"token_budget": 2048},
+            "fast": {"mass": 0.75},
+            "accurate": {"mass": 0.95},
             "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None, "dense_layers": 2},
             "paper": {
                 **{"level": "two_level", "metadata": "min_max", "lag": True, "dense_layers": 2},
@@ -99,8 +100,6 @@ class TokenConfig(BudgetOrMass):
             },
         }
     )
-
-    label_share = 4  # of the channels are label channels by default: one in so many
 
     token_budget: int | None = None
     mass: float | None = None
@@ -144,6 +143,11 @@ class TokenConfig(BudgetOrMass):
         check_labels(self)
         check_tail(self)
         flag_or_none("lag", self.lag)
+
+    @property
+    def can_need(self) -> bool:
+        """Tokens can be chosen by need: among all."""
+        return level(self) == "token"
 
     @property
     def means(self) -> bool:

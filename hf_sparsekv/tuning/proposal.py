@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OffloadConfig
+from ..policies.need_options import reads, whole_tokens
 from ..policies.token_config import TokenConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 
@@ -74,7 +75,7 @@ def propose(
             pieces = pieces_of(planned, gpu)
             more = step_bytes(model, config, offload, context=context, batch=batch) / least - 1
             if pieces is not None and planned.cache_host <= host and more <= MORE:
-                every = context <= max(config.budget, planned.dense_tokens)
+                every = context <= max(whole_tokens(config), planned.dense_tokens)
                 return Proposal(preset, config, offload is not None, pieces, every, in_pieces(planned, pieces), more)
     return None
 
@@ -119,7 +120,7 @@ def step_bytes(
         if layer.kind == "full":
             width = layer.heads * layer.width * model.dtype.itemsize
             dense, sparse = (dense + width, sparse) if index < config.dense_layers else (dense, sparse + width)
-    chosen = batch * min(config.budget, context) * sparse * (1 if offload is None else OFFLOADED)
+    chosen = batch * reads(config, context) * sparse * (1 if offload is None else OFFLOADED)
     everywhere = planned.labels + planned.means + planned.recent + planned.stock
     return model.weights + batch * context * dense + everywhere + chosen
 

@@ -280,8 +280,7 @@ def test_a_choice_of_one_kind_may_go_on_as_the_other(settings, saves, tmp_path):
     assert loaded.stats().sparse_calls == (2 if settings is EARLIER and saves == "by need" else 4)
 
 
-def test_a_file_that_names_no_mass_has_a_fixed_number():
-    assert PredictiveConfig.UNNAMED["mass"] is None
+def test_earlier_presets_have_a_fixed_number():
     for preset in ("previous", "paper"):
         assert PredictiveConfig.preset(preset).threshold is None
 
@@ -290,7 +289,8 @@ def test_a_file_that_names_no_mass_has_a_fixed_number():
 
 
 def test_what_a_configuration_says():
-    assert (PredictiveConfig(mass=None).budget, PredictiveConfig(mass=None).threshold) == (1024, None)
+    assert (PredictiveConfig().budget, PredictiveConfig().threshold) == (0, 0.9)
+    assert (PredictiveConfig(token_budget=512).budget, PredictiveConfig(token_budget=512).threshold) == (512, None)
     by_mass = PredictiveConfig(mass=0.9)
     assert (by_mass.budget, by_mass.threshold, by_mass.max_tokens) == (0, 0.9, None)
     capped = PredictiveConfig(mass=0.9, token_budget=7)

@@ -15,8 +15,7 @@ import torch
 from ...option_checks import flag, not_negative, one_of, positive, require
 from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
 from ..label_options import Importance, Reduce, check_labels, check_tail
-from ..need_options import BudgetOrMass
-from ..token_config import TokenConfig
+from ..need_options import FIXED, BudgetOrMass
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
 BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
@@ -36,11 +35,8 @@ class PredictiveConfig(BudgetOrMass):
     Source: AsyncSpade, section 4.
 
     Args:
-        token_budget: tokens attended per step, row and KV head, beside sinks and recent window. ``None`` means 1,024,
-            or with ``mass`` as many as that takes.
-        mass: choose by need: the tokens of the largest masses that are estimated for the expected query, until this
-            share of each query head's attention mass is covered, in (0, 1]. At least 64 tokens, at most
-            ``token_budget``. ``None``: always ``token_budget`` tokens. A second device chooses a fixed number.
+        token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query. A
+            second device chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
             from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. A
             little more right are its input plus what it added to the residual stream for the row's token before
@@ -72,15 +68,12 @@ class PredictiveConfig(BudgetOrMass):
     )
     PRESETS = MappingProxyType(
         {
-            "fast": {"token_budget": 512},
-            "accurate": {"token_budget": 2048, "predictor": "layer:in_delta"},
-            "previous": {"mass": None, "predictor": "assembled_ridge", "tail": None},
-            "paper": {"mass": None, "predictor": "assembled", "tail": None},
+            "fast": {"mass": 0.75},
+            "accurate": {"mass": 0.95, "predictor": "layer:in_delta"},
+            "previous": {"token_budget": FIXED, "predictor": "assembled_ridge", "tail": None},
+            "paper": {"token_budget": FIXED, "predictor": "assembled", "tail": None},
         }
     )
-    UNNAMED = MappingProxyType({"mass": None})
-
-    label_share = TokenConfig.label_share
 
     dense_layers: int = 2
     token_budget: int | None = None
@@ -122,8 +115,8 @@ class PredictiveConfig(BudgetOrMass):
             f"with cache_rank={self.cache_rank!r} blocks lie on that device, so attending to all of them is never as "
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
-        require(  # by default there is none on a second device
-            not on_second_device(self) or self.mass in (None, type(self).mass),
+        require(
+            not on_second_device(self) or self.mass is None,
             f"mass={self.mass} chooses where the blocks are read, which cache_rank={self.cache_rank!r} cannot: give a "
             "token_budget instead, or leave cache_rank out",
         )
@@ -133,9 +126,9 @@ class PredictiveConfig(BudgetOrMass):
         check_tail(self)
 
     @property
-    def threshold(self) -> float | None:
-        """Share of the mass to cover; None: the number of tokens is fixed."""
-        return None if on_second_device(self) else self.mass
+    def can_need(self) -> bool:
+        """Tokens can be chosen by need: on the same device."""
+        return not on_second_device(self)
 
     @property
     def means(self) -> bool:
