@@ -82,7 +82,7 @@ def empty_cache(
 
 
 def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, int]:
-    """What earlier releases meant by options that they did not name, or that are None: fixed budgets, fewer channels."""
+    """What earlier releases meant by options that they did not name, or that are None: a fixed budget, fewer labels."""
     then = {}
     if named.get("token_budget", FIXED) is None and "mass" not in named:
         then["token_budget"] = FIXED

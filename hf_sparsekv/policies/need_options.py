@@ -12,9 +12,7 @@ from ..config import SparseConfig
 from ..option_checks import positive, share
 
 MASS = 0.9  # covered by default: docs/studies/by-need.md
-READ = (
-    1 / 8
-)  # of the tokens, what a selection by need is reckoned with: .115 of 32k and of 128k replayed keys (step.csv)
+READ = 1 / 8  # of the tokens that a selection by need is reckoned to take: .115 of replayed keys, 32k and 128k
 FIXED = 1024  # tokens, where blocks are chosen, or a second device chooses, and the configuration says nothing
 MIN_TOKENS = 64  # of a selection by need
 

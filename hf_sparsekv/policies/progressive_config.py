@@ -38,8 +38,8 @@ class ProgressiveConfig(SparseConfig):
             :mod:`hf_sparsekv.policies.block_walk`: plain torch on any device, which reads every key to find where to
             stop, so these are slower than dense attention. ``min_tokens`` and ``max_tokens`` become whole blocks, and
             label options are not used.
-        label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in :class:`TokenConfig`.
-            ``tail`` is without effect with other estimates than labels.
+        label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in
+            :class:`TokenConfig`. ``tail`` is without effect with other estimates than labels.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
             ``estimate="labels"``.
