@@ -52,11 +52,8 @@ struct Told {
     float stored_most, stored_total, near_most, near_total, over_most, over_total;
 };
 
-// Logits to base 2 of a score; what is no number stays so.
-__device__ __forceinline__ float logit(float score, float factor) {
-    const float x = score * factor;
-    return score == -INF ? -INF : x > LARGEST ? LARGEST : x;
-}
+// A score that is not infinite any more, so that its difference from another is a number. What is no number stays so.
+__device__ __forceinline__ float bounded(float score, float largest) { return score > largest ? largest : score; }
 
 struct Shared {
     Told told[CLUSTER][GROUP];
@@ -237,7 +234,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (thread < EACH) is_label[thread] = 0;
     __syncthreads();
     wait_for_kernels();
-    const float factor = __uint_as_float((u32)scale_bits) * LOG2E;
+    const float factor = __uint_as_float((u32)scale_bits) * LOG2E, largest = LARGEST / factor;
     const int tokens = rows[2 * i_batch], sealed = rows[2 * i_batch + 1], live = min((int)n, sealed);
     const int length = kept ? min(tokens, kept[i_batch]) : tokens;  // those whose keys are there
     channels += i_batch * channels_batch + i_head * channels_head;
@@ -264,12 +261,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         its.read(next, tile + TILE);
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
-            const float x = logit(four[g].x, factor), y = logit(four[g].y, factor), z = logit(four[g].z, factor),
-                        w = logit(four[g].w, factor);
-            const float top = fmaxf(fmaxf(fmaxf(x, y), fmaxf(z, w)), stored[g].most), base = top == -INF ? 0 : top;
-            stored[g].total = stored[g].total * exp2f(stored[g].most - base) + exp2f(x - base) + exp2f(y - base) +
-                              exp2f(z - base) + exp2f(w - base);
-            stored[g].most = top;
+            const float x = bounded(four[g].x, largest), y = bounded(four[g].y, largest),
+                        z = bounded(four[g].z, largest), w = bounded(four[g].w, largest);
+            const float top = fmaxf(fmaxf(x, y), fmaxf(z, w)) * factor;
+            if (top > stored[g].most) stored[g].total *= exp2f(stored[g].most - top), stored[g].most = top;
+            const float base = stored[g].most == -INF ? 0 : stored[g].most;
+            stored[g].total += (exp2f(x * factor - base) + exp2f(y * factor - base)) +
+                               (exp2f(z * factor - base) + exp2f(w * factor - base));
         }
     }
     its.read(next, 0);  // once more, for bins
@@ -335,7 +333,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
             for (int g = 0; g < GROUP; g++) {
                 const float score = c == 0 ? four[g].x : c == 1 ? four[g].y : c == 2 ? four[g].z : four[g].w;
-                share = fmaxf(share, logit(score, factor) + offset[g]);  // leaves out what is no number
+                share = fmaxf(share, bounded(score, largest) * factor + offset[g]);  // leaves out what is no number
             }
             int bin = NONE;
             if (is_finite(share)) {

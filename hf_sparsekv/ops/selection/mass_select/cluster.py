@@ -55,7 +55,7 @@ def select_clusters(
     group, lists = q_heads // heads, batch * heads
     if q.dtype not in (torch.bfloat16, torch.float16) or recent_kv.dtype != q.dtype or scores.dtype != torch.float32:
         return False
-    if group > MOST_HEADS or dim > MOST_CHANNELS or not 0 < lists <= MOST_LISTS or not n:
+    if group > MOST_HEADS or dim > MOST_CHANNELS or not 0 < lists <= MOST_LISTS or not n or scale <= 0:
         return False
     if any(stride % 4 for stride in scores.stride()[:2]) or scores.data_ptr() % 16 or scores.stride(2) != 1:
         return False
