@@ -162,7 +162,7 @@ class Oracle:
     def choose_channels(self, queries: Tensor, keys: Tensor) -> list[list[list[int]]]:
         batch, heads, length, dim = keys.shape
         group = queries.shape[1] // heads
-        r = self.config.label_channels or dim // 4
+        r = self.config.label_channels or min(dim, max(64, dim // 2), 128)
         rows = []
         for row in range(batch):
             real = self.real(row, length)

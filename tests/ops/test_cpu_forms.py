@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import Place
 from decode_cases import Case
 from operators import BY_NAME
+from test_mass_select import CASES as MASSES
 
 from hf_sparsekv.ops.attention.sparse_decode import cpu as decode_cpu
 from hf_sparsekv.ops.attention.sparse_decode import reference as decode_reference
+from hf_sparsekv.ops.selection.mass_select import NONE, TOTALS
+from hf_sparsekv.ops.selection.mass_select import cpu as mass_cpu
+from hf_sparsekv.ops.selection.mass_select import reference as mass_reference
+from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS
 from hf_sparsekv.ops.selection.token_score import cpu as score_cpu
 from hf_sparsekv.ops.selection.token_score import reference as score_reference
 from hf_sparsekv.ops.selection.topk_select import cpu as select_cpu
@@ -43,6 +49,36 @@ def row(blocks: list[int], length: int, size: int) -> tuple[torch.Tensor, torch.
 
 BLOCKS = {"in a row": [2, 3, 4, 5, 6], "scattered": [4, 0, 6, 1, 2], "one": [3]}
 blocks_of = pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["", "one row"])
+@pytest.mark.parametrize("case", MASSES.values(), ids=MASSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mass_select(case, dtype, first):
+    args, named = case.make(Place("cpu", dtype))
+    if first:
+        args = tuple(t[:1] for t in args)
+        named["stored"] = None if named["stored"] is None else named["stored"][:1]
+    n, lists = args[0].shape[-1], args[3].shape[:2]
+    totals = torch.zeros(2, len(TOTALS) + LENGTHS, dtype=torch.int64)
+    want = mass_reference.mass_select(*args, **named)
+    kept = torch.full((*lists, n), 7, dtype=torch.int32), torch.full(lists, 7, dtype=torch.int32)
+    for out in (None, kept):
+        totals[1] = 0
+        got = mass_cpu.mass_select(*args, **named, totals=totals[1], out=out)
+        assert torch.equal(got.bins == NONE, want.bins == NONE)
+        away = (got.bins.int() - want.bins.int()).abs()
+        assert not away.numel() or (away.max() <= 1 and (away > 0).float().mean() < 0.01)  # on the border of two bins
+        limits = {name: named[name] for name in ("threshold", "min_tokens", "max_tokens")}
+        taken, count, mass, cut, capped = mass_reference.take(got.bins, **limits)
+        assert torch.equal(got.count, count) and torch.equal(got.cut, cut)
+        torch.testing.assert_close(got.mass, mass, rtol=1e-5, atol=1e-6)
+        for one, these in zip(got.ids.flatten(0, 1), taken.flatten(0, 1)):
+            assert torch.equal(one[: int(these.sum())], these.nonzero()[:, 0].int())
+        added = torch.zeros_like(totals[0])
+        mass_reference.add_up(added, args[4], count, mass, capped)
+        assert torch.equal(added[:3], totals[1, :3]) and torch.equal(added[5:], totals[1, 5:])
+    assert got.ids is kept[0] and got.count is kept[1]
 
 
 @blocks_of
@@ -98,11 +134,13 @@ def test_token_select_does_not_sort(definitions):
     assert not definitions
 
 
+@pytest.mark.pairwise(once=("needed", "tokens"))
 @blocks_of
+@pytest.mark.parametrize("needed", [None, (7, 2), (0, 20), (0, 0), (9999, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [32, None, "all"], ids=["means", "tokens", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sink_logits": True}, {"latents": True}], ids=str)
-def test_attention_of_one_row(definitions, blocks, tokens, dtype, extra):
+def test_attention_of_one_row(definitions, blocks, tokens, dtype, extra, needed):
     """NaN in all that may not be read: entries of the ring, other blocks, sinks in blocks, means of nothing."""
     heads, group, dk, dv, size, sinks, ring = 2, 3, 24, 16, 16, 4, 37
     latents, extra = extra.get("latents", False), {k: v for k, v in extra.items() if k != "latents"}
@@ -123,6 +161,9 @@ def test_attention_of_one_row(definitions, blocks, tokens, dtype, extra):
         ids = torch.stack(ids)[None].int()
     if tokens == 32:
         extra |= {"means": means.to(dtype), "mean_tokens": 32}
+    if needed is not None and tokens != "all":
+        extra["used"] = torch.tensor([needed]).int()
+        ids[torch.arange(ids.shape[-1]) >= extra["used"][..., None]] = 1 << 20  # as nothing was written there
     q = torch.randn(1, heads * group, dk).to(dtype)
     given = q, kv.to(dtype), rows, table, ids, recent.to(dtype)
     named = {"granularity": "all" if ids is None else "token", "value_dim": dv, "sinks": sinks, "scale": 0.2, **extra}

@@ -61,9 +61,13 @@ def test_not_with_a_choice_of_blocks(blocks):
         TokenConfig(mass=0.9, **blocks)
 
 
-def test_without_a_mass_the_number_is_fixed():
-    assert (TokenConfig().budget, TokenConfig().threshold) == (1024, None)
+def test_what_is_fixed_and_what_is_needed():
+    assert (TokenConfig().budget, TokenConfig().threshold) == (0, 0.9)
+    assert (TokenConfig(token_budget=7).budget, TokenConfig(token_budget=7).threshold) == (7, None)
     assert TokenConfig(mass=0.9).budget == 0 and TokenConfig(token_budget=7, mass=0.9).budget == 7
+    for level in ("two_level", "block"):
+        assert (TokenConfig(level=level).budget, TokenConfig(level=level).threshold) == (1024, None)
+    assert TokenConfig.preset("previous").budget == TokenConfig.preset("paper").budget == 1024
 
 
 def test_a_saved_cache_may_go_on_by_need(tmp_path):

@@ -121,7 +121,7 @@ def test_no_block_is_chosen_in_dense_steps():
             # The step with 148 columns seals the eighth block; the next one is sparse, and looks ahead.
             assert (read > 0) == (column > 148)
             if column == 149:
-                labels = 8 * 16 * (4 // 2 + 4)  # two bytes and two numbers for the four channels of each token
+                labels = 8 * 16 * (16 // 2 + 4)  # eight bytes and two numbers for the 16 channels of each token
                 assert read == LAYERS * 2 * (8 * 2 * 16 * 4 + labels)  # beside 8 pairs of bounds, 2 heads, float32
     assert all(layer.policy.chosen for layer in cache.sparse_layers)
 

@@ -174,6 +174,7 @@ def test_methods_have_names():
     assert two_level(False).shared.of_layer(0).method == "two_level"
     automatic = {"level": "auto", "lag": False}
     assert two_level(False, **automatic).shared.of_layer(0).method == "token_only"
+    assert two_level(False, **automatic, token_budget=None).shared.of_layer(0).method == "progressive"
     assert two_level(False, **automatic, num_blocks=128).shared.of_layer(0).method == "two_level"
     assert two_level(False, **automatic, bound_tokens=16).shared.of_layer(0).method == "two_level"
 

@@ -15,7 +15,7 @@ from test_predictive import PredictiveOracle
 from test_progressive import WalkOracle
 from torch import Tensor
 
-from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, TokenConfig, predict_ahead
+from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, predict_ahead
 from hf_sparsekv.policies import by_need as by_need_module
 from hf_sparsekv.policies import need_options
 
@@ -295,7 +295,6 @@ def test_what_a_configuration_says():
     assert (by_mass.budget, by_mass.threshold, by_mass.max_tokens) == (0, 0.9, None)
     capped = PredictiveConfig(mass=0.9, token_budget=7)
     assert (capped.budget, capped.min_tokens, capped.max_tokens) == (7, 7, 7)
-    assert PredictiveConfig.label_share == TokenConfig.label_share
 
 
 @pytest.mark.parametrize("mass", [0, 1.01, -0.5, True, "most"])

@@ -24,7 +24,7 @@ class WalkOracle(Oracle):
         by_labels = config.estimate == "labels"
         kind = {"scores": "cuboid_mean", "as_min": "cuboid_mean", "bound": "min_max"}.get(config.estimate)
         more = {"level": "token" if by_labels else "block", "metadata": kind, "block_reduce": "max"}
-        more["label_channels"] = config.label_channels or 8  # of 16
+        more["label_channels"] = config.label_channels or 16  # all of them
         super().__init__(SimpleNamespace(**{**asdict(config), **more}), lag=False)
         self.shares: list[float] = []
         self.used: list[int] = []  # tokens beside the near ones

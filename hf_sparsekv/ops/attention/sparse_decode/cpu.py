@@ -44,7 +44,7 @@ def sparse_decode(
     scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`.reference.sparse_decode`; for one row, chosen tokens (as many as the ids) or all, without pages.
+    """See :func:`.reference.sparse_decode`; for one row without pages, chosen tokens (all ids, or ``used``) or all.
 
     Other calls go to the reference.
     """
@@ -52,9 +52,14 @@ def sparse_decode(
     (_, heads, size, width), dk = kv.shape, q.shape[2]
     n = sealed // size
     blocks = tuple(block_table.tolist()[0][:n]) if n else ()
-    plain = pages is None and used is None and from_host is None and lse is None and scales is None
+    plain = pages is None and from_host is None and lse is None and scales is None
     plain = plain and all(t is None or (t.is_contiguous() and t.dtype == kv.dtype) for t in (kv, recent_kv, means))
-    listed = ids[0].numpy() if plain and granularity == "token" and ids.dtype == torch.int32 else None  # [H, n]
+    listed, some = None, None  # chosen tokens [H, n], and how many of each list count [H], if not all
+    if plain and granularity == "token" and ids.dtype == torch.int32:
+        listed = ids[0].numpy()
+        if used is not None:
+            some = np.minimum(used[0].numpy(), listed.shape[1])
+            listed = first_of(listed, some)
     fused = softcap is None and sink_logits is None and dk == value_dim
     there = n == len(blocks) and min(blocks, default=0) >= 0
     there = there and (n > 0 or (length > 0 and fused and granularity == "all"))  # a short row has recent tokens only
@@ -71,9 +76,10 @@ def sparse_decode(
     asked = q.float().view(heads, group, dk)
     at = recent_tokens(length, sealed, 0 if listed is None else sinks, sinks, recent_kv.shape[2] - sinks, heads)
     if attended is not None:
-        attended += at.shape[0] // heads + (sealed if listed is None else listed.shape[1])
+        attended += at.shape[0] // heads
+        attended += sealed if listed is None else listed.shape[1] if some is None else torch.from_numpy(some)
     if listed is not None:
-        taken, bias = gather(kv, blocks, listed, recent_kv, at, means, mean_tokens, sealed, sinks)
+        taken, bias = gather(kv, blocks, listed, some, recent_kv, at, means, mean_tokens, sealed, sinks)
         keys, values = taken[..., :dk], reference.values_of(taken, dk, value_dim)  # [H, tokens, D]
         if fused:
             query, mask = asked[:, None], None if bias is None else bias.expand(-1, -1, group, -1)
@@ -103,6 +109,12 @@ def all_given(listed: np.ndarray | None, granularity: str, sealed: int) -> bool:
     if listed is None:
         return granularity == "all"
     return listed.size > 0 and listed.view(np.uint32).max() < sealed  # negative ids are large as unsigned numbers
+
+
+def first_of(listed: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """The first ``some [H]`` tokens of each of the lists, ``[H, largest of some]``; token 0 in place of the others."""
+    listed = listed[:, : max(1, int(some.max()))]
+    return np.where(np.arange(listed.shape[1]) < some[:, None], listed, 0)
 
 
 def cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -177,6 +189,7 @@ def gather(
     kv: Tensor,
     blocks: tuple[int, ...],
     listed: np.ndarray,
+    some: np.ndarray | None,
     recent_kv: Tensor,
     recent: Tensor,
     means: Tensor | None,
@@ -187,11 +200,12 @@ def gather(
     """The chosen tokens ``listed [H, n]``, then the recent ones, then the means: float32 ``[H, tokens, D]``.
 
     Args:
+        some: how many of each list count, ``[H]``; None: all.
         recent: from :func:`recent_tokens`.
 
     Returns:
         The tokens, and a bias of their logits, ``[H, 1, 1, tokens]``, that weights each mean by the tokens it
-        represents; None without means.
+        represents and leaves out what does not count; None if it would be zeros.
     """
     heads, size, width = kv.shape[1:]
     token, head = places(blocks, heads, size)
@@ -204,11 +218,19 @@ def gather(
     for (of, at), out in zip(parts, taken.split(counts)):
         torch.index_select(of.view(-1, width), 0, at, out=out)
     taken = taken.view(-1, heads, width).float().transpose(0, 1)
-    if means is None:
+    if means is None and some is None:
         return taken, None
-    of = listed // mean_tokens + np.arange(heads)[:, None] * len(held)
-    unread = np.maximum(held - np.bincount(of.ravel(), minlength=heads * len(held)).reshape(heads, -1), 0)
     bias = torch.zeros(heads, 1, 1, taken.shape[1])
+    counts = True
+    if some is not None:
+        counts = np.arange(listed.shape[1]) < some[:, None]
+        missing = torch.from_numpy(~counts)
+        bias[:, 0, 0, : listed.shape[1]].masked_fill_(missing, float("-inf"))
+        taken[:, : listed.shape[1]].masked_fill_(missing[..., None], 0.0)  # token 0 may hold anything
+    if means is None:
+        return taken, bias
+    of = (listed // mean_tokens + np.arange(heads)[:, None] * len(held))[counts]
+    unread = np.maximum(held - np.bincount(of.ravel(), minlength=heads * len(held)).reshape(heads, -1), 0)
     bias[:, 0, 0, -len(held) :] = torch.from_numpy(unread).float().log_()  # -inf: it represents none
     if not unread.all():
         taken[:, -len(held) :].masked_fill_(torch.from_numpy(unread == 0)[..., None], 0.0)

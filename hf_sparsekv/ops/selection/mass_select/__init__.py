@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..._dispatch import operator
-from . import reference
+from . import cpu, reference
 from .reference import BINS, MASS_ONE, NONE, TOTALS, Selection
 
 __all__ = ["BINS", "MASS_ONE", "NONE", "TOTALS", "Selection", "mass_select"]
 
-mass_select = operator(reference.mass_select, on="scores")
+mass_select = operator(reference.mass_select, on="scores", on_cpu=cpu.mass_select)

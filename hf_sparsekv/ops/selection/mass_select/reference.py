@@ -197,12 +197,11 @@ def mass_select(
         out: where ``ids`` (its rows may be any multiple of 16 entries apart) and ``count`` (contiguous) are written.
             Entries of ``ids`` after ``count`` may stay as they were.
     """
-    found = {"scale": scale, "softcap": softcap}
-    behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
-    scores = scores.masked_fill(behind, -INF)
-    there = rows if stored is None else torch.stack((torch.minimum(rows[:, 0], stored), rows[:, 1]), dim=1)
-    near, mean = near_masses(q, channels, recent_kv, there, sinks=sinks, sink_logits=sink_logits, **found)
-    bins = share_bins(scores, near, mean, group_reduce=group_reduce, **found)
+    bins = bins_of(
+        *(scores, q, channels, recent_kv, rows),
+        **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits},
+        **{"group_reduce": group_reduce, "stored": stored},
+    )
     taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)
     n = bins.shape[-1]
     column = torch.arange(n, dtype=torch.int32, device=bins.device).expand_as(bins)
@@ -211,16 +210,44 @@ def mass_select(
     if out is not None:
         ids, count = out[0].copy_(ids), out[1].copy_(count)
     if totals is not None:
-        there = rows[:, 0] > 0
-        gap, lengths = ((1.0 - mass[there]) * MASS_ONE).long(), (count[there] - 1).clamp_min(0)
-        for i, value in enumerate((gap.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
-            totals[i] += value
-        first = len(TOTALS)
-        if gap.numel():
-            totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
-        lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
-        totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
+        add_up(totals, rows, count, mass, capped)
     return Selection(ids, count, mass, bins, cut)
+
+
+def bins_of(
+    scores: Tensor,
+    q: Tensor,
+    channels: Tensor,
+    recent_kv: Tensor,
+    rows: Tensor,
+    *,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    group_reduce: str,
+    stored: Tensor | None,
+) -> Tensor:
+    """The bins of :func:`mass_select`, with its arguments: uint8 ``[batch, H, n]``."""
+    found = {"scale": scale, "softcap": softcap}
+    behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
+    scores = scores.masked_fill(behind, -INF)
+    there = rows if stored is None else torch.stack((torch.minimum(rows[:, 0], stored), rows[:, 1]), dim=1)
+    near, mean = near_masses(q, channels, recent_kv, there, sinks=sinks, sink_logits=sink_logits, **found)
+    return share_bins(scores, near, mean, group_reduce=group_reduce, **found)
+
+
+def add_up(totals: Tensor, rows: Tensor, count: Tensor, mass: Tensor, capped: Tensor) -> None:
+    """Count selections of ``count``, ``mass`` and ``capped [batch, H]`` in ``totals``, see :func:`mass_select`."""
+    there = rows[:, 0] > 0
+    gap, lengths = ((1.0 - mass[there]) * MASS_ONE).long(), (count[there] - 1).clamp_min(0)
+    for i, value in enumerate((gap.numel(), count.sum(), capped.sum(), (MASS_ONE - gap).sum())):
+        totals[i] += value
+    first = len(TOTALS)
+    if gap.numel():
+        totals[first - 1] = torch.maximum(totals[first - 1], gap.max())
+    lengths = torch.where(lengths > 0, lengths.clamp_min(1).double().log2().floor().long() + 1, 0)
+    totals[first:] += torch.bincount(lengths.flatten(), minlength=LENGTHS)
 
 
 def _count(bins: Tensor) -> Tensor:
