@@ -17,6 +17,7 @@ from .measured import PackStats
 from .memory import Memory, Request
 
 SLOT_BYTES = 8  # of a slot beside its copy: column and stamp
+COUNTER_BYTES = 16
 # Selections that the tokens chosen within 12 steps amount to: 3.2 with one token in 64 chosen, 2.7 with one in 16, on
 # the recorded real model (benchmarks/results/foreseen_queries.csv).
 REUSED = 3.2
@@ -202,6 +203,6 @@ def add_device_tokens(memory: Memory, request: Request, chosen: int) -> None:
     for row, one in zip(rows, each):
         room = min(there, TOKEN_SELECTIONS * chosen if pool is None else int(pool) // len(each) // one) // size * size
         memory.device_pages += room * one
-        memory.tables += row * (4 * there + 4) if room else 0
+        memory.tables += 4 * row * there + COUNTER_BYTES if room else 0
     step = sum(row * layer.width for row, layer in zip(rows, request.layers))
     memory.working_set = int(REUSED * chosen * step * request.item)

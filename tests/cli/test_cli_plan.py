@@ -104,11 +104,15 @@ def test_plan_proposes_a_preset():
         assert ('more than those of "fast"' in done.stderr) == (" tokens a step" in line and '"fast"' not in line)
         return line.removeprefix("proposed: ")
 
-    assert proposed("32k", 1).startswith(
-        'sparse(model, "accurate"): 2,048 of 32,768 tokens a step; keys and values on the'
-    )
-    assert proposed("32k", 8).startswith("sparse(model): 1,024 of 32,768 tokens a step; keys and values on the GPU, ")
-    assert proposed("64k", 32).startswith('sparse(model, "fast", offload=True): 512 of 65,536 tokens a step; keys and ')
+    def by_mass(call: str, share: str, tokens: str) -> str:
+        return f"{call}: {share} of each head's attention mass, some {tokens} tokens a step; keys and values "
+
+    few, usual, many = "1,909 of 32,768", "3,796 of 32,768", "6,384 of 32,768"
+    assert proposed("32k", 1).startswith(by_mass('sparse(model, "accurate")', "95%", many) + "on the GPU")
+    assert proposed("32k", 2).startswith(by_mass("sparse(model)", "90%", usual) + "on the GPU, ")
+    assert proposed("32k", 4).startswith(by_mass('sparse(model, "fast")', "75%", few) + "on the GPU, ")
+    offloaded = by_mass('sparse(model, "fast", offload=True)', "75%", "3,818 of 65,536")
+    assert proposed("64k", 16).startswith(offloaded + "in host memory")
     assert proposed("1k", 1).startswith(
         'full attention, which sparse(model, "accurate") does by itself at this length; '
     )
@@ -131,10 +135,10 @@ NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", 
     ("size", "gpu_line", "proposed", "reasons"),
     [
         (("--context", "32k", "--gpu-memory", "80GiB", *ROOMY), "sparse fits, dense fits", "on the GPU", None),
-        ((*LONG, "--gpu-memory", "80GiB", *ROOMY), "sparse fits, dense does not", "in host memory", None),
+        ((*LONG, "--gpu-memory", "95GiB", *ROOMY), "sparse fits, dense does not", "in host memory", None),
         (
             (*LONG, "--gpu-memory", "60GiB", *ROOMY),
-            "sparse fits with prefill_chunk_size=4096 (in one piece 18.18 GiB too much), dense does not",
+            "sparse fits with prefill_chunk_size=4096 (in one piece 33.70 GiB too much), dense does not",
             "in host memory",
             None,
         ),
@@ -204,7 +208,7 @@ def test_plan_says_what_the_model_was_not_made_for(tiny):
 
 def test_plan_compares_fast_with_nothing():
     """It reads 0 % more than itself, which need not be said."""
-    size = ("--context", "64k", "--batch", 32, "--gpu-memory", "80GiB", "--host-memory", "512GiB")
+    size = ("--context", "64k", "--batch", 16, "--gpu-memory", "80GiB", "--host-memory", "512GiB")
     done = run("plan", "qwen3-8b", *size)
     assert 'sparse(model, "fast"' in done.stdout and 'those of "fast"' not in done.stderr
 

@@ -168,13 +168,13 @@ def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):
 
 
 def test_methods_have_names():
-    names = {"two_level": "two_level:lag", "block": "block_only", "token": "token_only"}
+    names = {"two_level": "two_level:lag", "block": "block_only", "token": "progressive"}
     for level, name in names.items():
         assert two_level(True, level=level).shared.of_layer(0).method == name
     assert two_level(False).shared.of_layer(0).method == "two_level"
     automatic = {"level": "auto", "lag": False}
-    assert two_level(False, **automatic).shared.of_layer(0).method == "token_only"
-    assert two_level(False, **automatic, token_budget=None).shared.of_layer(0).method == "progressive"
+    assert two_level(False, **automatic).shared.of_layer(0).method == "progressive"
+    assert two_level(False, **automatic, token_budget=32).shared.of_layer(0).method == "token_only"
     assert two_level(False, **automatic, num_blocks=128).shared.of_layer(0).method == "two_level"
     assert two_level(False, **automatic, bound_tokens=16).shared.of_layer(0).method == "two_level"
 
