@@ -135,7 +135,7 @@ NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", 
     ("size", "gpu_line", "proposed", "reasons"),
     [
         (("--context", "32k", "--gpu-memory", "80GiB", *ROOMY), "sparse fits, dense fits", "on the GPU", None),
-        ((*LONG, "--gpu-memory", "95GiB", *ROOMY), "sparse fits, dense does not", "in host memory", None),
+        ((*LONG, "--gpu-memory", "95GiB", *ROOMY), "sparse fits, dense fits with", "in host memory", None),
         (
             (*LONG, "--gpu-memory", "60GiB", *ROOMY),
             "sparse fits with prefill_chunk_size=4096 (in one piece 33.70 GiB too much), dense does not",
