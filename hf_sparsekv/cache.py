@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
+from .bookkeeping.indexers import check_first, expect_latents, update_indexer
 from .bookkeeping.making import add_layers, layers_of
-from .bookkeeping.models import FirstAttentionLayer, check_kind, need_config, once_bound, prefix_tuning, refuse_indexer
+from .bookkeeping.models import FirstAttentionLayer, need_config, once_bound, prefix_tuning
 from .bookkeeping.notices import Notices
 from .bookkeeping.passes import LinearPasses
 from .bookkeeping.replayed import Replays
@@ -113,10 +114,8 @@ class SparseCache(Cache):
         self.block_pools: dict[int, BlockPool] | None = None
         self.row_batch: RowBatch | None = None
         self._joins = False  # made by beside()
-        self.changes, self._joined = (
-            0,
-            -1,
-        )  # the second: the number of changes when all layers were found to hold the same
+        self.changes = 0
+        self._joined = -1  # the number of changes when all layers were found to hold the same
         self.under_way: Pass | None = None
         self._last_layer = -1  # of ours, once the model is known
         self.replays = Replays()
@@ -282,7 +281,7 @@ class SparseCache(Cache):
         if self.row_batch is not None and key_states.shape[-2] != 1:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
         if not self._checked:  # before anything is stored, whatever attention function there is
-            check_kind(getattr(caller(), "config", None))
+            check_first(self, getattr(caller(), "config", None))
             self._checked = True
         if layer_idx >= len(self.layers):
             add_layers(self, layer_idx)
@@ -298,12 +297,13 @@ class SparseCache(Cache):
         """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
         if not query_length:
             check_not_empty(1, 0, int(self.get_seq_length()))
+        expect_latents(self)
         return super().get_mask_sizes(query_length, layer_idx)
 
     update_conv_state = once_bound("update_conv_state")
     get_conv_state = once_bound("get_conv_state")
     get_recurrent_state = once_bound("get_recurrent_state")
-    update_indexer = refuse_indexer
+    update_indexer = update_indexer
     first_attention_layer = FirstAttentionLayer()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:

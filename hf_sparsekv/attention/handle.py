@@ -66,6 +66,8 @@ class Step:
         committed: they are stored.
         autocast: they came from inside ``torch.autocast``.
         before: what the layer held when it was given them; None: nothing.
+        indices: columns that the model's indexer has chosen, int ``[batch, q, k]``; None: it has none.
+        shown: the mask of these, ``[batch or 1, 1, q, n]``.
         under_way: the forward pass that brings them; None: that of a captured step, or no attention yet.
     """
 
@@ -78,6 +80,8 @@ class Step:
     committed: bool = field(default=False)
     autocast: bool = False
     before: Rows | None = None
+    indices: Tensor | None = None
+    shown: Tensor | None = None
     under_way: Pass = None  # type: ignore[assignment]  # there from attend() on, where no step is captured
 
     @property

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..types import AttentionParams
 from .exact import exact_attention
 from .handle import KVHandle
+from .indices import index_mask
 from .masks import sparsekv_mask
 
 NAME = "sparsekv"
@@ -66,6 +67,7 @@ def sparsekv_attention(
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
                 attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
+        key.step.indices = kwargs.get("indices")
         out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
@@ -75,6 +77,8 @@ def sparsekv_attention(
 
 def _stock(module, query, key, value, mask, dropout, params, position_bias, is_causal, **kwargs) -> tuple[Tensor, None]:
     """Other caches, sliding layers, assistants, no cache at all."""
+    if (indices := kwargs.pop("indices", None)) is not None:  # a model with an indexer leaves them to us
+        mask = index_mask(indices, mask, key.shape[2])
     columns = mask if mask is not None and mask.ndim == 2 else None
     if columns is None and params.softcap is None and params.sink_logits is None:
         out = sdpa_attention_forward(

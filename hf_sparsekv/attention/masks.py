@@ -21,12 +21,18 @@ _SECOND_PROMPT = (
 )
 
 
+_COLUMNS = "_sparsekv_columns"  # attribute of 4-D masks that were made here for causality and padding: see columns_of()
 _WHOLE = "_sparsekv_whole"  # attribute of masks that hide nothing: reading the mask itself would wait for the GPU
 
 
 def is_whole(mask: Tensor) -> bool:
     """Whether this mask of columns was made here, for a pass without padding."""
     return getattr(mask, _WHOLE, False)
+
+
+def columns_of(mask: Tensor | None) -> Tensor | None:
+    """What :func:`sparsekv_mask` would have returned in place of a 4-D mask, had the model not asked for one."""
+    return getattr(mask, _COLUMNS, mask)
 
 
 def sparsekv_mask(
@@ -61,13 +67,13 @@ def sparsekv_mask(
     plain = (
         mask_function is causal_mask_function
         and local_size is None
-        and allow_is_causal_skip
         and kv_offset == 0
         and isinstance(q_offset, int)
         and kv_length == q_offset + q_length
     )
-    if not plain:
-        return sdpa_mask(
+    whole = None
+    if not (plain and allow_is_causal_skip):
+        whole = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -79,6 +85,19 @@ def sparsekv_mask(
             local_size=local_size,
             **kwargs,
         )
+    if not plain:
+        return whole
+    columns = _columns(batch_size, q_length, kv_length, q_offset, attention_mask, kwargs.get("device", "cpu"))
+    if whole is None:
+        return columns
+    setattr(whole, _COLUMNS, columns)  # a model with an indexer, which reads the mask
+    return whole
+
+
+def _columns(
+    batch: int, q_length: int, kv_length: int, q_offset: int, attention_mask: Tensor | None, device
+) -> Tensor | None:
+    """The mask of plain causal attention: None, or the validity of the columns, bool ``[batch, kv_length]``."""
     if attention_mask is not None:
         if (columns := attention_mask.shape[-1]) < kv_length:
             if 0 < columns <= q_offset:  # how many tokens are new says nothing then: generate() got it wrong
@@ -96,8 +115,7 @@ def sparsekv_mask(
             return attention_mask
     if q_length > 1 and q_offset > 0:
         # None would mean "causal from the first column" to sdpa.
-        device = kwargs.get("device", "cpu")
-        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         setattr(mask, _WHOLE, True)
         return mask
     return None
@@ -134,12 +152,13 @@ def _calls_interface(config_class: type) -> bool:
         return True
     models = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
     models = [one for one in models if one.__module__ == name]
-    if models and not any(one._supports_sdpa or one._supports_flash_attn for one in models):
-        return False
+    others = not models or any(one._supports_sdpa or one._supports_flash_attn for one in models)
     try:
-        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module)
+        source = inspect.getsource(module)
     except OSError:  # no source at hand
-        return True
+        return others
+    # A model with an indexer gives its indices to registered functions only (HY 4, which knows no sdpa).
+    return "ALL_ATTENTION_FUNCTIONS" in source and (others or "indices=sparse_indices" in source)
 
 
 def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:

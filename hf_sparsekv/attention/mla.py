@@ -24,6 +24,7 @@ from ..model_watch import kind_of
 from ..types import AttentionParams
 from .exact import _MASK_BYTES, _mask, exact_attention
 from .handle import KVHandle
+from .indexer import is_ours, restore_indexer, take_pieces
 
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
@@ -38,9 +39,8 @@ RECENT = 64  # tokens of the sample that are the prompt's last ones
 
 
 def is_mla(module: nn.Module) -> bool:
-    """An attention module that caches latents and expands them after. (With an indexer, DSA, it caches what it has
-    expanded.)"""
-    return all(hasattr(module, name) for name in _NEEDED) and not hasattr(module, "indexer")
+    """An attention module that makes latents and expands them."""
+    return all(hasattr(module, name) for name in _NEEDED)
 
 
 def may_be_mla(config) -> bool:
@@ -68,21 +68,54 @@ def caller() -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def calling_module() -> nn.Module | None:
-    """The :func:`caller`, if it is an MLA module: its ``expand_kv`` runs before the attention function does."""
+def calling_module(key: Tensor, value: Tensor) -> nn.Module | None:
+    """The :func:`caller`, if it is an MLA module whose latents and rotary parts these are.
+
+    Its ``expand_kv`` runs before the attention function does.
+    """
     module = caller()
-    return module if module is not None and is_mla(module) else None
+    if module is None or not is_mla(module):
+        return None
+    latent = (1, module.kv_lora_rank, module.qk_rope_head_dim)
+    return module if (key.shape[1], key.shape[3], value.shape[3]) == latent else None
+
+
+def calling_model() -> nn.Module | None:
+    """The innermost module in the call stack: while masks are made, the model whose layers they are for."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            return module
+        frame = frame.f_back
+    return None
 
 
 # ---------------------------------------------------------------------- the method that is replaced
 
 
 def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces a module's ``expand_kv``: handles pass through it to our attention function."""
-    if isinstance(kv_nope, KVHandle) and kv_nope.step.absorbed and self.config._attn_implementation == "sparsekv":
-        return kv_nope, k_rot
+    """Replaces a module's ``expand_kv``: handles pass through it to our attention function.
+
+    Models with an indexer expand before they call the cache, in transformers 5.17. There latents pass through it to one
+    of our caches, which is a local variable of the module's ``forward()``.
+    """
+    if self.config._attn_implementation == "sparsekv":
+        if isinstance(kv_nope, KVHandle):
+            if kv_nope.step.absorbed:
+                return kv_nope, k_rot
+        elif hasattr(self, "indexer") and _keeps_latents(sys._getframe(1), self.layer_idx):
+            return kv_nope, k_rot
     own = self.__dict__.get(_OWN)
     return own(kv_nope, k_rot) if own is not None else type(self).expand_kv(self, kv_nope, k_rot)
+
+
+def _keeps_latents(frame: types.FrameType, layer_idx: int) -> bool:
+    """Whether the function of ``frame`` is about to give a cache of ours what it has expanded."""
+    cache = frame.f_locals.get("past_key_values")
+    if not is_ours(cache):
+        return False
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    return layer is None or not layer.get_seq_length() or layer.latent
 
 
 def absorbs(module: nn.Module) -> bool:
@@ -104,6 +137,8 @@ def absorb(module: nn.Module) -> bool:
         )
     module.__dict__[_OWN] = module.__dict__.get("expand_kv")
     module.expand_kv = types.MethodType(expand_kv, module)
+    if getattr(module, "indexer", None) is not None:
+        take_pieces(module.indexer)
     return True
 
 
@@ -115,6 +150,8 @@ def restore(module: nn.Module) -> None:
             del module.expand_kv
         else:
             module.expand_kv = own
+        if getattr(module, "indexer", None) is not None:
+            restore_indexer(module.indexer)
     for name in (_OWN, _HELD):
         module.__dict__.pop(name, None)
 
@@ -306,7 +343,7 @@ def _on_latents(
     for lo in range(0, q, step):
         hi = min(lo + step, q)
         some = query[:, :, lo:hi].flatten(1, 2)  # [batch, H * q, r + dr]
-        logits = _product(some[..., :rank], parts[0]).add_(_product(some[..., rank:], parts[1]))
+        logits = product(some[..., :rank], parts[0]).add_(product(some[..., rank:], parts[1]))
         logits = logits.mul_(params.scale).unflatten(1, (heads, -1))  # [batch, H, q, n]
         if params.softcap is not None:
             logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
@@ -320,7 +357,7 @@ def _on_latents(
     return out
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Batched product in float32 (of bfloat16 on tensor cores: rounded scores would cost a digit of the weights)."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)

@@ -11,12 +11,14 @@ from typing import Protocol
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..layers.indexed import IndexedLayer
 from ..layers.owned import Owner
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.watch import BlockWatch
 from ..predictor.channels import check_config
-from .models import check_kind, indexed, stock_layers, why_dense
+from .indexers import check_served
+from .models import check_kind, stock_layers, why_dense
 
 
 class Made(Owner, Protocol):
@@ -51,12 +53,15 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     """The layers of ``cache`` for a model: see :meth:`..SparseCache.bind`."""
     check_config(model_config)
     check_kind(model_config)
-    cache.shared.check_model(model_config.get_text_config(decoder=True))
+    text = model_config.get_text_config(decoder=True)
+    cache.shared.check_model(text)
     stock = stock_layers(model_config)
     if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
-        raise indexed(type(cache).__name__)
+        check_served(cache, text)
     for index, layer in enumerate(stock):
-        if type(layer) is DynamicLayer:
+        if isinstance(layer, DynamicIndexedLayer):
+            stock[index] = IndexedLayer(cache, index, text.index_topk)
+        elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()

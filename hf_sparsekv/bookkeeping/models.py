@@ -28,15 +28,6 @@ def check_kind(config) -> None:
         )
 
 
-def indexed(cache: str) -> ValueError:
-    """The error of a cache of this class in a model that selects tokens by itself."""
-    return ValueError(
-        "this model selects tokens by itself (DeepSeek Sparse Attention: a trained indexer, whose keys the cache "
-        "has to hold), and caches expanded keys and values: selecting from its selection would only lose tokens. "
-        f"Leave past_key_values out; {cache} serves MLA models without an indexer"
-    )
-
-
 def prefix_tuning(cache: Cache) -> int:
     """In place of ``Cache.max_cache_len``, which PEFT's prefix tuning asks before it puts another cache in its place.
 
@@ -77,11 +68,6 @@ def why_dense(model_config: PreTrainedConfig, layers: Sequence[CacheLayerMixin])
         f"no layer of this {model_config.model_type} model attends to its whole past (sliding windows or "
         "linear attention only)"
     )
-
-
-def refuse_indexer(cache: Cache, *args, **kwargs) -> Tensor:
-    """In place of ``Cache.update_indexer``. Raises ValueError, always."""
-    raise indexed(type(cache).__name__)
 
 
 def once_bound(name: str) -> Callable[..., Tensor]:

@@ -49,6 +49,7 @@ class Rows:
     sealed: tuple[int, ...]
     valid: Tensor | None = None
     _past: dict[tuple[torch.device, int, int], Tensor] = field(default_factory=dict, repr=False)
+    _tokens: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def none(cls, block_size: int, batch: int, columns: int = 0) -> Rows:
@@ -149,6 +150,15 @@ class Rows:
         if self.valid is None:
             return torch.ones(self.batch, self.columns, dtype=torch.bool, device=device)
         return torch.nn.functional.pad(self.valid.to(device), (0, self.columns - self.valid.shape[1]), value=True)
+
+    def tokens(self, device: torch.device) -> Tensor | None:
+        """Number of the token in each column, int64 ``[batch, columns]``; -1 for padding. None: that of the column."""
+        if self.valid is None:
+            return None
+        if device not in self._tokens:
+            valid = self.valid_columns(device)
+            self._tokens[device] = (valid.cumsum(1) - 1).masked_fill(~valid, -1)
+        return self._tokens[device]
 
 
 class Taken(NamedTuple):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.exact import exact_attention
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
+from ..attention.indices import exact_of
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
 from ..kv.read_back import materialise
@@ -67,7 +67,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.captured: CapturedLayer | None = None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
-        new = object.__new__(SparseLayer)
+        new = object.__new__(type(self))
         memo[id(self)] = new
         if self.store is not None:
             self.store.writer.wait()  # a side stream may still be choosing blocks
@@ -114,11 +114,10 @@ class SparseLayer(Owned, CacheLayerMixin):
             self._check_complete()
         before, module = check_tokens(self.store, self.index, key_states, value_states), None
         past = 0 if before is None else before.columns
+        if self.latent if past else may_be_mla(self.owner.model_config):
+            module = calling_module(key_states, value_states)
         if past == 0:
-            module = calling_module() if may_be_mla(self.owner.model_config) else None
             self.latent = module is not None
-        elif self.latent:
-            module = calling_module()
         step = self.pending = Step(self, key_states, value_states, past, autocast=autocast, before=before)
         if module is not None:
             absorb(module)
@@ -226,7 +225,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     ) -> Tensor:
         """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
         own, owner, absorbed = not step.committed, self.owner, step.absorbed
-        exact = exact_attention if absorbed is None else absorbed.attention
+        exact = exact_of(step)
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
             out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)

@@ -1,0 +1,75 @@
+"""The indexer of a model that was trained sparse (DSA): it scores a prompt's queries in pieces.
+
+transformers' indexers score all new queries at once, ``[batch, q, heads, n]`` in float32: 128 GiB for 4,096 queries of
+64 heads over 131,072 tokens. We replace ``forward`` of the indexer, on the instance, by a loop over pieces of queries
+that calls the model's own ``forward``. A query scores no column after its own, so what it chooses is the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+_OWN = "_sparsekv_own_forward"
+_BYTES = 1 << 30  # of the scores of the queries that are taken at once
+
+
+def is_ours(cache: object) -> bool:
+    """Whether ``cache`` is one of ours."""
+    return hasattr(cache, "attend")
+
+
+def forward(self, *args, **kwargs) -> Tensor:
+    """Replaces an indexer's ``forward``: indices ``[batch, q, k]``, -1 where a query has fewer columns to choose from.
+
+    With another cache or attention function the original method runs.
+    """
+    own = self.__dict__[_OWN] or types.MethodType(type(self).forward, self)
+    given = _signature(type(self)).bind(self, *args, **kwargs).arguments
+    given.pop("self")
+    new, mask = given["hidden_states"].shape[1], given["attention_mask"]
+    mine = is_ours(given.get("past_key_values", given.get("cache")))
+    if new == 1 or not mine or self.config._attn_implementation != "sparsekv":
+        return own(*args, **kwargs)
+    past = mask.shape[-1] - new
+    step = max(1, _BYTES // (4 * len(given["hidden_states"]) * self.n_heads * mask.shape[-1]))
+    found = [own(**_piece(given, lo, min(lo + step, new), past)) for lo in range(0, new, step)]
+    most = found[-1].shape[-1]
+    return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=1)
+
+
+@cache
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+def _piece(given: dict, lo: int, hi: int, past: int) -> dict:
+    """The arguments for queries ``lo .. hi - 1``, of columns ``past + lo ..``."""
+    part = dict(given)
+    for name in ("hidden_states", "q_resid", "position_ids"):
+        if isinstance(part.get(name), Tensor):
+            part[name] = part[name][:, lo:hi]
+    part["position_embeddings"] = tuple(table[:, lo:hi] for table in part["position_embeddings"])
+    part["attention_mask"] = part["attention_mask"][:, lo:hi, : past + hi]
+    return part
+
+
+def take_pieces(indexer: nn.Module) -> None:
+    """Replace the ``forward`` of an indexer."""
+    if _OWN not in indexer.__dict__:
+        indexer.__dict__[_OWN] = indexer.__dict__.get("forward")
+        indexer.forward = types.MethodType(forward, indexer)
+
+
+def restore_indexer(indexer: nn.Module) -> None:
+    """Undo :func:`take_pieces`."""
+    if getattr(indexer.__dict__.get("forward"), "__func__", None) is forward:
+        own = indexer.__dict__.pop(_OWN)
+        if own is None:
+            del indexer.forward
+        else:
+            indexer.forward = own

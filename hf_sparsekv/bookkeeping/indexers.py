@@ -1,0 +1,81 @@
+"""Models that choose their tokens by themselves, by a trained indexer (DeepSeek Sparse Attention): which are served.
+
+Apart from other models, because their layers need more of a cache, and less of a method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..attention.mla import absorb_mla, caller, calling_model, passes_on
+from ..layers.owned import Owner
+from ..policies.indexed import chooses
+from .models import check_kind
+
+passes_on(__name__)
+
+# Their attention modules give the attention function the indices, and nothing but their own latents.
+SERVED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+
+
+def has_indexer(config: PreTrainedConfig | None) -> bool:
+    """Whether a model of this configuration may have an indexer. ``None``, an unknown configuration, has none."""
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
+    return any(hasattr(text, name) for name in ("index_topk", "indexer_budget"))
+
+
+def check_served(cache: Owner, text_config: PreTrainedConfig) -> None:
+    """Raise ValueError unless this cache serves this model with an indexer."""
+    model = f"this {text_config.model_type} model selects tokens by itself, by a trained indexer"
+    if text_config.model_type not in SERVED:
+        raise ValueError(f"{model}: of such models {', '.join(SERVED)} are served. Leave past_key_values out")
+    if chooses(cache.config):
+        raise ValueError(
+            f"{model}: {cache.config.brief()} would only lose tokens of its selection. Leave the configuration and its "
+            "options out: OffloadedSparseCache(), sparse(model, offload=True), or TokenConfig() on the device"
+        )
+    if cache.block_pools is not None:
+        raise ValueError(f"{model}, which continuous batching (rows(), Engine) does not serve: use generate()")
+
+
+def check_first(cache: Any, config: PreTrainedConfig | None) -> None:
+    """Before anything is stored, by the configuration of an attention module: the model is of a kind that is served.
+
+    The layers of a model with an indexer are of a kind of their own: the cache learns them now.
+    """
+    check_kind(config)
+    if cache.model_config is None and has_indexer(config):
+        cache.bind(config)
+
+
+def expect_latents(cache: Any) -> None:
+    """The first forward pass of a cache begins: have attention modules with an indexer give it latents.
+
+    Those modules expand before they call the cache. (Later releases than transformers 5.17: after.)
+    """
+    config = cache.model_config
+    if cache._checked or (config is not None and not has_indexer(config)):
+        return
+    model = calling_model()
+    if model is not None and has_indexer(getattr(model, "config", None)):
+        absorb_mla(model)
+
+
+def update_indexer(cache: Any, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+    """As ``Cache.update_indexer``: the indexer's keys ``[batch, n, D]`` of new columns, to all of them so far.
+
+    Raises:
+        ValueError: the model is of a kind that is not served.
+    """
+    if cache.model_config is None:  # of an indexer that is asked before its layer has stored anything
+        check_first(cache, getattr(caller(), "config", None))
+    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if not hasattr(layer, "update_indexer"):
+        raise ValueError(
+            "this model selects tokens by itself, by an indexer of a kind that sparse caches do not serve: leave "
+            "past_key_values out"
+        )
+    return layer.update_indexer(indexer_key_states)

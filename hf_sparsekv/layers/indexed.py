@@ -1,0 +1,61 @@
+"""A layer whose model chooses its tokens by itself (DeepSeek Sparse Attention): prompts and steps go by its indices.
+
+Apart from :mod:`.sparse_layer`, because other layers choose by a policy, and keep no keys of an indexer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..attention.handle import Step
+from ..attention.indices import visible
+from ..attention.masks import columns_of
+from ..attention.mla import passes_on
+from ..policies.indexed import IndexedPolicy
+from ..types import AttentionParams
+from .owned import Owner
+from .sparse_layer import SparseLayer
+
+passes_on(__name__)
+
+
+class IndexedLayer(SparseLayer):
+    """One layer of a model with an indexer.
+
+    transformers calls, in a forward pass: :meth:`update` with keys and values; :meth:`update_indexer` with the
+    indexer's keys, unless the layer uses the indices of an earlier one; the attention function, with the indices.
+
+    Attributes:
+        index_at: the column that the indexer's next key belongs to.
+    """
+
+    policy: IndexedPolicy
+
+    def __init__(self, owner: Owner, index: int, topk: int) -> None:
+        super().__init__(owner, index)
+        self.policy = IndexedPolicy(owner.config, index, owner.shared.offloaded, topk)
+        self.index_at = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        handles = super().update(key_states, value_states, *args, **kwargs)
+        assert self.pending is not None
+        self.index_at = self.pending.past
+        return handles
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
+        first, self.index_at = self.index_at, self.index_at + keys.shape[1]
+        return self.policy.keep_keys(keys, first)
+
+    def _attend(
+        self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+    ) -> Tensor:
+        if step.indices is None:
+            raise ValueError(
+                "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "
+                "past_key_values out"
+            )
+        step.shown = mask
+        if query.shape[2] == 1:
+            self.policy.chosen = visible(step.indices, mask)[:, 0]
+        return super()._attend(step, query, columns_of(mask), params, dropout)

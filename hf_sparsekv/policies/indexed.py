@@ -1,0 +1,116 @@
+"""The model chooses: a trained indexer gives each query its tokens (DeepSeek Sparse Attention, DeepSeek-V3.2).
+
+Apart from the methods, because nothing is chosen here, and no configuration asks for it: the model does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import SparseConfig
+from ..kv.chosen_rows import ChosenRows
+from ..kv.counters import Tally
+from ..kv.state import Held
+from ..kv.store import LayerStore
+from ..tensors import no_inference_mode
+from ..types import AttentionParams
+from .base import Policy
+from .device_tokens import DeviceTokens
+from .labelled import LabelledPolicy
+from .plan import Plan, planned
+from .token_config import TokenConfig
+
+_MORE = 8  # room for one more key in so many: keys are copied when they outgrow it
+
+
+class IndexedPolicy(LabelledPolicy):
+    """Attends to what the model's indexer has chosen. Without labels: it keeps the indexer's keys.
+
+    Attributes:
+        index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
+        chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none.
+        topk: columns that the indexer chooses.
+    """
+
+    TENSORS: ClassVar = {"index_keys": Held(counted=True)}
+    HOST: ClassVar = {"chosen": None}
+    OWN: ClassVar = ("chosen",)
+
+    index_keys: Tensor | None
+    chosen: Tensor
+
+    def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool, topk: int) -> None:
+        Policy.__init__(self, config, layer_idx, offloaded)  # without labels
+        self.fetches = self.copies_tokens = offloaded
+        self.topk = topk
+
+    def start(self, store: LayerStore, q_heads: int) -> None:
+        self.tokens = DeviceTokens.begin(self.tokens, store)
+
+    @no_inference_mode
+    @torch.no_grad()
+    def keep_keys(self, keys: Tensor, first: int) -> Tensor:
+        """Keep the indexer's keys ``[batch, n, D]`` of columns ``first ..``: all of them so far."""
+        held, end = self.index_keys, first + keys.shape[1]
+        if held is None or held.shape[1] < end or (not first and not _alike(held, keys)):
+            room = max(end + end // _MORE, self.config.max_length or 0)
+            made = keys.new_zeros(len(keys), room, keys.shape[2])
+            if first and held is not None:
+                made[:, :first] = held[:, :first]
+            held = self.index_keys = made
+        held[:, first:end] = keys
+        return held[:, :end]
+
+    # ------------------------------------------------------------------ a step
+
+    def plan(self, store: LayerStore) -> Plan:
+        if self.fetches:
+            return planned("indexed", True, self.tokens is not None, brings=True, captured=False)
+        return planned("indexed", captured=False)
+
+    def prepare(self, store: LayerStore) -> Plan:
+        if self.fetches:
+            self.enter(store)
+        return self.plan(store)
+
+    def wanted_copies(self, tokens: int) -> int:
+        return self.topk if self.copies_tokens and tokens > self.topk else 0
+
+    def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
+        tokens, number = self.chosen, store.held.tokens(store.device)
+        if number is not None:
+            tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
+        rows = ChosenRows.of(store, tokens)
+        ids = tokens.masked_fill(tokens >= store.rows[:, 1:], -1).int()[:, None].expand(-1, store.heads, -1)
+        ids = ids.contiguous()
+        if plan.ahead:
+            self._taken = ids, None
+        return self.attend_to(q, ids, rows, params, plan.paged)
+
+    def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
+        if plan.ahead and self._taken is not None:
+            self.bring_taken(q, store)
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        super().account(q, store, plan, tally)
+        if (keys := self.index_keys) is not None:
+            store.counters.index_bytes += tally.steps * store.batch * store.length * keys.shape[2] * keys.itemsize
+
+    def to_file(self, lengths) -> dict[str, Tensor]:
+        raise ValueError("caches of models that choose tokens by themselves (an indexer) cannot be saved yet")
+
+
+def _alike(held: Tensor, keys: Tensor) -> bool:
+    """Whether ``keys`` can be kept in the memory of earlier ones."""
+    return (len(held), held.shape[2], held.dtype, held.device) == (len(keys), keys.shape[2], keys.dtype, keys.device)
+
+
+def chooses(config: SparseConfig) -> bool:
+    """Whether a configuration says what to choose; False: it leaves that to the model, as the defaults do."""
+    shared = {field.name for field in fields(SparseConfig)}
+    own = [field for field in fields(config) if field.name not in shared]
+    return type(config) is not TokenConfig or any(getattr(config, field.name) != field.default for field in own)
