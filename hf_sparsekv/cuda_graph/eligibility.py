@@ -15,6 +15,7 @@ from ..attention.rotary import PassRotary
 from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
 from ..layers.drafts import captures_drafts
+from ..layers.indexed import IndexedLayer
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..ranks import Ranks
@@ -144,6 +145,8 @@ class Eligibility:
             return "the cache lies on several devices, or has another batch size"
         if any(not self.readable(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
+        if any(isinstance(layer, IndexedLayer) for layer in cache.sparse_layers):
+            return "the model chooses tokens by itself, by an indexer whose keys become more with each step"
         for layer in cache.sparse_layers:
             if layer.policy.sealing(layer.store) is None:  # only the device knows which rows have a full block
                 return (

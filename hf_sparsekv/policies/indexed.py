@@ -21,7 +21,7 @@ from ..types import AttentionParams
 from .base import Policy
 from .device_tokens import DeviceTokens
 from .labelled import LabelledPolicy
-from .plan import Plan, planned
+from .plan import DENSE, Plan, planned
 from .token_config import TokenConfig
 
 _MORE = 8  # room for one more key in so many: keys are copied when they outgrow it
@@ -70,6 +70,8 @@ class IndexedPolicy(LabelledPolicy):
     def plan(self, store: LayerStore) -> Plan:
         if self.fetches:
             return planned("indexed", True, self.tokens is not None, brings=True, captured=False)
+        if store.length <= self.topk:  # all are chosen
+            return DENSE
         return planned("indexed", captured=False)
 
     def prepare(self, store: LayerStore) -> Plan:
@@ -78,13 +80,15 @@ class IndexedPolicy(LabelledPolicy):
         return self.plan(store)
 
     def wanted_copies(self, tokens: int) -> int:
-        return self.topk if self.copies_tokens and tokens > self.topk else 0
+        return min(self.topk, tokens) if self.copies_tokens else 0
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         tokens, number = self.chosen, store.held.tokens(store.device)
         if number is not None:
             tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
         rows = ChosenRows.of(store, tokens)
+        if not store.full_blocks:
+            return rows.attend(q, None, "all", params)
         ids = tokens.masked_fill(tokens >= store.rows[:, 1:], -1).int()[:, None].expand(-1, store.heads, -1)
         ids = ids.contiguous()
         if plan.ahead:

@@ -145,15 +145,33 @@ MLA: dict[str, tuple[type, type, dict]] = {
 }
 MODELS |= {name: (model, config, {**MLA_SIZES, **own}) for name, (model, config, own) in MLA.items()}
 
-# For all others "sdpa": gpt-oss has none, and sdpa drops Gemma2's softcap.
-REFERENCE = {"gpt-oss": "eager", "gemma2": "eager"}
+# With an indexer of their own (DeepSeek Sparse Attention), which chooses 24 tokens a query. No method chooses for them.
+_INDEXER = {"index_topk": 24, "index_n_heads": 8, "index_head_dim": 16}
+_THREE = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+INDEXED: dict[str, tuple[type, type, dict]] = {
+    "deepseek-v32": (
+        tf.DeepseekV32ForCausalLM,
+        tf.DeepseekV32Config,
+        {"rope_parameters": {**_YARN, "original_max_position_embeddings": 256}},
+    ),
+    "glm-moe-dsa": (tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig, _THREE),
+    "axk2": (tf.AXK2ForCausalLM, tf.AXK2Config, {}),
+    "hy-v4": (tf.HYV4ForCausalLM, tf.HYV4Config, _THREE),
+}
+INDEXED = {
+    name: (model, config, {**MLA_SIZES, **EXPERTS, "first_k_dense_replace": 1, **_INDEXER, **own})
+    for name, (model, config, own) in INDEXED.items()
+}
+
+# For all others "sdpa": gpt-oss and HY 4 have none, and sdpa drops Gemma2's softcap.
+REFERENCE = {"gpt-oss": "eager", "gemma2": "eager", "hy-v4": "eager"}
 NEEDS_CONFIG = ("qwen3-next", "kimi-linear")  # linear attention touches the cache before any attention does
 NOTHING_SPARSE = ("mistral-window",)
 
 
 def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
     """A new model in eval mode; the same seed gives the same weights whatever ``attn`` is."""
-    model_class, config_class, own = MODELS[name]
+    model_class, config_class, own = (MODELS | INDEXED)[name]
     config = config_class(**{**COMMON, **own, **changes}, attn_implementation=attn)
     torch.manual_seed(seed)
     model = model_class(config).eval()
