@@ -45,12 +45,18 @@ def sparsekv_attention(
         ``[batch, q, Hq, Dv]``, and None: weights are never made.
 
     Raises:
-        ValueError: attention weights were asked for, or a position bias came with one of our caches.
+        ValueError: attention weights were asked for, or a position bias came with one of our caches; or the model
+            chooses blocks by itself.
     """
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError(
             "attn_implementation='sparsekv' never computes attention weights: drop output_attentions=True, or load "
             "the model with attn_implementation='eager'"
+        )
+    if kwargs.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} chooses blocks by an indexer of its own, which attn_implementation='sparsekv' "
+            "does not follow: load the model with attn_implementation='sdpa'"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, softcap, s_aux, sliding_window)

@@ -58,4 +58,12 @@ class IndexedLayer(SparseLayer):
         step.shown = mask
         if query.shape[2] == 1:
             self.policy.chosen = visible(step.indices, mask)[:, 0]
-        return super()._attend(step, query, columns_of(mask), params, dropout)
+        return super()._attend(step, query, self._columns(step, mask, query), params, dropout)
+
+    def _columns(self, step: Step, mask: Tensor | None, query: Tensor) -> Tensor | None:
+        """The mask of this pass as other models give it: by columns, where it was made here."""
+        columns, known = columns_of(mask), self.owner.under_way
+        if columns is mask and known is not None and known.begins_with(step.before, query.shape[2]):
+            columns = known.mask  # accelerate copies 4-D masks to other devices, and only the first layers see ours
+            columns = columns if columns is None else columns.to(query.device)
+        return columns

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from captured import Imitation
-from models import INDEXED, build, model, plain_text, prompt, reference
+from models import COMMON, INDEXED, build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import (
@@ -216,6 +216,22 @@ def test_4d_masks_of_the_caller():
     torch.testing.assert_close(found.logits[:, -1], expected.logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("inputs", [INPUTS, prompt(1, 90)], ids=["padded", "alone"])
+def test_masks_that_are_copied_on_their_way(inputs):
+    """As accelerate does between devices: later layers decode sparsely all the same."""
+    name = "deepseek-v32"
+    net, cache = build(name, "sparsekv"), new_cache()
+
+    def copied(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+    for layer in net.model.layers[1:]:
+        layer.register_forward_pre_hook(copied, with_kwargs=True)
+    found = net.generate(**inputs, **GO, **over(net, cache))
+    assert torch.equal(found, plain_text(name, inputs, **GO))
+    assert cache.stats().sparse_calls == 19 * len(cache.layers)
+
+
 # ---------------------------------------------------------------------- without being asked, and refusals
 
 
@@ -282,3 +298,23 @@ def test_indexers_of_other_kinds_are_refused(name):
     config = OTHER[name][1]()
     with pytest.raises(ValueError, match="of such models axk2, deepseek_v32, glm_moe_dsa, hy_v4 are served"):
         OffloadedSparseCache(model_config=config.get_text_config(decoder=True))
+
+
+def test_layers_that_choose_blocks_are_refused():
+    """They leave the choice to the attention function, which would attend to everything."""
+    config = tf.MiniMaxM3VLTextConfig(
+        **{key: value for key, value in COMMON.items() if key != "tie_word_embeddings"},
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        index_n_heads=2,
+        index_head_dim=16,
+        rotary_dim=8,
+        attn_implementation="sparsekv",
+    )
+    net = tf.MiniMaxM3VLForCausalLM(config).eval()
+    for given in ({}, over(net, new_cache())):
+        with pytest.raises(ValueError, match="chooses blocks by an indexer of its own"):
+            net.generate(**INPUTS, **GO, **given)
