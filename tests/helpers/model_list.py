@@ -11,6 +11,7 @@ tokens after a prompt of 150, greedily:
 2. by ``sparse(model)`` with a budget above the context: the same tokens, or it does not work;
 3. by ``sparse(model)`` with a small budget, in which steps must be sparse;
 4. the same by replayed steps: captured ones on a GPU, imitated ones without (tests/helpers/captured.py);
+   A model with an indexer of its own chooses by it, in all of these.
 5. by an engine: two requests together, and one that begins as an earlier one did. Each gets the tokens of generate()
    alone, or opening the engine says why not.
 """
@@ -39,7 +40,8 @@ from models import COMMON, MODELS, PAD, VOCAB
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, TokenConfig, generating, sparse
+from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, SparseConfig, TokenConfig, generating, sparse
+from hf_sparsekv.bookkeeping import indexers
 from hf_sparsekv.cuda_graph.runner import StepRunner
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -60,12 +62,14 @@ NOT_SERVED = {
     "attend to later ones": "prompt tokens see later ones",
     "reads the keys and values itself": "reads the keys itself",
     "no list of": "layers of another structure",
+    "continuous batching (rows(), Engine) does not serve": "chooses its tokens itself",
 }
 PROMPT, TOKENS = 150, 12
 ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together
 MOST = 50_000_000  # parameters
 FULL = {**SMALL, "token_budget": 4096}
 TIGHT = {**SMALL, "token_budget": 32, "tail": None}
+BY_ITSELF = {name: value for name, value in SMALL.items() if name in SparseConfig.__dataclass_fields__}
 
 # Sizes by the names that configurations give them; a configuration takes those that it has.
 SIZES: dict[str, object] = {
@@ -135,7 +139,7 @@ OWN: dict[str, dict] = {
         key: {"sliding_window": None}
         for key in ("mistral", "mixtral", "ministral3", "phimoe", "starcoder2", "doge", "phi4_multimodal")
     },
-    **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in ("axk2", "deepseek_v32", "glm_moe_dsa")},
+    **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in indexers.SERVED},  # with an indexer of their own
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {
@@ -282,7 +286,7 @@ def _engine(kind: str, show: bool) -> str:
     try:
         expected = [_answer(model, *asked) for asked in ASKED]
         serving = ServingConfig(max_rows=2, max_length=PROMPT + TOKENS, chunk=64)
-        with Engine(model, None, TokenConfig(**FULL), serving=serving) as engine:
+        with Engine(model, None, _config(kind, FULL), serving=serving) as engine:
             greedy = [Sampling(max_tokens=tokens, temperature=0) for _, tokens in ASKED]
             handles = [engine.submit(_prompt(n)[0], how) for (n, _), how in zip(ASKED, greedy)]
             found = [list(handle.result(60).token_ids) for handle in handles]
@@ -307,6 +311,11 @@ def _answer(model: torch.nn.Module, prompt: int, tokens: int) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, prompt:].tolist()
 
 
+def _config(kind: str, settings: dict) -> TokenConfig:
+    """``settings``; those that choose nothing for a model that does."""
+    return TokenConfig(**(BY_ITSELF if kind in indexers.SERVED else settings))
+
+
 def _survey(kind: str, said: list, show: bool) -> Line:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -319,7 +328,7 @@ def _survey(kind: str, said: list, show: bool) -> Line:
             traceback.print_exc()
         return Line(kind, name, UNBUILT, _first(f"{type(error).__name__}: {error}"))
     try:
-        with made_caches() as caches, sparse(model, TokenConfig(**FULL), optimize=False):
+        with made_caches() as caches, sparse(model, _config(kind, FULL), optimize=False):
             found = _text(model)
         if not caches or not caches[0].get_seq_length():
             return Line(kind, name, REFUSED, "generate() of this model does not use the cache that it is given")
@@ -335,7 +344,7 @@ def _survey(kind: str, said: list, show: bool) -> Line:
         if not caches[0].sparse_layers:
             why = next((str(w.message) for w in said if "nothing to make sparse" in str(w.message)), "")
             return Line(kind, name, DENSE, _first(why.rpartition(": ")[0]))
-        with made_caches() as caches, sparse(model, TokenConfig(**TIGHT), optimize=False):
+        with made_caches() as caches, sparse(model, _config(kind, TIGHT), optimize=False):
             eager = _text(model)
             stats = caches[0].stats()
             if not stats.sparse_calls:
@@ -392,6 +401,9 @@ def page(lines: list[Line]) -> str:
         "A tiny model shows that the code of its architecture goes together with sparse caches. It says nothing of",
         "speed, nor of how well a trained model bears a selection: for that, [evaluation](evaluation.md). Latents:",
         "[mla.md](mla.md).",
+        "",
+        f"A trained indexer chooses the tokens of {', '.join(f'`{kind}`' for kind in indexers.SERVED)}:",
+        "see [models with an indexer](mla.md#models-with-an-indexer-dsa).",
         "",
         "| | model types | |",
         "|---|---|---|",
