@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,12 @@ def forward(self, *args, **kwargs) -> Tensor:
     given = _signature(type(self)).bind(self, *args, **kwargs).arguments
     given.pop("self")
     new, mask = given["hidden_states"].shape[1], given["attention_mask"]
-    mine = is_ours(given.get("past_key_values", given.get("cache")))
-    if new == 1 or not mine or self.config._attn_implementation != "sparsekv":
+    cache = given.get("past_key_values", given.get("cache"))
+    if not is_ours(cache) or self.config._attn_implementation != "sparsekv":
         return own(*args, **kwargs)
+    if new == 1:
+        captured = cache.layers[self.layer_idx].step_mask()
+        return own(**(given if captured is None else {**given, "attention_mask": captured}))
     past = mask.shape[-1] - new
     step = max(1, _BYTES // (4 * len(given["hidden_states"]) * self.n_heads * mask.shape[-1]))
     found = [own(**_piece(given, lo, min(lo + step, new), past)) for lo in range(0, new, step)]
@@ -42,7 +45,7 @@ def forward(self, *args, **kwargs) -> Tensor:
     return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=1)
 
 
-@cache
+@lru_cache
 def _signature(kind: type[nn.Module]) -> inspect.Signature:
     return inspect.signature(kind.forward)
 

@@ -145,8 +145,8 @@ class Eligibility:
             return "the cache lies on several devices, or has another batch size"
         if any(not self.readable(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
-        if any(isinstance(layer, IndexedLayer) for layer in cache.sparse_layers):
-            return "the model chooses tokens by itself, by an indexer whose keys become more with each step"
+        if cache.sparse_layers[0].store.held.valid is not None and isinstance(cache.sparse_layers[0], IndexedLayer):
+            return "the model's indexer chooses columns, and rows have padding"
         for layer in cache.sparse_layers:
             if layer.policy.sealing(layer.store) is None:  # only the device knows which rows have a full block
                 return (

@@ -5,6 +5,7 @@ Apart from :mod:`.sparse_layer`, because other layers choose by a policy, and ke
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..attention.handle import Step
@@ -44,8 +45,20 @@ class IndexedLayer(SparseLayer):
 
     def update_indexer(self, keys: Tensor) -> Tensor:
         """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
+        if self.captured is not None:
+            return self.policy.keep_key(keys, self.store.step_rows.past)
         first, self.index_at = self.index_at, self.index_at + keys.shape[1]
         return self.policy.keep_keys(keys, first)
+
+    def step_mask(self) -> Tensor | None:
+        """Of a captured step: which columns the indexer may choose, bool ``[batch, 1, capacity]``. None: it is none.
+
+        Rows are without padding: columns are tokens.
+        """
+        if self.captured is None or self.policy.index_keys is None:
+            return None
+        past = self.store.step_rows.past
+        return (torch.arange(self.policy.index_keys.shape[1], device=past.device) <= past[:, None])[:, None]
 
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -55,6 +68,10 @@ class IndexedLayer(SparseLayer):
                 "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "
                 "past_key_values out"
             )
+        if self.captured is not None:  # the mask is that of the step that was captured
+            chosen = step.indices[:, 0].long()
+            self.policy.chosen = chosen.masked_fill(chosen > self.store.step_rows.past[:, None], -1)
+            return super()._attend(step, query, None, params, dropout)
         step.shown = mask
         if query.shape[2] == 1:
             self.policy.chosen = visible(step.indices, mask)[:, 0]

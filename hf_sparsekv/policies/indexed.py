@@ -58,25 +58,35 @@ class IndexedPolicy(LabelledPolicy):
         held, end = self.index_keys, first + keys.shape[1]
         if held is None or held.shape[1] < end or (not first and not _alike(held, keys)):
             room = max(end + end // _MORE, self.config.max_length or 0)
-            made = keys.new_zeros(len(keys), room, keys.shape[2])
-            if first and held is not None:
-                made[:, :first] = held[:, :first]
-            held = self.index_keys = made
+            held = self.index_keys = _grown(held if first else None, keys, room)
         held[:, first:end] = keys
         return held[:, :end]
+
+    def keep_key(self, keys: Tensor, past: Tensor) -> Tensor:
+        """In a captured step: keep one key of each row, ``[batch, 1, D]``, of column ``past [batch]``; all of them.
+
+        What comes after that column means nothing.
+        """
+        assert self.index_keys is not None
+        self.index_keys.scatter_(1, past.long()[:, None, None].expand_as(keys), keys)
+        return self.index_keys
 
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
         if self.fetches:
-            return planned("indexed", True, self.tokens is not None, brings=True, captured=False)
-        if store.length <= self.topk:  # all are chosen
+            return planned("indexed", True, self.tokens is not None, brings=True)
+        if store.full_blocks * store.block_size + store.ring.tokens <= self.topk:  # all are chosen
             return DENSE
-        return planned("indexed", captured=False)
+        return planned("indexed")
 
+    @no_inference_mode
     def prepare(self, store: LayerStore) -> Plan:
         if self.fetches:
             self.enter(store)
+        room, keys = store.block_table.shape[1] * store.block_size + store.ring.tokens, self.index_keys
+        if keys is not None and keys.shape[1] < room:  # captured steps may go on until the table is full
+            self.index_keys = _grown(keys, keys, room)
         return self.plan(store)
 
     def wanted_copies(self, tokens: int) -> int:
@@ -87,7 +97,7 @@ class IndexedPolicy(LabelledPolicy):
         if number is not None:
             tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
         rows = ChosenRows.of(store, tokens)
-        if not store.full_blocks:
+        if not store.table.shape[1]:
             return rows.attend(q, None, "all", params)
         ids = tokens.masked_fill(tokens >= store.rows[:, 1:], -1).int()[:, None].expand(-1, store.heads, -1)
         ids = ids.contiguous()
@@ -102,7 +112,7 @@ class IndexedPolicy(LabelledPolicy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         if (keys := self.index_keys) is not None:
-            store.counters.index_bytes += tally.steps * store.batch * store.length * keys.shape[2] * keys.itemsize
+            store.counters.index_bytes += tally.context * keys.shape[2] * keys.itemsize
 
     def to_file(self, lengths) -> dict[str, Tensor]:
         raise ValueError("caches of models that choose tokens by themselves (an indexer) cannot be saved yet")
@@ -111,6 +121,14 @@ class IndexedPolicy(LabelledPolicy):
 def _alike(held: Tensor, keys: Tensor) -> bool:
     """Whether ``keys`` can be kept in the memory of earlier ones."""
     return (len(held), held.shape[2], held.dtype, held.device) == (len(keys), keys.shape[2], keys.dtype, keys.device)
+
+
+def _grown(held: Tensor | None, keys: Tensor, room: int) -> Tensor:
+    """Room for ``room`` keys of each row, like ``keys``, with those that are ``held``."""
+    made = keys.new_zeros(len(keys), room, keys.shape[2])
+    if held is not None:
+        made[:, : held.shape[1]] = held
+    return made
 
 
 def chooses(config: SparseConfig) -> bool:
