@@ -38,8 +38,9 @@ def forward(self, *args, **kwargs) -> Tensor:
     if new == 1:
         captured = cache.layers[self.layer_idx].step_mask()
         return own(**(given if captured is None else {**given, "attention_mask": captured}))
-    past = mask.shape[-1] - new
-    step = max(1, _BYTES // (4 * len(given["hidden_states"]) * self.n_heads * mask.shape[-1]))
+    batch, past = len(given["hidden_states"]), mask.shape[-1] - new
+    each = self.n_heads + (self.head_dim if batch > 1 else 0)  # torch.matmul copies the keys of several rows
+    step = max(1, _BYTES // (4 * batch * each * mask.shape[-1]))
     found = [own(**_piece(given, lo, min(lo + step, new), past)) for lo in range(0, new, step)]
     most = found[-1].shape[-1]
     return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=1)

@@ -144,6 +144,8 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_META_SAFE)
         cache = DynamicCache(config=text)
+        if any(hasattr(layer, "update_indexer") for layer in cache.layers):
+            raise ValueError("what its indexer and its chosen tokens take is not planned yet")
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
             model(input_ids=ids, **over(model, cache), use_cache=True)

@@ -85,7 +85,7 @@ def test_indexers_score_some_queries_at_a_time(monkeypatch):
     expected = choose()
     absorb_mla(net)
     assert torch.equal(choose(), expected)
-    monkeypatch.setattr(indexer, "_BYTES", 4 * 2 * 8 * (past + n) * 9)
+    monkeypatch.setattr(indexer, "_BYTES", 4 * 2 * (8 + 16) * (past + n) * 9)
     assert torch.equal(choose(), expected)
     assert calls == [n, n, *[9] * 7, 7]
     restore_mla(net)

@@ -27,6 +27,7 @@ from hf_sparsekv import (
 from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.cache_name import over
+from hf_sparsekv.tuning.plan import model_shape
 
 SMALL = {"block_size": 16, "window": 16, "max_draft": 4}
 GO = {"do_sample": False, "max_new_tokens": 20}
@@ -65,7 +66,7 @@ def test_tokens_are_those_of_transformers_own_cache(name, offload, monkeypatch):
     assert stats.materialised == 0
     assert stats.sparse_calls == 2 * 19 * len(cache.layers)
     assert stats.attended_tokens == stats.sparse_calls * 2 * TOPK, "of each row what the indexer chooses, no more"
-    monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * 8 * 90)
+    monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * (8 + 16) * 90)
     monkeypatch.setattr(indices, "_BYTES", 50_000)
     cache.reset()
     assert torch.equal(net.generate(**INPUTS, **GO, prefill_chunk_size=40, **over(net, cache)), text)
@@ -264,6 +265,8 @@ def test_methods_that_choose_are_refused(config):
 
 def test_what_is_not_served():
     net, cache = model("deepseek-v32"), new_cache()
+    with pytest.raises(ValueError, match="not planned yet"):
+        model_shape(net.config)
     with (
         pytest.raises(ValueError, match="continuous batching"),
         Engine(net, None, TokenConfig(), serving=ServingConfig(max_rows=2, max_length=200)),
