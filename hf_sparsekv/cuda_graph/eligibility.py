@@ -145,18 +145,17 @@ class Eligibility:
             return "the cache lies on several devices, or has another batch size"
         if any(not self.readable(layer.store.pool.kv) for layer in cache.sparse_layers):
             return "offloaded blocks lie in memory that is not pinned, which a captured step cannot read"
-        if cache.sparse_layers[0].store.held.valid is not None and isinstance(cache.sparse_layers[0], IndexedLayer):
-            return "the model's indexer chooses columns, and rows have padding"
         for layer in cache.sparse_layers:
             if layer.policy.sealing(layer.store) is None:  # only the device knows which rows have a full block
                 return (
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
-        rings = any(isinstance(layer, SlidingRing) for layer in cache.layers)
-        if rings and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
+        columns = any(isinstance(layer, SlidingRing | IndexedLayer) for layer in cache.layers)
+        if columns and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
             return (
-                "rows have padding between their tokens, which sliding layers would take for tokens in a captured step"
+                "rows have padding between their tokens, which sliding layers and indexers would take for tokens in a "
+                "captured step"
             )
         if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             return "layers of the model share their keys and values"

@@ -24,6 +24,7 @@ from ..kv.forward_pass import drafts_together
 from ..kv.rows import Drafts, Rows
 from ..layers.complete import check_complete
 from ..layers.decode import prepare
+from ..layers.indexed import IndexedLayer
 from ..layers.owned import new_rows
 from ..layers.sliding import SlidingRing
 from ..model_watch import ModelWatch
@@ -214,7 +215,7 @@ class StepRunner:
         valid = valid_rows(cache, rows, mask, ids.device)
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if rings and valid is not None:
+        if (rings or isinstance(layers[0], IndexedLayer)) and valid is not None:
             return self._eagerly(**given)  # a ring keeps columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:

@@ -12,7 +12,7 @@ from ..attention.handle import Step
 from ..attention.indices import visible
 from ..attention.masks import columns_of
 from ..attention.mla import passes_on
-from ..policies.indexed import IndexedPolicy
+from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
 from .owned import Owner
 from .sparse_layer import SparseLayer
@@ -46,19 +46,21 @@ class IndexedLayer(SparseLayer):
     def update_indexer(self, keys: Tensor) -> Tensor:
         """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
         if self.captured is not None:
-            return self.policy.keep_key(keys, self.store.step_rows.past)
+            return self.policy.keep_key(keys, self.store.step_rows.window(EVERYTHING)[:, :1] - 1)
         first, self.index_at = self.index_at, self.index_at + keys.shape[1]
         return self.policy.keep_keys(keys, first)
 
     def step_mask(self) -> Tensor | None:
-        """Of a captured step: which columns the indexer may choose, bool ``[batch, 1, capacity]``. None: it is none.
-
-        Rows are without padding: columns are tokens.
-        """
+        """Of a captured step: which columns the indexer may choose, bool ``[batch, 1, capacity]``. None: it is none."""
         if self.captured is None or self.policy.index_keys is None:
             return None
-        past = self.store.step_rows.past
-        return (torch.arange(self.policy.index_keys.shape[1], device=past.device) <= past[:, None])[:, None]
+        columns = torch.arange(self.policy.index_keys.shape[1], device=self.store.device)
+        return self._seen(columns)[:, None]
+
+    def _seen(self, columns: Tensor) -> Tensor:
+        """Which of the columns ``[batch or 1, n]`` are those of tokens in a captured step: padding is in front."""
+        end, first = self.store.step_rows.window(EVERYTHING).split(1, dim=1)
+        return (columns >= first) & (columns < end)
 
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -70,7 +72,8 @@ class IndexedLayer(SparseLayer):
             )
         if self.captured is not None:  # the mask is that of the step that was captured
             chosen = step.indices[:, 0].long()
-            self.policy.chosen = chosen.masked_fill(chosen > self.store.step_rows.past[:, None], -1)
+            first = self.store.step_rows.window(EVERYTHING)[:, 1:]
+            self.policy.chosen = (chosen - first).masked_fill(~self._seen(chosen), -1)
             return super()._attend(step, query, None, params, dropout)
         step.shown = mask
         if query.shape[2] == 1:

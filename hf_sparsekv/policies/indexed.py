@@ -24,6 +24,7 @@ from .labelled import LabelledPolicy
 from .plan import DENSE, Plan, planned
 from .token_config import TokenConfig
 
+EVERYTHING = 1 << 30  # a window that no context outgrows: captured steps know its columns on the device
 _MORE = 8  # room for one more key in so many: keys are copied when they outgrow it
 
 
@@ -32,7 +33,7 @@ class IndexedPolicy(LabelledPolicy):
 
     Attributes:
         index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
-        chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none.
+        chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none. In a captured step: tokens.
         topk: columns that the indexer chooses.
     """
 
@@ -62,13 +63,13 @@ class IndexedPolicy(LabelledPolicy):
         held[:, first:end] = keys
         return held[:, :end]
 
-    def keep_key(self, keys: Tensor, past: Tensor) -> Tensor:
-        """In a captured step: keep one key of each row, ``[batch, 1, D]``, of column ``past [batch]``; all of them.
+    def keep_key(self, keys: Tensor, column: Tensor) -> Tensor:
+        """In a captured step: keep one key of each row, ``[batch, 1, D]``, of ``column [batch, 1]``; all of them.
 
         What comes after that column means nothing.
         """
         assert self.index_keys is not None
-        self.index_keys.scatter_(1, past.long()[:, None, None].expand_as(keys), keys)
+        self.index_keys.scatter_(1, column.long()[:, :, None].expand_as(keys), keys)
         return self.index_keys
 
     # ------------------------------------------------------------------ a step
@@ -84,7 +85,9 @@ class IndexedPolicy(LabelledPolicy):
     def prepare(self, store: LayerStore) -> Plan:
         if self.fetches:
             self.enter(store)
-        room, keys = store.block_table.shape[1] * store.block_size + store.ring.tokens, self.index_keys
+        store.step_rows.window(EVERYTHING)
+        rows, keys = store.held, self.index_keys
+        room = store.block_table.shape[1] * store.block_size + store.ring.tokens + rows.columns - min(rows.lengths)
         if keys is not None and keys.shape[1] < room:  # captured steps may go on until the table is full
             self.index_keys = _grown(keys, keys, room)
         return self.plan(store)
@@ -93,7 +96,7 @@ class IndexedPolicy(LabelledPolicy):
         return min(self.topk, tokens) if self.copies_tokens else 0
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        tokens, number = self.chosen, store.held.tokens(store.device)
+        tokens, number = self.chosen, None if store.capturing else store.held.tokens(store.device)
         if number is not None:
             tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
         rows = ChosenRows.of(store, tokens)
