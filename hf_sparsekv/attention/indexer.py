@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,11 @@ def forward(self, *args, **kwargs) -> Tensor:
     With another cache or attention function the original method runs.
     """
     own = self.__dict__[_OWN] or types.MethodType(type(self).forward, self)
-    given = _signature(type(self)).bind(self, *args, **kwargs).arguments
+    kind: Any = type(self)
+    given = _signature(kind).bind(self, *args, **kwargs).arguments
     given.pop("self")
     new, mask = given["hidden_states"].shape[1], given["attention_mask"]
-    cache = given.get("past_key_values", given.get("cache"))
+    cache: Any = given.get("past_key_values", given.get("cache"))
     if not is_ours(cache) or self.config._attn_implementation != "sparsekv":
         return own(*args, **kwargs)
     if new == 1:
@@ -47,7 +49,7 @@ def forward(self, *args, **kwargs) -> Tensor:
 
 
 @lru_cache
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
+def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
@@ -62,14 +64,14 @@ def _piece(given: dict, lo: int, hi: int, past: int) -> dict:
     return part
 
 
-def take_pieces(indexer: nn.Module) -> None:
+def take_pieces(indexer: Any) -> None:
     """Replace the ``forward`` of an indexer."""
     if _OWN not in indexer.__dict__:
         indexer.__dict__[_OWN] = indexer.__dict__.get("forward")
         indexer.forward = types.MethodType(forward, indexer)
 
 
-def restore_indexer(indexer: nn.Module) -> None:
+def restore_indexer(indexer: Any) -> None:
     """Undo :func:`take_pieces`."""
     if getattr(indexer.__dict__.get("forward"), "__func__", None) is forward:
         own = indexer.__dict__.pop(_OWN)

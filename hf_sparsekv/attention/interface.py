@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,8 +74,9 @@ def sparsekv_attention(
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
                 attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
-        key.step.indices = kwargs.get("indices")
-        out, key, value = key.step.layer.owner.attend(module, key.step, query, attention_mask, params, dropout)
+        step: Any = key.step
+        step.indices = kwargs.get("indices")
+        out, key, value = step.layer.owner.attend(module, step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
         # The layer turned out to be one of transformers' own (sliding): key and value are its tensors.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def calling_module(key: Tensor, value: Tensor) -> nn.Module | None:
 
 def calling_model() -> nn.Module | None:
     """The innermost module in the call stack: while masks are made, the model whose layers they are for."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(module := frame.f_locals.get("self"), nn.Module):
             return module
@@ -111,7 +112,7 @@ def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
 
 def _keeps_latents(frame: types.FrameType, layer_idx: int) -> bool:
     """Whether the function of ``frame`` is about to give a cache of ours what it has expanded."""
-    cache = frame.f_locals.get("past_key_values")
+    cache: Any = frame.f_locals.get("past_key_values")
     if not is_ours(cache):
         return False
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None

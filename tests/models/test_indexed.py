@@ -69,6 +69,9 @@ def test_tokens_are_those_of_transformers_own_cache(name, offload, monkeypatch):
     monkeypatch.setattr(indices, "_BYTES", 50_000)
     cache.reset()
     assert torch.equal(net.generate(**INPUTS, **GO, prefill_chunk_size=40, **over(net, cache)), text)
+    cache.reset()
+    other = prompt(3, 40, (0, 3, 9))
+    assert torch.equal(net.generate(**other, **GO, **over(net, cache)), plain_text(name, other, **GO))
 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
