@@ -2,10 +2,10 @@
 
     python -m benchmarks.probes.indexed [--shapes 1x32k 1x128k 8x32k] [--layers 2] [--keep 0.9] [--eager]
 
-Random weights of the published sizes, but for few layers, dense MLPs and a small vocabulary; random keys and latents of
-the context. The indexer runs, and then gives way to a stated pattern: of its 2,048 tokens a share ``--keep`` is that of
-the step before, and the others are drawn anew. Milliseconds are those of whole steps; the last line of ours has the
-bytes over the link and the hit rate of a step. Transformers caches keys and values of all heads (5.17), or latents.
+Random weights of the published sizes, but for few layers, dense MLPs and a small vocabulary. The context is random. The
+indexer runs, and a stated pattern takes the place of its choice. Of its 2,048 tokens the next step chooses a share
+``--keep`` again, and draws the others. Milliseconds are those of whole steps. Transformers 5.17 caches keys and values
+of all heads, later releases latents.
 """
 
 from __future__ import annotations

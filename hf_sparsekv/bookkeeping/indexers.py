@@ -56,12 +56,15 @@ def expect_latents(cache: Any) -> None:
 
     Those modules expand before they call the cache. (Later releases than transformers 5.17: after.)
     """
-    config = cache.model_config
-    if cache._checked or (config is not None and not has_indexer(config)):
+    if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()
-    if model is not None and has_indexer(getattr(model, "config", None)):
+    if model is not None and _served(getattr(model, "config", None)):
         absorb_mla(model)
+
+
+def _served(config: PreTrainedConfig | None) -> bool:
+    return isinstance(config, PreTrainedConfig) and config.get_text_config(decoder=True).model_type in SERVED
 
 
 def update_indexer(cache: Any, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

@@ -216,7 +216,7 @@ class StepRunner:
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         if (rings or isinstance(layers[0], IndexedLayer)) and valid is not None:
-            return self._eagerly(**given)  # a ring keeps columns, which are tokens from the first one on
+            return self._eagerly(**given)  # they keep columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
