@@ -35,12 +35,12 @@ class Made(Owner, Protocol):
     _record_past: bool
 
 
-def own_layer(cache: Made, index: int) -> SparseLayer:
-    """Layer ``index`` if it is ours, else a new one."""
+def own_layer(cache: Made, index: int, topk: int | None = None) -> SparseLayer:
+    """Layer ``index`` if it is ours, else a new one; of a model whose indexer chooses ``topk`` tokens."""
     known = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(known, SparseLayer):
         return known
-    layer = SparseLayer(cache, index)
+    layer = SparseLayer(cache, index) if topk is None else IndexedLayer(cache, index, topk)
     if cache._joins and layer.policy.labels is not None:
         # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
         layer.policy.labels.first_only = True
@@ -60,7 +60,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
         check_served(cache, text)
     for index, layer in enumerate(stock):
         if isinstance(layer, DynamicIndexedLayer):
-            stock[index] = IndexedLayer(cache, index, text.index_topk)
+            stock[index] = own_layer(cache, index, text.index_topk)
         elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):

@@ -168,6 +168,16 @@ def test_latents_are_kept_and_the_keys_of_indexers(name):
     )
 
 
+def test_chosen_blocks_are_watched():
+    """From before the model is known."""
+    cache, net = new_cache(), model("deepseek-v32")
+    cache.watch_blocks()
+    net.generate(**INPUTS, **GO, **over(net, cache))
+    cache.bind(net.config)
+    assert cache.get_seq_length() == 109, "binding again changes nothing"
+    assert cache.chosen_blocks() is not None
+
+
 def test_reserved_keys_do_not_move():
     cache, net = new_cache(max_length=128), model("deepseek-v32")
     with torch.no_grad():
