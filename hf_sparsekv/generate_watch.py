@@ -102,6 +102,9 @@ class GenerateWatch:
         try:
             out = original(*args, **kwargs)
         finally:
+            for cache in call.caches:
+                if isinstance(cache, SparseCache):
+                    cache.row_table.exactness.end()
             if outer is None:
                 self._calls.pop(thread, None)
             else:

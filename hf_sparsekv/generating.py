@@ -27,6 +27,7 @@ from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig, with_changes
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
+from .exact_mode.install import Exact, install, remove
 from .generate_watch import GenerateWatch
 from .policies.registry import method_of
 from .policies.token_config import TokenConfig
@@ -43,14 +44,18 @@ class Settings:
     config: SparseConfig
     offload: OffloadConfig | None = None
     optimize: bool | None = None
+    exact: Exact | None = None
 
     def cache(self, model: PreTrainedModel) -> SparseCache:
         """A new one for ``model``."""
-        return SparseCache(self.config, self.offload, model.config.get_text_config(decoder=True))
+        cache = SparseCache(self.config, self.offload, model.config.get_text_config(decoder=True))
+        if self.exact is not None:
+            self.exact.begin(cache)
+        return cache
 
     def __str__(self) -> str:
-        offload = "" if self.offload is None else ", offloaded"
-        return f"{self.config.brief()}{offload}, optimize={self.optimize}"
+        offload, exact = "" if self.offload is None else ", offloaded", "" if self.exact is None else ", exact"
+        return f"{self.config.brief()}{offload}{exact}, optimize={self.optimize}"
 
 
 def _settings(
@@ -58,6 +63,8 @@ def _settings(
     offload: bool | OffloadConfig | None,
     optimize: bool | None,
     changes: Mapping[str, Any],
+    exact: bool = False,
+    drafts: int | None = None,
 ) -> Settings:
     """Settings from the arguments of :func:`sparse`."""
     if isinstance(config, SparseCache):
@@ -78,7 +85,14 @@ def _settings(
         raise TypeError(f"offload must be an OffloadConfig, True, False or None, got {type(offload).__name__}")
     if not isinstance(optimize, bool | None):
         raise TypeError(f"optimize must be True, False or None, got {optimize!r}")
-    return Settings(with_changes(config, changes), offload, optimize)
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact must be True or False, got {exact!r}")
+    if drafts is not None and not exact:
+        raise ValueError("drafts are those of exact=True: give both, or none")
+    settings = Settings(with_changes(config, changes), offload, optimize, Exact(drafts) if exact else None)
+    if settings.exact is not None:
+        settings.exact.check(SparseCache(settings.config, offload))
+    return settings
 
 
 def settings_of(config: str | SparseConfig | None, offload: bool | OffloadConfig | None) -> Settings:
@@ -184,6 +198,8 @@ class CacheSource:
         uses = self.uses[-1:]  # empty if another thread has just left
         theirs = given_cache(inputs)
         if uses and theirs is not None:
+            if uses[0].settings.exact is not None and isinstance(theirs, SparseCache):
+                uses[0].settings.exact.begin(theirs)
             self.watch.gets(theirs)
         if theirs is not None or not uses:
             return self.original(*args, **kwargs)
@@ -218,6 +234,7 @@ class CacheSource:
 
     def _settle(self) -> None:
         model, wanted = self.model, self.uses[-1].settings.optimize if self.uses else False
+        remove(model)  # first: its base class is the one that optimize() changes
         if self.optimized and wanted is False:
             unoptimize(model)
             self.optimized = False
@@ -231,6 +248,8 @@ class CacheSource:
             if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
                 self.optimized = True  # set first: an interrupt may come at any time from here on
                 capture(model)
+            if self.uses[-1].settings.exact is not None:
+                install(model)
             if ahead:  # after optimize(): hooks that exist before it have to be compared in each step
                 self.tap.install()
             return
@@ -310,6 +329,8 @@ def sparse(
     *,
     offload: bool | OffloadConfig | None = None,
     optimize: bool | None = None,
+    exact: bool = False,
+    drafts: int | None = None,
     **changes: Any,
 ) -> Iterator[torch.nn.Module]:
     """Inside, each ``model.generate()`` decodes sparsely over a new cache. At the end the model is restored.
@@ -329,6 +350,8 @@ def sparse(
             device.
         optimize: call :func:`optimize`, and undo it at the end. ``None``: if the whole model is on one GPU. A model
             that was optimised before stays so, which saves time at each entry and exit (docs/generating.md).
+        exact: sparse steps only draft, and full attention decides: the text is full attention's (docs/exact.md).
+        drafts: with ``exact``: tokens drafted before each verification. ``None``: as many as pay.
         changes: options of the configuration: ``sparse(model, token_budget=512)``.
 
     Raises:
@@ -336,7 +359,7 @@ def sparse(
         ValueError: this kind of model cannot decode sparsely, or a value is wrong.
         RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
     """
-    use = Use(_settings(config, offload, optimize, changes))
+    use = Use(_settings(config, offload, optimize, changes, exact, drafts))
     targets, sources = _generating(model), []
     try:
         with _changing:
@@ -363,6 +386,8 @@ def generate(
     sparse_config: str | SparseConfig | None = None,
     offload: bool | OffloadConfig | None = None,
     optimize: bool | None = None,
+    exact: bool = False,
+    drafts: int | None = None,
     **given: Any,
 ) -> Any:
     """Run transformers' own loop over a sparse cache, as ``model.generate(..., custom_generate=hf_sparsekv.generate)``.
@@ -375,7 +400,7 @@ def generate(
     Args:
         model, input_ids, generation_config, inputs_tensor: as ``generate()`` passes them.
         sparse_config: ``config`` of :func:`sparse`.
-        offload, optimize: as in :func:`sparse`.
+        offload, optimize, exact, drafts: as in :func:`sparse`.
 
     Returns:
         What ``generate()`` returns.
@@ -387,8 +412,8 @@ def generate(
     name = GENERATION_MODES_MAPPING[mode]
     if "/" in name:
         raise ValueError(f"{mode.value} is no longer part of transformers (see {name}): use another way to generate")
-    settings = _settings(sparse_config, offload, optimize, {})
-    with sparse(model, settings.config, offload=settings.offload, optimize=optimize):
+    settings = _settings(sparse_config, offload, optimize, {}, exact, drafts)
+    with sparse(model, settings.config, offload=settings.offload, optimize=optimize, exact=exact, drafts=drafts):
         past = given_cache(given)
         if not getattr(past, "_is_user_defined", False):
             given[GENERATE] = new_cache(model, settings, generation_config)

@@ -61,7 +61,8 @@ class Replayer:
 
     Attributes:
         graphs: captured steps of each cache, by everything that determines a step.
-        steady: the expected next step of each cache, by its tokens a row: 1, or the padded number of drafts.
+        steady: the expected next step of each cache, by its tokens a row (1, or the padded number of drafts) and
+            whether it attends to everything in exact mode.
         watches: the mask watch of each cache.
         replays: how many graphs were launched.
     """
@@ -69,7 +70,9 @@ class Replayer:
     def __init__(self, watch: ModelWatch) -> None:
         self.watch = watch
         self.graphs: weakref.WeakKeyDictionary[SparseCache, dict[Hashable, CapturedStep]] = weakref.WeakKeyDictionary()
-        self.steady: weakref.WeakKeyDictionary[SparseCache, dict[int, Steady]] = weakref.WeakKeyDictionary()
+        self.steady: weakref.WeakKeyDictionary[SparseCache, dict[tuple[int, bool], Steady]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
         # The last planned step of each cache, and how much had changed before it.
         self._last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
@@ -80,7 +83,7 @@ class Replayer:
         for held in (self.graphs, self._last, self.steady):
             held.clear()
 
-    def again(self, given: dict, cache: SparseCache, known: dict[int, Steady]):
+    def again(self, given: dict, cache: SparseCache, known: dict[tuple[int, bool], Steady]):
         """Replay an earlier step if nothing has changed that determines it; else return None.
 
         A step takes some 5 ms, so the host has no time to check every layer.
@@ -92,7 +95,7 @@ class Replayer:
         if positions is None:
             return self._unsteady(cache)
         ids, positions, rest, keep = graph_inputs(given, cache, positions)
-        steady = known.get(width := ids.shape[1])
+        steady = known.get(kind := (ids.shape[1], table.exactness.everything))
         if steady is None or new > steady.tokens:
             return None
         step = steady.step
@@ -131,7 +134,7 @@ class Replayer:
         if steady.sealed not in (None, held.sealed):  # more to choose from: is it still the same step?
             if not _planned(cache, held, steady):
                 return self._unsteady(cache)
-            known[width] = steady = steady._replace(sealed=held.sealed)
+            known[kind] = steady = steady._replace(sealed=held.sealed)
         watch = None if mask is None or rows.valid is not None else self.mask_watch(cache, mask)
         return self.replay(step, cache, steady, rows, valid, watch, ids, positions, mask, drafts, keep)
 
@@ -147,7 +150,8 @@ class Replayer:
         A plan changes at some number of blocks, and never changes back with more.
         """
         stays = _planned(cache, cache.row_table.rows.filled(cache.row_table.blocks.capacity), now)
-        self.steady.setdefault(cache, {})[width] = now._replace(sealed=None) if stays else now
+        kind = width, cache.row_table.exactness.everything
+        self.steady.setdefault(cache, {})[kind] = now._replace(sealed=None) if stays else now
 
     def _unsteady(self, cache: SparseCache) -> None:
         self.steady.pop(cache, None)

@@ -18,6 +18,7 @@ from ..config import SparseConfig
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
 from .block_table import BlockTable, table_width
+from .exactness import Exactness
 from .rows import Rows, Taken
 from .step_rows import StepRows
 
@@ -32,6 +33,7 @@ class RowTable:
         ids: of blocks.
         batch: rows.
         managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.
+        exactness: exact mode of the cache.
     """
 
     def __init__(self, config: SparseConfig, ids: BlockIds | None = None) -> None:
@@ -39,7 +41,7 @@ class RowTable:
         self.recent = config.window + config.max_draft
         self.ids = BlockIds() if ids is None else ids
         self.blocks = BlockTable(self.ids)
-        self.managed = False
+        self.managed, self.exactness = False, Exactness()
         self.rows: Rows = None  # type: ignore[assignment]  # start() makes them
         self.batch = 0
         self._steps: dict[torch.device, StepRows] = {}
@@ -89,6 +91,7 @@ class RowTable:
     def clear(self) -> None:
         """No row holds anything. What memory there is is kept."""
         self.blocks.clear()
+        self.exactness.clear()
         if self.managed:
             self._empty, self.managed = Rows.none(self.block_size, self.batch), False
         self.rows, self._followed = self._empty, _NOTHING

@@ -15,11 +15,22 @@ from ..attention.handle import Step
 from ..kv.rows import Rows
 from ..kv.store import LayerStore, Tally
 from ..policies.base import Policy
-from ..policies.plan import Plan
+from ..policies.plan import DENSE, Plan
 from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .next_step import NextStep
 from .owned import Owner, new_rows
+
+
+def plan_of(store: LayerStore, policy: Policy, prepares: bool = False) -> Plan:
+    """What the next step does: what the policy says, or attention to everything in exact mode.
+
+    ``prepares``: the step is about to be captured or replayed.
+    """
+    if not store.table_of_rows.exactness.everything:
+        return policy.prepare(store) if prepares else policy.plan(store)
+    plan = policy.plan(store)
+    return plan if plan.dense else DENSE
 
 
 def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
@@ -66,7 +77,7 @@ def asking(
 def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], Tensor]) -> None:
     """A step that finds ``rows`` has begun in the layer before, which expects ``query()`` of this one."""
     with store.at(rows):
-        plan = policy.plan(store)
+        plan = plan_of(store, policy)
         if plan.foresees:
             policy.foresee(query(), store, plan)
 
@@ -82,14 +93,14 @@ def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, 
         policy.begin_drafts()
     next_step.begin(store, policy)
     with store.at(rows):
-        plan = policy.prepare(store)
+        plan = plan_of(store, policy, prepares=True)
     return _unforeseen(plan) if drafts else plan
 
 
 def planned(store: LayerStore, policy: Policy, rows: Rows, drafts: bool = False) -> Plan:
     """What a decode step does that finds ``rows``; or a pass over drafts that leaves them. Changes nothing."""
     with store.at(rows):
-        plan = policy.plan(store)
+        plan = plan_of(store, policy)
     return _unforeseen(plan) if drafts else plan
 
 

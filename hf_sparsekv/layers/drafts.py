@@ -18,7 +18,7 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
-from .decode import attend
+from .decode import attend, plan_of
 from .next_step import NextStep
 
 
@@ -27,13 +27,13 @@ def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
 
     The policy says how, a decode step does not attend to everything, and so many of them do not read more than that.
     """
-    return policy.drafts != "exact" and not policy.plan(store).dense and policy.drafts_read_less(new, store)
+    return policy.drafts != "exact" and not plan_of(store, policy).dense and policy.drafts_read_less(new, store)
 
 
 def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
     """A pass over so many drafts of the only row may be captured, as far as one layer is concerned."""
-    if type(policy) is Policy:  # each query attends to everything, which exact attention reads once
-        return not policy.offloaded
+    if type(policy) is Policy or store.table_of_rows.exactness.everything:  # each query attends to everything
+        return not (policy.offloaded or policy.observes)
     changes = policy.launch.each_step or policy.observes  # the host's work
     changes = changes or (policy.foresight is not None and policy.foresight.by_delta)  # of a token
     return policy.drafts == "together" and not changes and attend_as_steps(store, policy, new)

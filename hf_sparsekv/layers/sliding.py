@@ -21,7 +21,7 @@ from .owned import Owned, Owner
 class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
-    The next token sees one of them less, so one token can be taken back.
+    The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`.
 
     Args:
         stock: the filled layer to take over.
@@ -45,6 +45,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.no_block_table = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
         self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
         self.cumulative_length = self.written = stock.cumulative_length
+        self._kept: tuple[int, Tensor] | None = None  # a column, and what is overwritten from it on
         self._write(keys, values, self.cumulative_length - keys.shape[2])
         self.replay = None
         del self.keys, self.values
@@ -115,6 +116,8 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         if remove == 0:
             return
         keep = max(0, self.cumulative_length + remove)
+        if self._bring_back(keep):
+            return
         if self.written > self.sliding_window and keep < self.written - 1:  # the ring has one column more than is asked
             raise RuntimeError(
                 "a sliding-window layer past its window can be cropped by one token only: call "
@@ -122,7 +125,27 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
             )
         self.cumulative_length = keep
 
+    @no_inference_mode
+    def keep_back(self, tokens: int) -> None:
+        """The next ``tokens`` tokens, at most a window, can be taken back by :meth:`crop`, until its next call."""
+        first = self.cumulative_length
+        at = torch.arange(first, first + tokens, device=self.device) % self.sliding_window
+        self._kept = first, self.ring[:, :, at]
+
+    @no_inference_mode
+    def _bring_back(self, keep: int) -> bool:
+        """Hold the first ``keep`` columns again, if all that was overwritten after them was kept."""
+        kept, self._kept = self._kept, None
+        if kept is None or not kept[0] <= keep <= self.written <= kept[0] + kept[1].shape[2]:
+            return False
+        first, held = kept
+        at = torch.arange(keep, self.written, device=self.device)
+        self.ring[:, :, at % self.sliding_window] = held[:, :, at - first]
+        self.cumulative_length = self.written = keep
+        return True
+
     def _map_rows(self, index: Tensor) -> None:
+        self._kept = None
         for name in ("ring", "no_block_table", "attended"):
             setattr(self, name, take_rows(getattr(self, name), index))
 

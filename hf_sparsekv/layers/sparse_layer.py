@@ -28,7 +28,7 @@ from ..types import AttentionParams
 from .beginning import begin_pass
 from .captured import CapturedLayer
 from .checks import check_tokens, fits
-from .decode import asked, asking, attend, finish, foresee, planned, store_token
+from .decode import asked, asking, attend, finish, foresee, plan_of, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
 from .owned import Owned, Owner, end_pass, is_first, new_rows, next_layer
@@ -278,7 +278,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 captured.store_token(store, policy, step, query)
             step.committed = True
             owner.passed(self.index)
-        plan = policy.plan(store) if captured is None else captured.plan
+        plan = plan_of(store, policy) if captured is None else captured.plan
         if policy.foresight is not None and not (plan.dense or owner.met):
             owner.notices.own_queries()
         if captured is not None:

@@ -54,6 +54,7 @@ class CacheStats:
             predicted (``PredictiveConfig.predictor``).
         draft_queries: draft queries of a row in decode steps, beyond the first query. Tokens and bytes count for each
             query.
+        drafted, accepted: tokens that sparse steps drafted in exact mode, and those that full attention chose too.
     """
 
     layers: int
@@ -84,6 +85,8 @@ class CacheStats:
     second_bytes: int = 0
     foreseen_calls: int = 0
     draft_queries: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def tokens_per_walk(self) -> float | None:
@@ -164,6 +167,8 @@ class CacheStats:
         if self.crossover_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
             line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
+        if self.drafted:
+            line += f"; {self.accepted} of {self.drafted} drafts accepted"
         if self.materialised:
             line += f"; {self.materialised} layer calls bypassed sparse attention"
         return f"{line}; {where}"
@@ -190,6 +195,8 @@ _COUNTS = frozenset(
         "late",
         "foreseen_calls",
         "draft_queries",
+        "drafted",
+        "accepted",
     }
 )
 
@@ -277,4 +284,6 @@ def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None
         second_bytes=held["second"],
         foreseen_calls=sum(c.foreseen for c in total),
         draft_queries=max((c.drafts for c in total), default=0),
+        drafted=table.exactness.drafted,
+        accepted=table.exactness.accepted,
     )

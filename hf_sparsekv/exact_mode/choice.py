@@ -1,0 +1,72 @@
+"""Which token comes next, in such a way that drafting changes no text: not a greedy one, and not a drawn one.
+
+Apart from the loop because drafts and their verification choose alike, and neither knows which it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+# They remember the calls before, and drafts are further calls.
+_REMEMBER = (
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "DiaEOSDelayPatternLogitsProcessor",
+)
+
+
+def can_try(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may be called for tokens that are taken back: those of transformers that keep nothing."""
+    return all(
+        type(one).__module__.startswith("transformers.") and type(one).__name__ not in _REMEMBER for one in processors
+    )
+
+
+class Choice:
+    """Chooses tokens from logits, as ``generate()``'s own loop does.
+
+    ``torch.multinomial`` draws a token of probabilities ``p`` as ``argmax(p / e)``, with exponential noise ``e``. Here
+    each token of the text has noise of its own, drawn in the order of that loop. Its draft and its verification share
+    it. So the text is the one that the same seed gives without drafts, and similar probabilities choose the same token.
+    (Rejection sampling gives the same distribution, but its text depends on how many tokens were drafted.)
+
+    Args:
+        processors: of the call.
+        sample: whether tokens are drawn; otherwise the likeliest ones are taken.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
+        self.processors, self.sample = processors, sample
+        self._noise: deque[Tensor] = deque()  # of the next tokens, [batch, vocabulary] each
+
+    def __call__(self, ids: Tensor, logits: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+        """The token after ``ids [batch, n]``, by ``logits [batch, vocabulary]`` in float32.
+
+        Args:
+            ahead: tokens of ``ids`` that :meth:`keep` does not know.
+
+        Returns:
+            Tokens ``[batch]``, and their processed logits.
+        """
+        scores = self.processors(ids, logits)
+        if not self.sample:
+            return scores.argmax(-1), scores
+        shares = scores.softmax(-1)
+        while len(self._noise) <= ahead:
+            self._noise.append(shares.new_empty(shares.shape).exponential_())
+        return (shares / self._noise[ahead]).argmax(-1), scores
+
+    def keep(self, tokens: int) -> None:
+        """So many more tokens belong to the text."""
+        for _ in range(min(tokens, len(self._noise))):
+            self._noise.popleft()
+
+    @property
+    def ahead(self) -> bool:
+        """Numbers were drawn for tokens that are still to come."""
+        return bool(self._noise)
