@@ -229,6 +229,16 @@ class Loop:
 
     def _round(self, drafts: int) -> None:
         """Draft, verify, and take back what full attention would not have said."""
+        cache, held = self.cache, self.cache.get_seq_length()
+        try:
+            self._drafted_and_verified(drafts)
+        except BaseException:
+            more = cache.get_seq_length() - held
+            if more > 0 and not any(layer.broken for layer in cache.sparse_layers):
+                cache.crop(-more)  # an interrupt leaves no draft in a cache that the caller keeps
+            raise
+
+    def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
         had = text.ids.shape[1]
         begin = clock.now()
