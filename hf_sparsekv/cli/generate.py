@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 from rich.table import Table
 
 from ..cache import SparseCache
+from ..exact_mode.install import Exact
 from ..telemetry.timing import Timing
 from . import loading
 from . import options as opt
@@ -41,6 +43,9 @@ def generate(
     compare: Annotated[
         opt.CacheKind | None, typer.Option(help="Run again with this cache and compare.", show_default=False)
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Sparse steps only draft, full attention decides: its text, if faster.")
+    ] = False,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
     capture: Annotated[
@@ -58,6 +63,8 @@ def generate(
         raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
     if not sparse_kinds:
         options.refuse_all()
+    if exact and not sparse_kinds:
+        raise typer.BadParameter("--exact has no meaning with --cache dense: it is full attention already")
     if seed is not None and temperature == 0:
         raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
@@ -65,9 +72,11 @@ def generate(
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        options = opt.placed(options, on)
+        options = opt.placed(options, on) if not exact else _on_the_device(options)
         opt.check_place(sparse_kinds[0], config, options)
         sparse = SparseCache(config, opt.offload_config(options))
+        if exact:
+            _check_exact(sparse)
     tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), on)
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)
@@ -83,16 +92,33 @@ def generate(
                 torch.manual_seed(seed)
             if kind is not opt.CacheKind.dense:
                 captured = capture and on_gpu
-                runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, **sampling))
+                runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, exact, **sampling))
             else:
                 runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
-    _report(runs, sparse, on_gpu=on_gpu, same_tokens_expected=temperature == 0)
+    _report(runs, sparse, exact=exact, on_gpu=on_gpu, same_tokens_expected=temperature == 0 or exact)
     processors = psutil.cpu_count() or 1
     if not on_gpu and others.disturbs(torch.get_num_threads(), processors):
         note(
             f"the processors were busy: others took {others.processors:.1f} of {processors} meanwhile, so these times "
             "say little. Try again on an idle machine"
         )
+
+
+def _on_the_device(options: opt.DecodingOptions) -> opt.DecodingOptions:
+    """Exact mode keeps keys and values on the device."""
+    if options.offload or options.kv_dtype is not None:
+        raise typer.BadParameter(
+            "--exact reads all keys and values in each verification, and would read them over the link: leave "
+            "--offload and --kv-dtype out"
+        )
+    return replace(options, offload=False)
+
+
+def _check_exact(cache: SparseCache) -> None:
+    try:
+        Exact().check(cache)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).replace("exact=True", "--exact")) from error
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -118,7 +144,7 @@ def _check_length(model, tokens: int, new: int) -> None:
         note(f"prompt ({tokens:,}) and answer ({new:,}) may exceed the {most:,} tokens that the model was made for")
 
 
-def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool) -> None:
+def _report(runs: list[Run], sparse, *, exact: bool, on_gpu: bool, same_tokens_expected: bool) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("cache")
     for title in ("prompt", "new", "first token", "per token (median)", "10 - 90 %"):
@@ -129,7 +155,9 @@ def _report(runs: list[Run], sparse, *, on_gpu: bool, same_tokens_expected: bool
     if sparse is not None:
         stats = sparse.stats()
         note(str(stats))
-        if stats.attended_share >= ALL and stats.decode_steps:
+        if exact and not stats.drafted:
+            note("no drafts: so short a text is as quick to read whole, or the model cannot take drafts back")
+        elif stats.attended_share >= ALL and stats.decode_steps:
             note(
                 "the sparse cache attended to everything, as full attention does: so short a text is within its "
                 "budget, or as quick to read whole. A longer prompt shows what it chooses"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import psutil
@@ -13,6 +14,7 @@ from transformers import DynamicCache, TextStreamer
 from ..attention.tap import QueryTap
 from ..cache_name import generate_over
 from ..cuda_graph.optimize import optimize, unoptimize
+from ..generating import sparse
 from ..telemetry.timing import Timing, TokenTimer
 from ..tuning.serving_plan import CHUNK
 from .output import CommandError, messages
@@ -99,12 +101,19 @@ def encode(tokenizer, text: str, chat: bool | None, device: torch.device) -> dic
 
 
 def run_sparse(
-    tokenizer, model, inputs: dict[str, torch.Tensor], cache, capture: bool, name: str = "token", **kwargs
+    tokenizer,
+    model,
+    inputs: dict[str, torch.Tensor],
+    cache,
+    capture: bool,
+    name: str = "token",
+    exact: bool = False,
+    **kwargs,
 ) -> Run:
     """Generate with one of our caches, called ``name``.
 
     ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run. Long prompts are read in chunks, as a
-    server reads them, so that activations are bounded.
+    server reads them, so that activations are bounded. ``exact``: sparse steps only draft.
     """
     if (n := inputs["input_ids"].shape[1]) > CHUNK:
         kwargs["prefill_chunk_size"] = -(-n // -(-n // CHUNK))  # equal sizes: a single last token would be a step
@@ -112,7 +121,8 @@ def run_sparse(
     if capture:
         optimize(model)
     try:
-        with QueryTap(model):  # eager steps choose for the same queries as captured ones
+        mode = sparse(model, cache.config, exact=True, optimize=False) if exact else nullcontext()
+        with mode, QueryTap(model):  # eager steps choose for the same queries as captured ones
             return _run(name, tokenizer, model, inputs, cache, kwargs)
     finally:
         unoptimize(model)

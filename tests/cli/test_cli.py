@@ -104,6 +104,20 @@ def test_small_budget_differs_and_is_said(tiny):
     assert re.search(r"the answers agree in their first \d+ tokens", result.stderr)
 
 
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8, "--seed", 3)], ids=["greedy", "drawn"])
+def test_exact_is_full_attention(tiny, sampling):
+    """A short text, which is read whole: without drafts."""
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 12, "--exact", "--compare", "dense", *sampling)
+    assert re.search(r"both gave the same \d+ tokens", result.stderr)
+    assert "no drafts" in result.stderr
+    for more, message in (
+        (("--offload",), "leave --offload and --kv-dtype out"),
+        (("--level", "two_level", "--lag"), "--exact is not for LaggingBlockPolicy"),
+        (("--cache", "dense"), "--exact has no meaning with --cache dense"),
+    ):
+        assert message in error("generate", tiny, "--prompt", "a", "--exact", *more, status=2)
+
+
 def test_dense_alone_has_no_counters(tiny):
     result = run("generate", tiny, "--prompt", "abc", "--max-new-tokens", 4, "--cache", "dense")
     assert "cached tokens" not in result.stderr
