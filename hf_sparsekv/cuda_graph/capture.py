@@ -16,6 +16,7 @@ from ..bookkeeping.trials import resume, trial_steps
 from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
+from ..kv.step_rows import StepRows
 from ..layers.captured import CapturedLayer
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
@@ -160,8 +161,7 @@ class Trial:
                 valid = self.valid if self.valid is None else self.valid[:, 0]
                 steps.begin(valid, table.block_size, table.recent, table.managed)
             else:
-                begun = steps.begin_drafts(self.count, ids.shape[1], table.block_size, table.recent)
-                replay.drafts = DraftRows(drafts.taken, drafts.queries.padded(ids.shape[1]), *begun)
+                replay.drafts = self._begun(steps, drafts)
             with gathered_experts(self.model), uncached_autocast():
                 out = self.forward(
                     input_ids=ids, position_ids=self.positions, **over(self.model, cache), **self.wanted.rest
@@ -176,6 +176,15 @@ class Trial:
                 state.put_back_rows()
             for ring in self.rings:
                 ring.replay = None
+
+    def _begun(self, steps: StepRows, drafts: Drafts) -> DraftRows:
+        """The rows of a pass over drafts, which begins."""
+        table, width = self.table, self.ids.shape[1]
+        if drafts.at_once:
+            due = steps.begin_at_once(self.count, width, table.block_size, table.recent)
+            return DraftRows(drafts.taken, drafts.queries, steps.now, due, at_once=True)
+        begun = steps.begin_drafts(self.count, width, table.block_size, table.recent)
+        return DraftRows(drafts.taken, drafts.queries.padded(width), *begun)
 
     def put_back_host(self) -> None:
         """Restore the host's state: the next run begins as the first one."""

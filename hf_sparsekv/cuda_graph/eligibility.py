@@ -65,7 +65,10 @@ class Eligibility:
         self._found = None
 
     def new_tokens(self, given: dict, cache: SparseCache) -> int:
-        """Tokens of each row that a call decodes over a filled cache: 1, or several drafts of one row; otherwise 0."""
+        """Tokens of each row that a call decodes over a filled cache: 1, or several drafts; otherwise 0.
+
+        Drafts are of one row, or are verified by full attention.
+        """
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or cache.model_config is None or not cache.get_seq_length():
             return 0
@@ -73,18 +76,19 @@ class Eligibility:
         if new == 1:
             return 1
         alone = self.ranks is None or not self.ranks.captures
-        few = len(ids) == 1 and 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None and alone
+        alone &= len(ids) == 1 or cache.row_table.exactness.everything
+        few = 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None and alone
         return new if few and are_drafts(cache, new) else 0
 
     def drafts(self, given: dict, cache: SparseCache, new: int) -> bool:
-        """Whether a pass over ``new`` drafts of one row can be captured, if a plain step can."""
+        """Whether a pass over ``new`` drafts can be captured, if a plain step can."""
         layers = cache.sparse_layers
         more = (value for name, value in given.items() if name not in STATIC and name not in OF_DRAFTS)
         return not (
             self.drafts_cannot
             or len(layers) < len(cache.layers)  # sliding layers are cropped as transformers' own are
             or any(value not in (None, False) for value in more)  # other inputs may not fit the padded tokens
-            or not all_tokens(given.get("attention_mask"), new)
+            or not (cache.going_on or all_tokens(given.get("attention_mask"), new))
             or not any(layer.policy.drafts != "exact" for layer in layers)
             or not all(captures_drafts(layer.store, layer.policy, new) for layer in layers)
         )

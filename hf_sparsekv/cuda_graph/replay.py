@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention.drafts import are_drafts
 from ..cache import SparseCache
 from ..cache_name import output_name
-from ..kv.forward_pass import drafts_together
+from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
 from ..layers.decode import planned
 from ..layers.owned import new_rows
@@ -115,7 +115,8 @@ class Replayer:
             return self._unsteady(cache)
         rows, drafts = table.rows, None
         if new > 1:
-            if len(ids) > 1 or not are_drafts(cache, new) or not all_tokens(mask, new):
+            whole = cache.going_on or all_tokens(mask, new)
+            if (len(ids) > 1 and not table.exactness.everything) or not are_drafts(cache, new) or not whole:
                 return None
             mask = None
         valid = valid_rows(cache, rows, mask, ids.device)
@@ -125,7 +126,7 @@ class Replayer:
             return self._unsteady(cache)
         held = rows
         if new > 1:
-            drafts = drafts_together(table, rows, new)
+            drafts = drafts_of(table, rows, new)
             held = drafts.taken.after
         else:
             table.ready(rows)

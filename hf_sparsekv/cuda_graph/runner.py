@@ -20,7 +20,7 @@ from ..attention.tap import QueryTap
 from ..cache import SparseCache
 from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
-from ..kv.forward_pass import drafts_together
+from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
 from ..layers.complete import check_complete
 from ..layers.decode import prepare
@@ -191,11 +191,11 @@ class StepRunner:
         self.eligibility.forget()
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
-        """Run a captured pass over drafts of one row; None: it cannot be captured."""
+        """Run a captured pass over drafts, of one row or in exact mode; None: it cannot be captured."""
         layers, new = cache.sparse_layers, given["input_ids"].shape[1]
         if not self.eligibility.drafts(given, cache, new):
             return None
-        drafts = drafts_together(cache.row_table, rows, new)
+        drafts = drafts_of(cache.row_table, rows, new)
         for layer in layers:
             layer.store.fit(rows)
         after = drafts.taken.after
@@ -223,7 +223,7 @@ class StepRunner:
         ids, positions, rest, keep = graph_inputs(given, cache, positions)
         width = ids.shape[1]
         autocast = autocast_of(ids.device)
-        shape = ids.shape, positions.shape, masked, plans, autocast
+        shape = ids.shape, positions.shape, masked, plans, autocast, drafts is not None and drafts.at_once
         key = *shape, tuple(rest.items()), held_addresses(cache, rings, ids.device)
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)

@@ -118,7 +118,7 @@ def _can_draft(
         if passes and (switch.grows or text.ids.shape[1] <= switch.tokens):
             return False
     # On a GPU only a captured verification is worth its drafts.
-    captured = runner_of(model) is not None and len(text.ids) == 1 and not sliding
+    captured = runner_of(model) is not None and not sliding
     return most is not None or captured or text.ids.device.type == "cpu"
 
 

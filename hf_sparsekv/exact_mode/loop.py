@@ -174,6 +174,13 @@ class Loop:
 
     def run(self) -> Any:
         """What ``generate()`` returns."""
+        before, self.cache.going_on = self.cache.going_on, True  # no pass has to look for padding in its mask
+        try:
+            return self._run()
+        finally:
+            self.cache.going_on = before
+
+    def _run(self) -> Any:
         text, pace = self.text, self.pace
         self._segment(1)
         self.config = copy.copy(self.config)

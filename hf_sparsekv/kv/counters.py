@@ -53,11 +53,11 @@ class Tally:
     last: Rows | None = None
 
     def add(self, taken: Taken, sinks: int, queries: Rows | None = None) -> None:
-        """Count one step; or one pass over drafts, whose ``queries`` are those of the only row."""
+        """Count one step; or one pass over drafts, whose ``queries`` are :attr:`.rows.Drafts.queries`."""
         now, size = taken.now, taken.now.block_size
         if queries is not None:
             now = queries
-            self.drafts += queries.batch - 1
+            self.drafts += queries.batch - taken.before.batch
         blocks, context = sum(now.sealed), sum(now.lengths)
         self.steps += 1
         self.rows += sum(n > 0 for n in now.lengths)
@@ -71,7 +71,7 @@ class Tally:
 
 
 def tally_of(taken: Taken, sinks: int, queries: Rows | None = None) -> Tally:
-    """Of one step; or of one pass over drafts, whose ``queries`` are those of the only row."""
+    """Of one step; or of one pass over drafts, whose ``queries`` are :attr:`.rows.Drafts.queries`."""
     tally = Tally()
     tally.add(taken, sinks, queries)
     return tally

@@ -88,6 +88,18 @@ def drafts_together(table: RowTable, rows: Rows, columns: int) -> Drafts:
     return Drafts(columns, Taken(rows, now, after), queries)
 
 
+def drafts_of(table: RowTable, rows: Rows, columns: int) -> Drafts:
+    """``columns`` more tokens of each row for a captured pass: :func:`drafts_together`, unless they are verified.
+
+    In exact mode they attend to everything, and there may be several rows.
+    """
+    if not table.exactness.everything:
+        return drafts_together(table, rows, columns)
+    after = _longer(table, rows, columns)
+    now = after if after.sealed == rows.sealed else replace(after, sealed=rows.sealed)
+    return Drafts(columns, Taken(rows, now, after), rows)
+
+
 def drafts_each(table: RowTable, rows: Rows, columns: int) -> tuple[Taken, ...]:
     """``columns`` more tokens of each row, decoded one after the other, with ids for the blocks that become full."""
     steps = []

@@ -179,9 +179,14 @@ class Drafts(NamedTuple):
         tokens: how many.
         taken: the rows before, as the last of them attends, and when what became old is sealed.
         queries: of a table of one row: each of the tokens as a row that ends with it, with the full blocks that a step
-            of that token would find.
+            of that token would find. Of tokens that attend to everything: the rows before.
     """
 
     tokens: int
     taken: Taken
     queries: Rows
+
+    @property
+    def at_once(self) -> bool:
+        """They attend to everything, which is read once for all of a row."""
+        return self.queries is self.taken.before

@@ -80,6 +80,26 @@ class StepRows:
         self.after.copy_(due[-1:])
         return queries, list(due.split(1))
 
+    def begin_at_once(self, count: Tensor, width: int, block_size: int, recent: int) -> list[Tensor]:
+        """A pass over ``count`` of at most ``width`` tokens of each row begins, all of which attend to everything.
+
+        :attr:`now` says what there is before it.
+
+        Returns:
+            The rows before each block that may have to be sealed, and after the last one, int32 ``[batch, 2]`` each.
+        """
+        self.now.copy_(self.after)
+        length, sealed = self.now.unbind(1)
+        self.past.copy_(length)
+        longer = length + count
+        full = torch.div(longer - recent, block_size, rounding_mode="floor") * block_size
+        most = -(-width // block_size)
+        more = block_size * torch.arange(most + 1, dtype=torch.int32, device=count.device)[:, None]
+        ends = torch.minimum(sealed + more, torch.maximum(full, sealed))  # [blocks, batch]
+        due = torch.stack((longer.expand_as(ends), ends), dim=-1)
+        self.after.copy_(due[-1])
+        return list(due.unbind(0))
+
     @no_inference_mode
     def window(self, size: int) -> Tensor:
         """The entry of :attr:`windows`, made if it is not there."""

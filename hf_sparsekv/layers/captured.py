@@ -19,6 +19,7 @@ from ..policies.plan import Plan
 from ..tensors import no_autocast
 from ..types import AttentionParams
 from .decode import attend
+from .dense_drafts import attend_at_once
 from .drafts import attend_together, store_together
 from .replay import Replay
 
@@ -89,13 +90,16 @@ class CapturedLayer:
         return out
 
     def verify(self, store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
-        """As :func:`.drafts.verify`, of the only row."""
+        """As :func:`.drafts.verify`, of the only row; or of all rows, where drafts attend to everything."""
         assert self.replay.drafts is not None
-        taken, queries, there, due = self.replay.drafts
-        store_together(store, policy, step, query, taken, due)
-        out = attend_together(store, policy, query, self.plan, params, queries, there)
+        taken, queries, there, due, at_once = self.replay.drafts
         self.query = query[:, :, -1]
-        return out
+        if at_once:
+            out = attend_at_once(store, query, *step.kept, there, params)
+            store_together(store, policy, step, query, taken, due)
+            return out
+        store_together(store, policy, step, query, taken, due)
+        return attend_together(store, policy, query, self.plan, params, queries, there)
 
     @no_autocast
     @torch.no_grad()

@@ -13,19 +13,21 @@ from ..policies.shared import Shared
 
 
 class DraftRows(NamedTuple):
-    """What layers need to know of a captured pass over drafts of the only row.
+    """What layers need to know of a captured pass over drafts.
 
     Attributes:
         taken: its rows.
-        queries: each of its tokens as a row, on the host; those after the last draft hold nothing.
+        queries: each of the only row's tokens as a row, on the host; those after the last draft hold nothing.
         there: the same on the device, int32 ``[n, 2]``: another number of drafts in each replay.
-        due: the row before and after each block that may have to be sealed, int32 ``[1, 2]`` each.
+        due: the rows before and after each block that may have to be sealed, int32 ``[batch, 2]`` each.
+        at_once: they attend to everything: ``queries`` and ``there`` are the rows before them.
     """
 
     taken: Taken
     queries: Rows
     there: Tensor
     due: Sequence[Tensor]
+    at_once: bool = False
 
 
 class Replay:

@@ -278,7 +278,10 @@ class SparseLayer(Owned, CacheLayerMixin):
                 captured.store_token(store, policy, step, query)
             step.committed = True
             owner.passed(self.index)
-        plan = plan_of(store, policy) if captured is None else captured.plan
+        if captured is not None:
+            plan = captured.plan
+        else:  # in two ways, because every layer of an eager step comes here
+            plan = plan_of(store, policy) if store.table_of_rows.exactness.everything else policy.plan(store)
         if policy.foresight is not None and not (plan.dense or owner.met):
             owner.notices.own_queries()
         if captured is not None:

@@ -1,0 +1,65 @@
+"""Exact mode on a real GPU: kernels, and captured drafts and verifications."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import TIGHT, two_level
+from models import PAD, build, prompt
+from test_dense_drafts import PADS, compare
+from test_exact_mode import DEVICE, written
+
+from hf_sparsekv import sparse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new", [1, 4, 8, 17])
+@pytest.mark.parametrize("how", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("name", ["llama", "llama-mqa", "glm4-moe-lite"])
+def test_against_the_definition(name, how, new, dtype):
+    compare(build(name, "sparsekv").to("cuda", dtype), how, new)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("pads", [None, (0, 0), PADS], ids=["one", "two", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
+@pytest.mark.parametrize("cache", DEVICE)
+def test_the_text_of_full_attention(cache, name, pads):
+    """In float32, where sums in another order change no token."""
+    inputs = {key: value.cuda() for key, value in prompt(len(pads or (0,)), 165, pads).items()}
+    plain = build(name, "sdpa").cuda()
+    expected = plain.generate(**inputs, do_sample=False, max_new_tokens=40, pad_token_id=PAD)
+    net = build(name, "sparsekv").cuda()
+    found, kv = written(net, inputs, cache, max_new_tokens=40, pad_token_id=PAD)
+    assert torch.equal(found, expected)
+    stats = kv.stats()
+    assert 0 < stats.accepted < stats.drafted
+    if name != "gemma3" and "bound" not in cache and "paper" not in cache:
+        assert stats.exact_calls == 0, "verifications were not captured"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_seed_gives_the_text_that_it_gives_without_drafts(rows):
+    inputs = {key: value.cuda() for key, value in prompt(rows, 165).items()}
+    found, go = [], {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 40}
+    for net in (build("llama", "sdpa").cuda(), build("llama", "sparsekv").cuda()):
+        torch.manual_seed(3)
+        if net.config._attn_implementation == "sdpa":
+            found.append(net.generate(**inputs, **go))
+            continue
+        kv = two_level(False, **TIGHT, level="token")
+        with sparse(net, kv.config, exact=True, drafts=4):
+            found.append(net.generate(**inputs, **go, past_key_values=kv))
+        assert kv.stats().drafted > 0
+    assert torch.equal(*found)
+
+
+def test_the_number_of_drafts_follows_the_times():
+    """Whatever it is, the text is the same."""
+    inputs = {key: value.cuda() for key, value in prompt(1, 165).items()}
+    expected = build("llama", "sdpa").cuda().generate(**inputs, do_sample=False, max_new_tokens=200)
+    found, kv = written(build("llama", "sparsekv").cuda(), inputs, drafts=None, max_new_tokens=200)
+    assert torch.equal(found, expected)
+    assert kv.stats().drafted > 0
