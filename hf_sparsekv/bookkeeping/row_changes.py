@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
+from ..layers.changes import in_all
 from ..layers.complete import check_complete
 from ..layers.owned import Owner
 from ..layers.sparse_layer import SparseLayer
@@ -98,6 +99,32 @@ def map_rows(
             layer.map_rows(index, mapped[id(layer.store.held)])
     if held:
         table.map_rows(order, max(mapped.values(), key=lambda rows: rows.columns))
+
+
+class Shortened(Owner, Protocol):
+    """A cache that :func:`keep_tokens` can shorten."""
+
+    def joined_rows(self) -> Rows:
+        """What all layers hold."""
+        ...
+
+
+def keep_tokens(cache: Shortened, lengths: Sequence[int], valid: Tensor | None) -> None:
+    """Each row keeps its first ``lengths`` tokens, and all rows end with the same column, after padding in front.
+
+    Of a cache whose layers are all ours. ``valid``: which columns are tokens then, bool ``[batch, columns]``, or None.
+    """
+    before, table = cache.joined_rows(), cache.row_table
+    cache.under_way = None
+    after = before.aligned(lengths, table.config.window, valid)
+    layers = cache.sparse_layers
+    if after.sealed == before.sealed and not any(layer.policy.follows_crops for layer in layers):
+        table.rows = after
+        return
+    with in_all(cache, "taking back drafts"):
+        for layer in layers:
+            layer.shorten(after)
+        table.trim([after])
 
 
 def crop_recent(table: RowTable, layers: Layers, tokens_to_remove: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -44,11 +45,13 @@ class Choice:
         self.processors, self.sample = processors, sample
         self._noise: deque[Tensor] = deque()  # of the next tokens, [batch, vocabulary] each
 
-    def __call__(self, ids: Tensor, logits: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The token after ``ids [batch, n]``, by ``logits [batch, vocabulary]`` in float32.
 
         Args:
-            ahead: tokens of ``ids`` that :meth:`keep` does not know.
+            ahead: tokens of ``ids`` that :meth:`keep` does not know. rows: how many more of them each row has.
 
         Returns:
             Tokens ``[batch]``, and their processed logits.
@@ -57,9 +60,12 @@ class Choice:
         if not self.sample:
             return scores.argmax(-1), scores
         shares = scores.softmax(-1)
-        while len(self._noise) <= ahead:
+        while len(self._noise) <= ahead + max(rows or (0,)):
             self._noise.append(shares.new_empty(shares.shape).exponential_())
-        return (shares / self._noise[ahead]).argmax(-1), scores
+        noise = self._noise[ahead]
+        if rows is not None and any(rows):
+            noise = torch.stack([self._noise[ahead + more][row] for row, more in enumerate(rows)])
+        return (shares / noise).argmax(-1), scores
 
     def keep(self, tokens: int) -> None:
         """So many more tokens belong to the text."""

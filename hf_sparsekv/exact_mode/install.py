@@ -83,7 +83,7 @@ class ExactSampling:
         if not isinstance(cache, SparseCache) or not cache.row_table.exactness.everything:
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
         most = cache.row_table.exactness.most
-        text = Text(input_ids, stopping_criteria, generation_config, kwargs)
+        text = Text(model, input_ids, stopping_criteria, generation_config, kwargs)
         if synced_gpus or not can_try(logits_processor) or not _can_draft(model, cache, text, generation_config, most):
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
         choice, pace = Choice(logits_processor, generation_config.do_sample), Pace(cache.config.max_draft, most)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -23,24 +23,8 @@ from ..layers.decode import plan_of
 from ..layers.sliding import SlidingRing
 from .choice import Choice
 from .pace import Pace
-
-
-class _Until(StoppingCriteriaList):
-    """Criteria of a segment, which ends by them or at ``length`` tokens. ``done [batch]``: rows that ended by them."""
-
-    def __init__(self, criteria: StoppingCriteriaList, length: int) -> None:
-        super().__init__(criteria)
-        self._length, self.done = length, None
-
-    def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
-        done = super().__call__(input_ids, scores, **kwargs)
-        self.done = done if self.done is None else self.done | done
-        return done | (input_ids.shape[1] >= self._length)
-
-    @property
-    def max_length(self) -> int:
-        most = super().max_length
-        return self._length if most is None else min(most, self._length)
+from .ragged import Ragged, can_be_ragged
+from .text import Text
 
 
 class _Unended(BaseStreamer):
@@ -76,73 +60,6 @@ class Clock:
     def between(self, begin: Any, end: Any) -> float:
         """Seconds."""
         return 1e-3 * begin.elapsed_time(end) if self._on_gpu else end - begin
-
-
-class Text:
-    """The texts of one ``generate()`` call, prompts included, and what belongs to them.
-
-    All rows have as many tokens: a round accepts what the row accepts that accepts least.
-
-    Attributes:
-        ids: ``[batch, n]``, all tokens. Their last one is not cached yet.
-        kwargs: the model's further arguments for these.
-        unfinished: bool ``[batch]``.
-        ended: all rows have ended. some_ended: at least one has.
-        scores, logits: as ``generate()`` returns them; None: not asked for.
-    """
-
-    def __init__(self, ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict) -> None:
-        self.ids, self.criteria, self.kwargs = ids, criteria, kwargs
-        self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        self.ended = self.some_ended = False
-        returns = config.return_dict_in_generate
-        self.scores: tuple[Tensor, ...] | None = () if returns and config.output_scores else None
-        self.logits: tuple[Tensor, ...] | None = () if returns and config.output_logits else None
-        pads = any(hasattr(one, "eos_token_id") for one in criteria)
-        self._pad = getattr(config, "_pad_token_tensor", None) if pads else None
-        if self._pad is not None:
-            self._pad = self._pad.to(ids.device)
-        self._theirs = not all(type(one).__module__.startswith("transformers.") for one in criteria)
-
-    @property
-    def room(self) -> int | None:
-        """Tokens that may still come; None: no limit."""
-        most = self.criteria.max_length
-        return None if most is None else most - self.ids.shape[1]
-
-    def filled(self, tokens: Tensor) -> Tensor:
-        """``tokens [batch]`` with padding for rows that have ended."""
-        return tokens if self._pad is None or not self.some_ended else torch.where(self.unfinished, tokens, self._pad)
-
-    def end_rows(self, done: Tensor) -> None:
-        """Rows end, bool ``[batch]``. Waits for the device."""
-        self.unfinished = self.unfinished & ~done
-        left = self.unfinished.tolist()
-        self.ended, self.some_ended = not any(left), not all(left)
-
-    def extend(self, tokens: Tensor, scores: list[Tensor], logits: list[Tensor]) -> int:
-        """Add ``tokens [batch, n]`` up to the first that ends a row; what its row gets next depends on it.
-
-        Returns:
-            How many were added.
-        """
-        n, done = self.ids.shape[1], []
-        ids = torch.cat((self.ids, tokens), dim=1)
-        for i in range(tokens.shape[1]):
-            known = None if self.scores is None else self.scores + tuple(scores[: i + 1])
-            done.append(self.criteria(ids[:, : n + i + 1], known) & self.unfinished)
-            if self._theirs and bool(done[-1].any()):
-                break  # criteria of the caller's own see tokens of the text only
-        ends = torch.stack([one.any() for one in done]).tolist()
-        added = ends.index(True) + 1 if any(ends) else len(ends)
-        self.ids = ids[:, : n + added]
-        if self.scores is not None:
-            self.scores += tuple(scores[:added])
-        if self.logits is not None:
-            self.logits += tuple(logits[:added])
-        if any(ends):
-            self.end_rows(done[added - 1])
-        return added
 
 
 class Loop:
@@ -186,6 +103,9 @@ class Loop:
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
         use_rings(self.cache)
+        kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        if self.streamer is None and can_be_ragged(self.text, self.cache, self.choice.processors, kept):
+            text = self.text = Ragged(self.text)
         while not text.ended:
             drafts, steps = pace.next(self._selects())
             room = text.room
@@ -194,15 +114,13 @@ class Loop:
                 self._round(max(0, drafts))
             else:
                 begin = time.perf_counter()
-                had = text.ids.shape[1]
-                self._segment(steps or 1)
-                pace.stepped(text.ids.shape[1] - had, time.perf_counter() - begin)
+                pace.stepped(self._segment(steps or 1), time.perf_counter() - begin)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
-            return text.ids
+            return text.sequences
         kind = GenerateDecoderOnlyOutput
-        return kind(sequences=text.ids, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
+        return kind(sequences=text.sequences, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
 
     def _selects(self) -> bool:
         """Whether sparse steps would select: the last layer's, because the first ones may be dense anyway."""
@@ -210,27 +128,11 @@ class Loop:
         with self.cache.row_table.exactness.drafting():
             return not plan_of(layer.store, layer.policy).dense
 
-    def _segment(self, steps: int) -> None:
-        """Some dense steps by ``generate()``'s own loop."""
-        text, had = self.text, self.text.ids.shape[1]
-        until = _Until(text.criteria, had + steps)
+    def _segment(self, steps: int) -> int:
+        """Some dense steps by ``generate()``'s own loop. Returns how many there were."""
+        text, until = self.text, self.text.until(steps)
         streamer = None if self.streamer is None else _Unended(self.streamer)
-        out = self.dense(text.ids, until, self.config, streamer, **text.kwargs)
-        if isinstance(out, Tensor):
-            text.ids = out
-        else:
-            text.ids = out.sequences
-            if text.scores is not None:
-                text.scores += out.scores
-            if text.logits is not None:
-                text.logits += out.logits
-        self._told(text.ids.shape[1] - had)
-        assert until.done is not None
-        text.end_rows(until.done)
-
-    def _told(self, tokens: int) -> None:
-        """Have the model's arguments tell of so many more tokens."""
-        self.text.kwargs = self.model._update_model_kwargs_for_generation({}, self.text.kwargs, num_new_tokens=tokens)
+        return text.add_segment(self.dense(text.ids, until, self.config, streamer, **text.kwargs), until)
 
     # ------------------------------------------------------------------ a round
 
@@ -241,13 +143,13 @@ class Loop:
             self._drafted_and_verified(drafts)
         except BaseException:
             more = cache.get_seq_length() - held
-            if more > 0 and not any(layer.broken for layer in cache.sparse_layers):
+            if more > 0 and self.text.ahead is None and not any(layer.broken for layer in cache.sparse_layers):
                 cache.crop(-more)  # an interrupt leaves no draft in a cache that the caller keeps
             raise
 
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
-        had = text.ids.shape[1]
+        had, rows = text.ids.shape[1], text.ahead
         begin = clock.now()
         ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
         middle = clock.now()
@@ -257,24 +159,23 @@ class Loop:
         logits = [one.to(copy=True, dtype=torch.float32, device=ids.device) for one in out.unbind(1)]
         tokens, scores = [], []
         for i, one in enumerate(logits):
-            token, score = self.choice(ids[:, : had + i], one.clone() if text.logits is not None else one, ahead=i)
+            given = one.clone() if text.logits is not None else one
+            token, score = self.choice(ids[:, : had + i], given, ahead=i, rows=rows)
             tokens.append(text.filled(token))
             scores.append(score)
         chosen = torch.stack(tokens, dim=1)
         end = clock.now()
-        accepted = self._agreed(ids[:, had:], chosen)
-        added = text.extend(chosen[:, : accepted + 1], scores, logits)
-        cache.crop(added - drafts - 1)
-        self.choice.keep(added)
-        self._told(added)
+        added = text.add(ids[:, had:], chosen, scores, logits)
+        text.take_back(cache)
+        self.choice.keep(added.tokens)
         if self.streamer is not None:
             for token in text.ids[:, had:].cpu().unbind(1):
                 self.streamer.put(token)
         if drafts:
             exactness = cache.row_table.exactness
-            exactness.drafted += drafts * len(ids)
-            exactness.accepted += accepted * len(ids)
-            self.pace.drafted(drafts, accepted, clock.between(begin, middle), clock.between(middle, end))
+            exactness.drafted += drafts * added.rows
+            exactness.accepted += added.accepted
+            self.pace.drafted(drafts, added, clock.between(begin, middle), clock.between(middle, end))
 
     def _drafted(self, drafts: int) -> tuple[Tensor, dict]:
         """All tokens and drafts after them, and the model's arguments for these. The cache holds none of the drafts."""
@@ -284,7 +185,8 @@ class Loop:
         with cache.row_table.exactness.drafting():
             for i in range(drafts):
                 logits = self._pass(ids, 1, kwargs)[:, -1]
-                token, _ = self.choice(ids, logits.to(copy=True, dtype=torch.float32, device=ids.device), ahead=i)
+                logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+                token, _ = self.choice(ids, logits, ahead=i, rows=text.ahead)
                 ids = torch.cat((ids, text.filled(token)[:, None]), dim=1)
                 kwargs = self.model._update_model_kwargs_for_generation({}, kwargs)
         cache.crop(-drafts)
@@ -302,9 +204,3 @@ class Loop:
         for layer in self.cache.layers:
             if isinstance(layer, SlidingRing):
                 layer.keep_back(tokens)
-
-    def _agreed(self, drafted: Tensor, chosen: Tensor) -> int:
-        """How many of the drafts ``[batch, k]`` all rows have chosen, ``[batch, k + 1]``. Waits for the device."""
-        if not drafted.shape[1]:
-            return 0
-        return int((drafted == chosen[:, :-1]).all(0).int().cumprod(0).sum())

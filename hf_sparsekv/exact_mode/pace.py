@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..cuda_graph.inputs import draft_width
+from .text import Added
 
 _FIRST = 3  # drafts of the first rounds, which with the token before them fill the smallest graph
 _TRIALS = 3  # of these rounds: one warms up, two measure
@@ -67,12 +68,13 @@ class Pace:
         """Estimated probability that a draft is accepted, given those before it."""
         return (self._accepted + 0.8) / (self._tried + 1.0)
 
-    def drafted(self, drafts: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
-        """A round is over."""
+    def drafted(self, drafts: int, added: Added, draft_seconds: float, verify_seconds: float) -> None:
+        """A round of so many drafts a row is over."""
         self.draft.add(draft_seconds / drafts)
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
+        accepted, tried = (count / added.rows for count in (added.accepted, added.accepted + added.rejected))
         self._accepted = _KEEPS * self._accepted + accepted
-        self._tried = _KEEPS * self._tried + accepted + (accepted < drafts)
+        self._tried = _KEEPS * self._tried + tried
 
     def stepped(self, steps: int, seconds: float) -> None:
         """A segment of dense steps is over."""

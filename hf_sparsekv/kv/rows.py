@@ -118,6 +118,13 @@ class Rows:
             return None
         return self._shortened(self.columns, lengths.tolist(), valid.clone(), window)
 
+    def aligned(self, lengths: Sequence[int], window: int, valid: Tensor | None) -> Rows:
+        """The rows with their first ``lengths`` tokens, all of which end with the last column.
+
+        ``valid``: which columns are tokens, bool ``[batch, columns]``; None: all rows are as long as each other.
+        """
+        return self._shortened(max(lengths), lengths, valid, window)
+
     def _shortened(self, columns: int, lengths: Sequence[int], valid: Tensor | None, window: int) -> Rows:
         """The rows with their first ``lengths`` tokens."""
         size = self.block_size

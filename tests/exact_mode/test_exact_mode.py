@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from caches import CACHES, SMALL, TIGHT
 from captured import imitated
-from models import MODELS, NOTHING_SPARSE, model, plain_text, prompt
+from models import MODELS, NOTHING_SPARSE, build, model, plain_text, prompt
 
 from hf_sparsekv import sparse
+from hf_sparsekv.exact_mode.pace import Next, Pace
 
 TOKENS = 28
 PADS = (0, 5, 61)
@@ -113,3 +116,63 @@ def test_captured(name, cache, pads):
         return
     assert stats.exact_calls == 0
     assert len(planned) <= 8 < runner.replays - 40
+
+
+# ---------------------------------------------------------------------- rows that grow each by itself
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"eos_token_id": [5, 17, 40]},
+        {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 30},
+        {"do_sample": True, "eos_token_id": [5, 17, 40, 60, 77]},
+    ],
+    ids=["greedy", "ends", "drawn", "drawn-ends"],
+)
+def test_rows_of_their_own(captured, how):
+    """Where nobody keeps the cache: each row is one's own text, and accepts more than the slowest does."""
+    inputs, go = prompt(4, 140, (0, 5, 61, 3)), {"max_new_tokens": 44, "pad_token_id": 0, **how}
+    expected = plain_text("llama", inputs, **go)
+    net, shares = imitated("llama")[0] if captured else build("llama", "sparsekv"), []
+    for ragged in (False, True):
+        torch.manual_seed(11)
+        config = CACHES["device-default"](**TIGHT).config
+        with sparse(net, config, exact=True, drafts=3):
+            source = net.__dict__["_prepare_cache_for_generation"]
+            seen = spy(source.watch)
+            out = net.generate(**inputs, **{"do_sample": False, **go}, return_dict_in_generate=not ragged)
+        assert torch.equal(out if ragged else out.sequences, expected)
+        stats = seen[0].stats()
+        shares.append(stats.accepted / stats.drafted)
+    assert shares[1] > shares[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kept", [False, True], ids=["ragged", "kept"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
+def test_rounds_and_dense_steps_in_any_order(monkeypatch, sample, kept, seed):
+    draw = random.Random(seed)
+    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 0, 1, 2, DRAFTS)), draw.randint(1, 6)))
+    rows = draw.randint(1, 4)
+    inputs, eos = prompt(rows, 130, (0, 40, 7, 0)[:rows], seed), draw.choice((None, [5, 17], list(range(2, 97, 9))))
+    go = {"max_new_tokens": draw.randint(2, 40), "eos_token_id": eos, "pad_token_id": 0, "do_sample": sample}
+    expected = plain_text("llama", inputs, **go)
+    torch.manual_seed(11)
+    with sparse(model("llama"), CACHES["device-default"](**TIGHT).config, exact=True):
+        out = model("llama").generate(**inputs, **go, return_dict_in_generate=kept)
+    assert torch.equal(out.sequences if kept else out, expected)
+
+
+def spy(watch) -> list:
+    """The caches of the calls that are watched from here on."""
+    seen, gets = [], watch.gets
+
+    def told(cache) -> None:
+        seen.append(cache)
+        gets(cache)
+
+    watch.gets = told
+    return seen

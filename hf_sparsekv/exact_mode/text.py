@@ -1,0 +1,174 @@
+"""The texts of one ``generate()`` call in exact mode, all of which have as many tokens.
+
+Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from ..cache import SparseCache
+
+
+def of_transformers(ones: Sequence[object]) -> bool:
+    """Whether all of these criteria are transformers' own."""
+    return all(type(one).__module__.startswith("transformers.") for one in ones)
+
+
+def agreed(drafted: Tensor, chosen: Tensor) -> Tensor:
+    """How many first drafts ``[batch, k]`` are what was chosen, ``[batch, k + 1]``: int64 ``[batch]``."""
+    return (drafted == chosen[:, :-1]).long().cumprod(1).sum(1)
+
+
+class Added(NamedTuple):
+    """What a round has added.
+
+    Args:
+        rows: that go on, for which was drafted.
+        accepted: their drafts that were. rejected: rows of which not all drafts were.
+        tokens: that all rows have got.
+    """
+
+    rows: int
+    accepted: int
+    rejected: int
+    tokens: int
+
+
+class Until(StoppingCriteriaList):
+    """Criteria of a segment, which ends by them or at ``length`` tokens.
+
+    Attributes:
+        done: bool ``[batch]`` after each token, which rows had ended by them.
+    """
+
+    def __init__(self, criteria: Sequence, length: int) -> None:
+        super().__init__(criteria)
+        self._length, self.done = length, []
+
+    def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
+        done = super().__call__(input_ids, scores, **kwargs)
+        self.done.append(done | self.done[-1] if self.done else done)
+        return done | (input_ids.shape[1] >= self._length)
+
+    @property
+    def max_length(self) -> int:
+        most = super().max_length
+        return self._length if most is None else min(most, self._length)
+
+
+class Text:
+    """The texts of a call, prompts included, and what belongs to them.
+
+    All rows have as many tokens: a round adds what the row accepts that accepts least.
+
+    Args:
+        model: the model, which says how its arguments grow with a text.
+        ids: the prompts. kwargs: the model's further arguments for these. criteria, config: of the call.
+
+    Attributes:
+        ids: ``[batch, n]``, all tokens. Their last one is not cached yet.
+        kwargs: the model's further arguments for these.
+        unfinished: bool ``[batch]``.
+        ended: all rows have ended. some_ended: at least one has.
+        scores, logits: as ``generate()`` returns them; None: not asked for.
+        ahead: tokens of each row that :class:`.choice.Choice` has been told, beyond the row with fewest; None: none.
+    """
+
+    ahead: list[int] | None = None
+
+    def __init__(
+        self, model: Any, ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict
+    ) -> None:
+        self.model, self.ids, self.criteria, self.kwargs = model, ids, criteria, kwargs
+        self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self.ended = self.some_ended = False
+        returns = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if returns and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if returns and config.output_logits else None
+        pads = any(hasattr(one, "eos_token_id") for one in criteria)
+        pad = getattr(config, "_pad_token_tensor", None) if pads else None
+        self.pad: Tensor | None = None if pad is None else pad.to(ids.device)
+        self._theirs = not of_transformers(criteria)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that may still come; None: no limit."""
+        most = self.criteria.max_length
+        return None if most is None else most - self.ids.shape[1]
+
+    @property
+    def sequences(self) -> Tensor:
+        """What ``generate()`` returns."""
+        return self.ids
+
+    def filled(self, tokens: Tensor) -> Tensor:
+        """``tokens [batch]`` with padding for rows that have ended."""
+        return tokens if self.pad is None or not self.some_ended else torch.where(self.unfinished, tokens, self.pad)
+
+    def until(self, steps: int) -> Until:
+        """Criteria that end a segment after so many steps."""
+        return Until(self.criteria, self.ids.shape[1] + steps)
+
+    def add_segment(self, out: Any, until: Until) -> int:
+        """Add what ``generate()``'s own loop has returned. Returns how many tokens that is. Waits for the device."""
+        had = self.ids.shape[1]
+        if isinstance(out, Tensor):
+            self.ids = out
+        else:
+            self.ids = out.sequences
+            if self.scores is not None:
+                self.scores += out.scores
+            if self.logits is not None:
+                self.logits += out.logits
+        added = self.ids.shape[1] - had
+        self._tell(added)
+        self._end(until.done[-1])
+        return added
+
+    def add(self, drafted: Tensor, chosen: Tensor, scores: list[Tensor], logits: list[Tensor]) -> Added:
+        """Add tokens ``chosen [batch, k + 1]`` up to the first after a draft that was not, or that ends a row.
+
+        What comes after the end of a row depends on it. Waits for the device.
+
+        Args:
+            drafted: ``[batch, k]``. scores, logits: of each chosen token.
+        """
+        n, done = self.ids.shape[1], []
+        accepted = int(agreed(drafted, chosen).min())
+        ids = torch.cat((self.ids, chosen[:, : accepted + 1]), dim=1)
+        for i in range(accepted + 1):
+            known = None if self.scores is None else self.scores + tuple(scores[: i + 1])
+            done.append(self.criteria(ids[:, : n + i + 1], known) & self.unfinished)
+            if self._theirs and bool(done[-1].any()):
+                break  # criteria of the caller's own see tokens of the text only
+        ends = torch.stack([one.any() for one in done]).tolist()
+        added = ends.index(True) + 1 if any(ends) else len(ends)
+        self.ids = ids[:, : n + added]
+        if self.scores is not None:
+            self.scores += tuple(scores[:added])
+        if self.logits is not None:
+            self.logits += tuple(logits[:added])
+        if any(ends):
+            self._end(done[added - 1])
+        self._tell(added)
+        rows = len(ids)
+        return Added(rows, rows * accepted, rows * (accepted < drafted.shape[1]), added)
+
+    def take_back(self, cache: SparseCache) -> None:
+        """Have ``cache`` hold all but the last token of each row."""
+        cache.crop(self.ids.shape[1] - 1 - cache.get_seq_length())
+
+    def _end(self, done: Tensor) -> None:
+        self.unfinished = self.unfinished & ~done
+        left = self.unfinished.tolist()
+        self.ended, self.some_ended = not any(left), not all(left)
+
+    def _tell(self, tokens: int) -> None:
+        """Have the model's arguments tell of so many more tokens."""
+        self.kwargs = self.model._update_model_kwargs_for_generation({}, self.kwargs, num_new_tokens=tokens)
