@@ -12,6 +12,8 @@ from ..kv.store import LayerStore
 from ..ops.attention.sparse_decode import sparse_decode
 from ..types import AttentionParams
 
+_HEADS = 32  # query heads of a KV head that the kernel for keys and values takes at once without spilling registers
+
 
 def attend_at_once(
     store: LayerStore, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, params: AttentionParams
@@ -30,36 +32,49 @@ def attend_at_once(
         ``[batch, Hq, n, Dv]``.
     """
     batch, q_heads, n, _ = query.shape
-    heads, width = store.heads, store.value_dim
+    heads, group = store.heads, q_heads // store.heads
     if store.latent:  # the whole row is the key, and its first part the value
         key, value = torch.cat((key, value), dim=-1), key
-    asked, sinks = query.flatten(1, 2), params.sink_logits
-    lse = query.new_empty(batch, q_heads * n, dtype=torch.float32)
-    past = sparse_decode(
-        asked,
+    most = n if store.latent else max(1, _HEADS // group)  # the kernel for latents has tiles of heads
+    parts = [_past(store, part, rows, params, count=not i) for i, part in enumerate(query.split(most, dim=2))]
+    past, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
+    asked = query.reshape(batch, heads, group * n, -1).float()
+    logits = asked @ key.float().transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        logits = params.softcap * torch.tanh(logits / params.softcap)
+    later = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1)
+    logits = logits.view(batch, q_heads, n, n).masked_fill(later, float("-inf"))
+    weights = torch.cat((lse[..., None], logits), dim=-1).softmax(-1)
+    new = weights[..., 1:].reshape(batch, heads, group * n, n) @ value.float()
+    return torch.addcmul(new.view_as(past), weights[..., :1], past).to(query.dtype)
+
+
+def _past(
+    store: LayerStore, query: Tensor, rows: Tensor, params: AttentionParams, count: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``query [batch, Hq, n, Dk]`` to what is cached, and the logarithm of its denominators, in float32.
+
+    ``count``: what it reads is counted.
+    """
+    batch, q_heads, n, _ = query.shape
+    sinks, shape = params.sink_logits, (batch, q_heads * n)
+    lse = query.new_empty(shape, dtype=torch.float32)
+    out = sparse_decode(
+        query.flatten(1, 2),
         store.pool.kv,
         rows,
         store.table,
         None,
         store.recent_kv,
         granularity="all",
-        value_dim=width,
+        value_dim=store.value_dim,
         sinks=store.sinks,
         scale=params.scale,
         softcap=params.softcap,
-        sink_logits=None if sinks is None else sinks.repeat_interleave(n),
-        attended=store.counters.attended,
+        sink_logits=None if sinks is None else sinks[:, None].expand(-1, n).reshape(-1),
+        attended=store.counters.attended if count else None,
         lse=lse,
         scales=store.pool.fields.get("scales"),
-        out=query.new_empty(batch, q_heads * n, width, dtype=torch.float32),
+        out=query.new_empty(*shape, store.value_dim, dtype=torch.float32),
     )
-    logits = asked.view(batch, heads, -1, asked.shape[-1]).float() @ key.float().transpose(-1, -2) * params.scale
-    if params.softcap is not None:
-        logits = params.softcap * torch.tanh(logits / params.softcap)
-    logits = logits.view(batch, heads, -1, n, n)  # of the heads of a group: queries, keys
-    later = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1)
-    logits = torch.cat((lse.view(*logits.shape[:-1], 1), logits.masked_fill(later, float("-inf"))), dim=-1)
-    weights = logits.softmax(-1)
-    new = weights[..., 1:].flatten(2, 3) @ value.float()  # [batch, H, group * n, Dv]
-    out = torch.addcmul(new.view(batch, -1, width), weights[..., :1].reshape(batch, -1, 1), past)
-    return out.view(batch, q_heads, n, width).to(query.dtype)
+    return out.view(batch, q_heads, n, -1), lse.view(batch, q_heads, n)
