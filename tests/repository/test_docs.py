@@ -120,6 +120,10 @@ def rows() -> dict:
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
 
 
+def exact() -> dict:
+    return {"hf_sparsekv": hf_sparsekv, "model": build("llama", "sdpa"), "inputs": prompt(1, 300)}
+
+
 def drafts() -> dict:
     names = {"OffloadedSparseCache": OffloadedSparseCache, "torch": torch}
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
@@ -166,11 +170,12 @@ def extending() -> dict:
 # What a page's blocks may use, and what in them is replaced to run here: lengths that a tiny model has, no hub.
 NAMES: dict[str, Callable[[], dict]] = {
     f"docs/{made.__name__}.md": made
-    for made in (generating, saving, reuse, monitoring, rows, drafts, serving, evaluation, extending)
+    for made in (generating, saving, reuse, monitoring, rows, drafts, exact, serving, evaluation, extending)
 }
 REPLACED = {
     "docs/generating.md": (("you/sparse-generate", str(ROOT)),),
     "docs/rows.md": (("max_length=131072", "max_length=512"),),
+    "docs/exact.md": (("token_budget=256", "token_budget=16, dense_below=0, block_size=16, window=16"),),
 }
 BY_ANOTHER_TEST = ("README.md",)  # tests/repository/test_readme.py runs its snippet on the small model
 
@@ -213,6 +218,8 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
         assert (tmp_path / "document.safetensors").exists() and printed.count("w") > 20
     if page == "docs/drafts.md":
         assert there["logits"].shape == (1, 6, VOCAB) and there["cache"].get_seq_length() == 122
+    if page == "docs/exact.md":
+        assert "drafts accepted" in printed and there["stats"].drafted > 0
     if page == "docs/rows.md":
         assert there["logits"].shape == (1, VOCAB) and len(there["rows"].rows) == 1
     if page == "docs/serving.md":
