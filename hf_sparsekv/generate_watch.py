@@ -104,7 +104,7 @@ class GenerateWatch:
         finally:
             for cache in call.caches:
                 if isinstance(cache, SparseCache):
-                    cache.row_table.exactness.end()
+                    cache.row_table.exactness.end()  # who keeps it may go on sparsely
             if outer is None:
                 self._calls.pop(thread, None)
             else:

@@ -560,7 +560,16 @@ def test_arguments_of_custom_generate_are_what_transformers_passes_on():
     """Those of its loop by the same names; the rest must not look like the loop's, or they would never come."""
     ours = inspect.signature(generate).parameters
     loop = inspect.signature(transformers.GenerationMixin._sample).parameters
-    assert set(ours) - set(loop) == {"model", "inputs_tensor", "sparse_config", "offload", "optimize", "given"}
+    assert set(ours) - set(loop) == {
+        "model",
+        "inputs_tensor",
+        "sparse_config",
+        "offload",
+        "optimize",
+        "exact",
+        "drafts",
+        "given",
+    }
 
 
 @pytest.fixture

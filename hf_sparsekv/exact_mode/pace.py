@@ -16,7 +16,7 @@ _FIRST = 3  # drafts of the first rounds, which with the token before them fill 
 _TRIALS = 3  # of these rounds: one warms up, two measure
 _SEGMENTS = (4, 8)  # steps of the first dense segments: one warms up, one measures
 _LONG, _LONGEST = 64, 512  # steps of later ones: each next one is twice as long
-_KEEPS = 0.9  # weight of earlier rounds in the acceptance, each round
+_KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
 _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
 
 

@@ -84,8 +84,8 @@ def test_any_number_of_drafts(name, drafts):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite", "qwen3-next"])
-@pytest.mark.parametrize("cache", ["device-default", "progressive", "predictive", "device-token"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("cache", ["device-default", "predictive"])
 def test_rows(name, cache):
     """A batch with padding accepts what its slowest row does."""
     same_text(name, prompt(3, 140, PADS), cache)
@@ -96,8 +96,8 @@ def test_rows(name, cache):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("pads", [None, (0, 0), PADS], ids=["one", "two", "padded"])
-@pytest.mark.parametrize("cache", ["device-default", "progressive", "predictive", "streaming", "need", "device-tail"])
-@pytest.mark.parametrize("name", ["llama", "glm4-moe-lite", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("cache", ["device-default", "progressive", "predictive", "device-tail"])
+@pytest.mark.parametrize("name", ["llama", "glm4-moe-lite", "gemma3"])
 def test_captured(name, cache, pads):
     """Drafts, verifications and dense steps are replayed, and after the first rounds nothing is planned again."""
     net, runner = imitated(name)
@@ -109,13 +109,13 @@ def test_captured(name, cache, pads):
         return original(*args, **kwargs)
 
     runner._step = step
-    kv = same_text(name, prompt(len(pads or (0,)), 165, pads), cache, net=net, max_new_tokens=60)
+    kv = same_text(name, prompt(len(pads or (0,)), 165, pads), cache, net=net, max_new_tokens=32)
     stats = kv.stats()
     assert stats.drafted > 0
-    if name in ("gemma3", "gpt-oss"):  # sliding layers are verified eagerly
+    if name == "gemma3":  # sliding layers are verified eagerly
         return
     assert stats.exact_calls == 0
-    assert len(planned) <= 8 < runner.replays - 40
+    assert len(planned) <= 8 < runner.replays - 20
 
 
 # ---------------------------------------------------------------------- rows that grow each by itself
@@ -150,7 +150,7 @@ def test_rows_of_their_own(captured, how):
     assert shares[1] > shares[0]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kept", [False, True], ids=["ragged", "kept"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
 def test_rounds_and_dense_steps_in_any_order(monkeypatch, sample, kept, seed):
