@@ -44,7 +44,7 @@ class _Unended(BaseStreamer):
 
 
 class Clock:
-    """Times of work on a device, without a wait: read them after the next one."""
+    """Times of work on a device, without a wait: read them when it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -150,7 +150,7 @@ class Loop:
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
         had, rows = text.ids.shape[1], text.ahead
-        begin = clock.now()
+        begin, began = clock.now(), time.perf_counter()
         ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
         middle = clock.now()
         self._can_take_back(drafts + 1)
@@ -164,7 +164,6 @@ class Loop:
             tokens.append(text.filled(token))
             scores.append(score)
         chosen = torch.stack(tokens, dim=1)
-        end = clock.now()
         added = text.add(ids[:, had:], chosen, scores, logits)
         text.take_back(cache)
         self.choice.keep(added.tokens)
@@ -175,7 +174,8 @@ class Loop:
             exactness = cache.row_table.exactness
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
-            self.pace.drafted(drafts, added, clock.between(begin, middle), clock.between(middle, end))
+            drafting = clock.between(begin, middle)
+            self.pace.drafted(drafts, added, drafting, time.perf_counter() - began - drafting)
 
     def _drafted(self, drafts: int) -> tuple[Tensor, dict]:
         """All tokens and drafts after them, and the model's arguments for these. The cache holds none of the drafts."""

@@ -1,0 +1,157 @@
+"""What does a token cost in exact mode, by how many drafts are accepted?
+
+    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k 8x64k] [--budget 1024]
+
+Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
+each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
+``generate()``. Then ms a token of ``generate()``: dense by transformers' loop, and in exact mode for each acceptance,
+with as many drafts as it finds to pay; how many rounds had how many drafts. Prints only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import hf_sparsekv
+from hf_sparsekv import SparseCache
+from hf_sparsekv.exact_mode import install
+from hf_sparsekv.exact_mode.choice import Choice
+from hf_sparsekv.exact_mode.install import Exact
+from hf_sparsekv.exact_mode.pace import Pace
+from hf_sparsekv.generating import Settings
+from hf_sparsekv.results import versions
+
+from ..baselines import find, make_cache, prepare
+from ..decoding import Clock, Steps, free, in_a_row_ms
+from ..filling import RandomSource, fill_layers
+from ..shapes import known_config, parse_shape, random_model
+
+STEPS = 20
+VERIFIED = (4, 8, 16)
+RIGHT, WRONG = 7, 9  # tokens
+
+
+class Imitated(Choice):
+    """Every token is the same one, and a draft another as often as it is to be rejected."""
+
+    def __init__(self, cache: SparseCache, accepts: float) -> None:
+        super().__init__([], sample=False)  # type: ignore[arg-type]
+        self._cache, self._accepts = cache, accepts
+
+    def __call__(
+        self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        chosen = torch.full_like(ids[:, -1], RIGHT)
+        if self._cache.row_table.exactness.everything:
+            return chosen, logits
+        return chosen.masked_fill(torch.rand(len(ids), device=ids.device) >= self._accepts, WRONG), logits
+
+
+def filled(model, batch: int, context: int, budget: int, spare: int) -> SparseCache:
+    """A full cache of the default method in exact mode."""
+    free()
+    cache = make_cache(model, find("token_only"), context + spare, budget=budget)
+    fill_layers(RandomSource(model, batch, context), cache)
+    Exact().begin(cache)
+    return cache
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float:
+    """Of a pass over so many tokens, which are taken back."""
+    clock, past = Clock(model.device), int(cache.get_seq_length())
+    ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
+    positions = torch.arange(past, past + tokens, device=model.device).repeat(batch, 1)
+    given = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "logits_to_keep": tokens}
+    for _ in range(5 + STEPS):
+        with torch.no_grad(), cache.drafts():
+            clock.mark()
+            model(**given, use_cache=True)
+            clock.mark()
+        cache.crop(-tokens)
+    return median(clock.between()[::2][5:])
+
+
+def costs(model, batch: int, context: int, budget: int) -> str:
+    """Of steps and verifications."""
+    cache = filled(model, batch, context, budget, 512)
+    cache.going_on = True
+    found = [f"dense {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}"]
+    with cache.row_table.exactness.drafting():
+        found.append(f"sparse {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}")
+    found += [f"verify {tokens} {verification_ms(model, cache, batch, tokens):.2f}" for tokens in VERIFIED]
+    return ", ".join(found)
+
+
+def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float | None) -> tuple[float, Counter[int]]:
+    """Of ``generate()`` over a full cache, and rounds by their drafts. ``accepts``: None: no drafts."""
+    rounds: Counter[int] = Counter()
+    drafted: Callable = Pace.drafted
+
+    def counted(self, drafts: int, *given) -> None:
+        rounds[drafts] += 1
+        drafted(self, drafts, *given)
+
+    ids = torch.randint(
+        10, min(1000, model.config.vocab_size), (batch, int(cache.get_seq_length()) + 1), device=model.device
+    )
+    go = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with (
+        hf_sparsekv.sparse(model, cache.config, exact=True, optimize=False),
+        patch.object(Settings, "cache", lambda *_: cache),
+        patch.object(install, "Choice", lambda *_: Imitated(cache, accepts or 0.0)),
+        patch.object(install, "_can_draft", (lambda *_: False) if accepts is None else install._can_draft),
+        patch.object(Pace, "drafted", counted),
+    ):
+        began = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **go)
+        return time.perf_counter() - began, rounds
+
+
+def through_generate(model, batch: int, context: int, budget: int, tokens: int, accepts: float | None) -> str:
+    """Milliseconds a token, without the beginning."""
+    few, taken = tokens // 4, []
+    for new in (few, few, tokens):  # the first one compiles
+        cache = filled(model, batch, context, budget, new + 64)
+        taken.append(seconds(model, cache, batch, new, accepts))
+    ms = 1e3 * (taken[2][0] - taken[1][0]) / (tokens - few)
+    rounds = ", ".join(f"{drafts}: {n}" for drafts, n in sorted(taken[2][1].items()))
+    return f"{ms:.2f} ms a token" + (f"; rounds of drafts {rounds}" if rounds else "")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=["1x32k", "1x128k", "8x32k", "8x64k"])
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=800)
+    parser.add_argument("--acceptance", nargs="+", type=float, default=[0.7, 0.8, 0.9, 0.95])
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(known_config(args.model, args.layers), dtype, device)
+    prepare(model, find("token_only"), fused=device.type == "cuda")
+    print(versions())
+    for shape in args.shapes:
+        batch, context = parse_shape(shape) if isinstance(shape, str) else shape
+        print(f"{batch} x {context}: {costs(model, batch, context, args.budget)}", flush=True)
+        for accepts in (None, *args.acceptance):
+            about = "dense" if accepts is None else f"exact, {accepts:.0%} accepted"
+            found = through_generate(model, batch, context, args.budget, args.tokens, accepts)
+            print(f"  {about}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
