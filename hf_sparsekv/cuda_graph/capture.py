@@ -179,11 +179,12 @@ class Trial:
 
     def _begun(self, steps: StepRows, drafts: Drafts) -> DraftRows:
         """The rows of a pass over drafts, which begins."""
-        table, width = self.table, self.ids.shape[1]
+        table, width, count = self.table, self.ids.shape[1], self.count
+        assert count is not None
         if drafts.at_once:
-            due = steps.begin_at_once(self.count, width, table.block_size, table.recent)
+            due = steps.begin_at_once(count, width, table.block_size, table.recent)
             return DraftRows(drafts.taken, drafts.queries, steps.now, due, at_once=True)
-        begun = steps.begin_drafts(self.count, width, table.block_size, table.recent)
+        begun = steps.begin_drafts(count, width, table.block_size, table.recent)
         return DraftRows(drafts.taken, drafts.queries.padded(width), *begun)
 
     def put_back_host(self) -> None:

@@ -6,6 +6,7 @@ Apart from the loop because drafts and their verification choose alike, and neit
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class Choice:
     """
 
     def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
-        self.processors, self.sample = processors, sample
+        self.sample = sample
+        self.processors: Any = processors  # their annotations name kinds of tensors that no tensor has
         self._noise: deque[Tensor] = deque()  # of the next tokens, [batch, vocabulary] each
 
     def __call__(

@@ -124,7 +124,7 @@ def _can_draft(
 
 def install(model: nn.Module) -> None:
     """Have ``model.generate()`` draft over caches in exact mode, if its loop is transformers' own."""
-    kind = type(model)
+    kind: Any = type(model)
     if getattr(kind, "_sample", None) in (GenerationMixin._sample, LateStopping._sample):
         model.__class__ = _drafting(kind)
 

@@ -119,7 +119,7 @@ class Loop:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return text.sequences
-        kind = GenerateDecoderOnlyOutput
+        kind: Any = GenerateDecoderOnlyOutput
         return kind(sequences=text.sequences, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
 
     def _selects(self) -> bool:

@@ -49,7 +49,8 @@ class Until(StoppingCriteriaList):
 
     def __init__(self, criteria: Sequence, length: int) -> None:
         super().__init__(criteria)
-        self._length, self.done = length, []
+        self._length = length
+        self.done: list[Tensor] = []
 
     def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
         done = super().__call__(input_ids, scores, **kwargs)

@@ -197,9 +197,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             drafts = step.under_way.drafts and attend_as_steps(self.store, self.policy, query.shape[2])
         if not (one or drafts):
             return self._attend_exactly(step, query, mask, whole, params, dropout)
-        absorbed = step.absorbed
         with torch.no_grad():
-            q = query if absorbed is None else absorbed.queries(query)
+            q = query if step.absorbed is None else step.absorbed.queries(query)
             if one:
                 out = self._decode(owner, step, q, params, own)
             else:
@@ -211,7 +210,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                     out = captured.verify(self.store, self.policy, step, q, params)
                 step.committed = True
                 owner.passed(self.index)
-            out = out if absorbed is None else absorbed.outputs(out)
+            out = out if step.absorbed is None else step.absorbed.outputs(out)
         return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
 
     def _attend_exactly(
@@ -278,10 +277,8 @@ class SparseLayer(Owned, CacheLayerMixin):
                 captured.store_token(store, policy, step, query)
             step.committed = True
             owner.passed(self.index)
-        if captured is not None:
-            plan = captured.plan
-        else:  # in two ways, because every layer of an eager step comes here
-            plan = plan_of(store, policy) if store.table_of_rows.exactness.everything else policy.plan(store)
+        exact = captured is None and store.table_of_rows.exactness.everything
+        plan = plan_of(store, policy) if exact else policy.plan(store) if captured is None else captured.plan
         if policy.foresight is not None and not (plan.dense or owner.met):
             owner.notices.own_queries()
         if captured is not None:
