@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import TIGHT, two_level
+from caches import two_level
 from models import PAD, build, prompt
 from test_dense_drafts import PADS, compare
-from test_exact_mode import DEVICE, written
+from test_exact_mode import DEVICE, TIGHT, written
 
 from hf_sparsekv import sparse
 

@@ -6,13 +6,15 @@ import random
 
 import pytest
 import torch
-from caches import CACHES, SMALL, TIGHT
+from caches import CACHES, SMALL
+from caches import TIGHT as USUAL
 from captured import imitated
 from models import MODELS, NOTHING_SPARSE, build, model, plain_text, prompt
 
 from hf_sparsekv import sparse
 from hf_sparsekv.exact_mode.pace import Next, Pace
 
+TIGHT = {**USUAL, "token_budget": 16}  # so few that some drafts are wrong
 TOKENS = 28
 PADS = (0, 5, 61)
 DRAFTS = SMALL["max_draft"]
@@ -59,12 +61,12 @@ def same_text(name: str, inputs: dict, cache: str = "device-default", drafts: in
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     """Sliding layers take tokens back; models with linear attention decode densely."""
-    kv = same_text(name, prompt(1, 120))
+    kv = same_text(name, prompt(1, 120), "streaming")  # whose drafts are wrong the most often
     stats = kv.stats()
     assert (stats.drafted > 0) == (name not in (*LINEAR, *NOTHING_SPARSE))
     assert kv.get_seq_length() == 120 + TOKENS - 1
     if stats.drafted:
-        assert 0 < stats.accepted < stats.drafted
+        assert stats.accepted < stats.drafted
         assert stats.sparse_calls > 0
 
 
@@ -72,7 +74,7 @@ def test_models(name):
 @pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", DEVICE)
 def test_caches(name, net):
-    assert same_text(net, prompt(1, 120), name, max_new_tokens=40).stats().drafted > 0
+    assert same_text(net, prompt(1, 120), name, max_new_tokens=24).stats().drafted > 0
 
 
 @pytest.mark.quick
@@ -80,7 +82,7 @@ def test_caches(name, net):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_any_number_of_drafts(name, drafts):
     """And one that depends on the times of this machine."""
-    assert same_text(name, prompt(1, 150), drafts=drafts, max_new_tokens=60).stats().drafted > 0
+    assert same_text(name, prompt(1, 150), drafts=drafts, max_new_tokens=40).stats().drafted > 0
 
 
 @pytest.mark.pairwise
@@ -109,32 +111,31 @@ def test_captured(name, cache, pads):
         return original(*args, **kwargs)
 
     runner._step = step
-    kv = same_text(name, prompt(len(pads or (0,)), 165, pads), cache, net=net, max_new_tokens=32)
+    kv = same_text(name, prompt(len(pads or (0,)), 165, pads), cache, net=net, max_new_tokens=24)
     stats = kv.stats()
     assert stats.drafted > 0
     if name == "gemma3":  # sliding layers are verified eagerly
         return
     assert stats.exact_calls == 0
-    assert len(planned) <= 8 < runner.replays - 20
+    assert len(planned) <= 8 < runner.replays - 10
 
 
 # ---------------------------------------------------------------------- rows that grow each by itself
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(
-    "how",
+    ("captured", "how"),
     [
-        {},
-        {"eos_token_id": [5, 17, 40]},
-        {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 30},
-        {"do_sample": True, "eos_token_id": [5, 17, 40, 60, 77]},
+        (False, {}),
+        (True, {"eos_token_id": [5, 17, 40]}),
+        (True, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 30}),
+        (False, {"do_sample": True, "eos_token_id": [5, 17, 40, 60, 77]}),
     ],
-    ids=["greedy", "ends", "drawn", "drawn-ends"],
+    ids=["greedy", "captured-ends", "captured-drawn", "drawn-ends"],
 )
 def test_rows_of_their_own(captured, how):
     """Where nobody keeps the cache: each row is one's own text, and accepts more than the slowest does."""
-    inputs, go = prompt(4, 140, (0, 5, 61, 3)), {"max_new_tokens": 44, "pad_token_id": 0, **how}
+    inputs, go = prompt(4, 140, (0, 5, 61, 3)), {"max_new_tokens": 30, "pad_token_id": 0, **how}
     expected = plain_text("llama", inputs, **go)
     net, shares = imitated("llama")[0] if captured else build("llama", "sparsekv"), []
     for ragged in (False, True):

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from caches import SMALL, TIGHT, two_level
+from caches import SMALL, two_level
 from captured import imitated
 from models import PAD, build, model, prompt, reference
-from test_exact_mode import same_text, written
+from test_exact_mode import TIGHT, same_text, written
 from tokenizers_made import byte_level
 from transformers import (
     DynamicCache,
@@ -25,7 +25,7 @@ from hf_sparsekv import OffloadConfig, PredictiveConfig, StreamingConfig, TokenC
 from hf_sparsekv.exact_mode.choice import Choice
 from hf_sparsekv.exact_mode.install import ExactSampling
 
-CONFIG = TokenConfig(**{**SMALL, "token_budget": 32})
+CONFIG = TokenConfig(**{**SMALL, "token_budget": 8})
 
 
 def exact(net, drafts: int | None = 3):
