@@ -1,6 +1,6 @@
 """What does a token cost in exact mode, by how many drafts are accepted?
 
-    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k 8x64k] [--budget 1024]
+    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k 8x64k] [--variant token_only]
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
 each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
@@ -28,7 +28,7 @@ from hf_sparsekv.exact_mode.pace import Pace
 from hf_sparsekv.generating import Settings
 from hf_sparsekv.results import versions
 
-from ..baselines import find, make_cache, prepare
+from ..baselines import Variant, find, make_cache, prepare
 from ..decoding import Clock, Steps, free, in_a_row_ms
 from ..filling import RandomSource, fill_layers
 from ..shapes import known_config, parse_shape, random_model
@@ -54,10 +54,10 @@ class Imitated(Choice):
         return chosen.masked_fill(torch.rand(len(ids), device=ids.device) >= self._accepts, WRONG), logits
 
 
-def filled(model, batch: int, context: int, budget: int, spare: int) -> SparseCache:
-    """A full cache of the default method in exact mode."""
+def filled(model, batch: int, context: int, variant: Variant, spare: int) -> SparseCache:
+    """A full cache in exact mode."""
     free()
-    cache = make_cache(model, find("token_only"), context + spare, budget=budget)
+    cache = make_cache(model, variant, context + spare)
     fill_layers(RandomSource(model, batch, context), cache)
     Exact().begin(cache)
     return cache
@@ -82,9 +82,9 @@ def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float
     return median(clock.between()[::2][5:])
 
 
-def costs(model, batch: int, context: int, budget: int) -> str:
+def costs(model, batch: int, context: int, variant: Variant) -> str:
     """Of steps and verifications."""
-    cache = filled(model, batch, context, budget, 512)
+    cache = filled(model, batch, context, variant, 512)
     cache.going_on = True
     found = [f"dense {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}"]
     with cache.row_table.exactness.drafting():
@@ -118,11 +118,11 @@ def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float |
         return time.perf_counter() - began, rounds
 
 
-def through_generate(model, batch: int, context: int, budget: int, tokens: int, accepts: float | None) -> str:
+def through_generate(model, batch: int, context: int, variant: Variant, tokens: int, accepts: float | None) -> str:
     """Milliseconds a token, without the beginning."""
     few, taken = tokens // 4, []
     for new in (few, few, tokens):  # the first one compiles
-        cache = filled(model, batch, context, budget, new + 64)
+        cache = filled(model, batch, context, variant, new + 64)
         taken.append(seconds(model, cache, batch, new, accepts))
     ms = 1e3 * (taken[2][0] - taken[1][0]) / (tokens - few)
     rounds = ", ".join(f"{drafts}: {n}" for drafts, n in sorted(taken[2][1].items()))
@@ -135,21 +135,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=["1x32k", "1x128k", "8x32k", "8x64k"])
-    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--variant", default="token_only", help="as in `step --list`, such as mass:0.9")
     parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--acceptance", nargs="+", type=float, default=[0.7, 0.8, 0.9, 0.95])
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(known_config(args.model, args.layers), dtype, device)
-    prepare(model, find("token_only"), fused=device.type == "cuda")
+    variant = find(args.variant)
+    prepare(model, variant, fused=device.type == "cuda")
     print(versions())
     for shape in args.shapes:
         batch, context = parse_shape(shape) if isinstance(shape, str) else shape
-        print(f"{batch} x {context}: {costs(model, batch, context, args.budget)}", flush=True)
+        print(f"{batch} x {context}: {costs(model, batch, context, variant)}", flush=True)
         for accepts in (None, *args.acceptance):
             about = "dense" if accepts is None else f"exact, {accepts:.0%} accepted"
-            found = through_generate(model, batch, context, args.budget, args.tokens, accepts)
+            found = through_generate(model, batch, context, variant, args.tokens, accepts)
             print(f"  {about}: {found}", flush=True)
 
 
