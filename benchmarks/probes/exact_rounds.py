@@ -1,6 +1,6 @@
 """What does a token cost in exact mode, by how many drafts are accepted?
 
-    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k 8x64k] [--variant token_only]
+    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k] [--variant token_only]
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
 each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import hf_sparsekv
 from hf_sparsekv import SparseCache
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.exact_mode import install
 from hf_sparsekv.exact_mode.choice import Choice
 from hf_sparsekv.exact_mode.install import Exact
@@ -72,7 +73,7 @@ def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float
     clock, past = Clock(model.device), int(cache.get_seq_length())
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(past, past + tokens, device=model.device).repeat(batch, 1)
-    given = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "logits_to_keep": tokens}
+    given = {"input_ids": ids, "position_ids": positions, "logits_to_keep": tokens, **over(model, cache)}
     for _ in range(5 + STEPS):
         with torch.no_grad(), cache.drafts():
             clock.mark()
