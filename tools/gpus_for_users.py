@@ -22,10 +22,10 @@ import typer
 
 from hf_sparsekv import TokenConfig
 from hf_sparsekv.cli.loading import load_config
-from hf_sparsekv.cli.options import parse_bytes, parse_tokens
 from hf_sparsekv.tuning.plan import model_shape
 from hf_sparsekv.tuning.serving_plan import rows_that_fit
 from hf_sparsekv.tuning.shapes import SHAPES
+from hf_sparsekv_cli.values import parse_bytes, parse_tokens
 
 
 @dataclass(frozen=True)

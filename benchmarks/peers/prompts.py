@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 from typer import BadParameter
 
 from hf_sparsekv.cli.loading import resolve_model
-from hf_sparsekv.cli.options import parse_tokens
 from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv_cli.values import parse_names, parse_samples, parse_tokens
 from hf_sparsekv_eval import ruler, ruler_data, ruler_paper
-from hf_sparsekv_eval.cli.evaluate_run import names_of, samples_of
 from hf_sparsekv_eval.ruler_data import RulerData
 from hf_sparsekv_eval.samples import Sample
 
@@ -106,11 +105,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, required=True, help="JSON lines")
     args = parser.parse_args(argv)
     try:
-        tasks = names_of(args.tasks, (ruler_paper if args.data else ruler).FAMILIES, "task")
+        tasks = parse_names(args.tasks, (ruler_paper if args.data else ruler).FAMILIES, "task")
         data = ruler_data.read(args.data, tasks) if args.data else None
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model))
         chat = bool(tokenizer.chat_template) and not args.no_chat
-        length, chosen = parse_tokens(args.length), samples_of(args.samples)
+        length, chosen = parse_tokens(args.length), parse_samples(args.samples)
         count = write(args.out, make(tokenizer, tasks, length, chosen, args.seed, chat, data))
     except (CommandError, BadParameter, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_sparsekv_cli.names import Group
+from hf_sparsekv_cli.names import HELP, NAME, Group
 from hf_sparsekv_eval.cli.evaluate import app as evaluate
 from hf_sparsekv_eval.cli.lm_eval import lm_eval
 
@@ -23,9 +23,9 @@ from .plan import plan
 from .serve import serve
 
 app = typer.Typer(
-    name="hf-sparsekv",
+    name=NAME,
     cls=Group,
-    help="Sparse, offloadable KV caches for Hugging Face Transformers.",
+    help=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"hf-sparsekv {__version__}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit
 
 
@@ -58,4 +58,4 @@ for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name="hf-sparsekv")
+    app(prog_name=NAME)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import track
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from . import loading
 from .options import Device, DType, DTypeOption, Model, torch_dtype
@@ -40,7 +41,9 @@ def calibrate(
     texts = [_read(path) for path in text_file]
     if not output.absolute().parent.is_dir():
         raise CommandError(f"cannot write {output}: there is no directory {output.absolute().parent}")
-    tokenizer, loaded = loading.load(model, torch_dtype(dtype), loading.pick_device(device))
+    where = loading.pick_device(device)
+    with messages.status(f"loading {model}"):
+        tokenizer, loaded = loading.load(model, torch_dtype(dtype), where)
     chunks = []
     for text in texts:
         # One long text is meant to be longer than the model's context: no warning about it.
@@ -49,12 +52,18 @@ def calibrate(
     chunks = chunks[:pieces]
     if not chunks:
         raise CommandError("the text is too short to calibrate on: at least 16 tokens are needed")
-    channels = rank_channels(
-        loaded, track(chunks, "calibrating", console=messages, transient=True), importance=importance.value
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with messages.progress("calibrating", len(chunks), *columns) as advance:
+        channels = rank_channels(loaded, _counted(chunks, advance), importance=importance.value)
     channels.save(output)
     note(f"{sum(c.shape[1] for c in chunks)} tokens read")
     results.print(str(output), markup=False)
+
+
+def _counted(chunks: list, advance: Callable[[float], None]) -> Iterator:
+    for chunk in chunks:
+        yield chunk
+        advance(1)
 
 
 def _read(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import re
 import time
 from dataclasses import replace
 from enum import Enum
@@ -13,6 +12,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.table import Table
+
+from hf_sparsekv_cli.values import parse_heads, refuse_gone
 
 from ..ops._dispatch import has_triton
 from ..policies import crossover
@@ -39,23 +40,6 @@ class Precision(str, Enum):
     float32 = "float32"
 
 
-_WHY = "Block copies have the same settings on every GPU, so the crossover is all that is measured"
-# Options that earlier releases had, and what to do instead.
-_GONE = {
-    "--transfer": f"leave it out. {_WHY}",
-    "--no-transfer": f"leave it out. {_WHY}",
-    "--crossover": f"leave it out. {_WHY}",
-    "--no-crossover": f"there is nothing else to run. {_WHY}",
-}
-
-
-def _refuse(option: typer.CallbackParam, value: bool | None) -> None:
-    """Refuse an option that is gone."""
-    if value is not None:
-        name = (option.opts if value else option.secondary_opts)[0]
-        raise typer.BadParameter(f"{name} is gone: {_GONE[name]}")
-
-
 def calibrate_device(
     device: Annotated[str, typer.Option(help="The GPU to measure.")] = "auto",
     heads: Annotated[str, typer.Option(help="Query and KV heads of a layer.", metavar="QUERYxKV")] = "32x8",
@@ -63,17 +47,14 @@ def calibrate_device(
     dtype: Annotated[Precision, typer.Option(help="Precision of keys and values.")] = Precision.bfloat16,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
     with_transfer: Annotated[
-        bool | None, typer.Option("--transfer/--no-transfer", hidden=True, callback=_refuse)
+        bool | None, typer.Option("--transfer/--no-transfer", hidden=True, callback=refuse_gone)
     ] = None,
     with_crossover: Annotated[
-        bool | None, typer.Option("--crossover/--no-crossover", hidden=True, callback=_refuse)
+        bool | None, typer.Option("--crossover/--no-crossover", hidden=True, callback=refuse_gone)
     ] = None,
 ) -> None:
     """Measure this GPU: up to which length dense attention is as quick as selecting."""
-    match = re.fullmatch(r"(\d+)x(\d+)", heads)
-    q_heads, kv_heads = (int(n) for n in match.groups()) if match else (0, 0)
-    if not kv_heads or q_heads % kv_heads or not q_heads:
-        raise typer.BadParameter(f"--heads {heads}: write for example 32x8, query heads a multiple of KV heads")
+    q_heads, kv_heads = parse_heads(heads)
     where = loading.pick_device(device)
     if where.type != "cuda":
         raise CommandError("calibrate-device measures a GPU; `hf-sparsekv doctor` shows what there is")

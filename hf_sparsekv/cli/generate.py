@@ -12,13 +12,17 @@ import torch
 import typer
 from rich.table import Table
 
+from hf_sparsekv_cli import checks
+
 from ..cache import SparseCache
 from ..exact_mode.install import Exact
 from ..telemetry.timing import Timing
-from . import loading
+from . import demo_text, loading
 from . import options as opt
 from .output import ALL, CommandError, messages, note
 from .running import OtherWork, Run, encode, run_dense, run_sparse
+
+_AROUND = 128  # tokens of the fact, the question and a chat template
 
 
 @opt.takes(opt.DecodingOptions)
@@ -28,6 +32,12 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the prompt; - reads standard input.", show_default=False)
     ] = None,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo", help="Read a text of its own, with a fact hidden in it, and compare with full attention."
+        ),
+    ] = False,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -55,20 +65,20 @@ def generate(
     options: opt.DecodingOptions,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
-    if compare is cache:
-        raise typer.BadParameter(f"--compare {compare.value} is the cache itself: name the other one")
+    if demo and compare is None and cache is not opt.CacheKind.dense:
+        compare = opt.CacheKind.dense
+    checks.compared(cache.value, compare and compare.value)
     kinds = [cache] if compare is None else [cache, compare]
     sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
-    if len(sparse_kinds) > 1:
-        raise typer.BadParameter("--compare takes dense here: options of two sparse caches would be mixed up")
     if not sparse_kinds:
         options.refuse_all()
     if exact and not sparse_kinds:
         raise typer.BadParameter("--exact has no meaning with --cache dense: it is full attention already")
-    if seed is not None and temperature == 0:
-        raise typer.BadParameter("--seed has no meaning without a --temperature above 0")
+    checks.seeded(seed, temperature)
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
-    text, on = _prompt_text(prompt, prompt_file), loading.pick_device(device)
+    checks.prompted(prompt, prompt_file, demo)
+    text = None if demo else _prompt_text(prompt, prompt_file)
+    on = loading.pick_device(device)
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
@@ -77,7 +87,10 @@ def generate(
         sparse = SparseCache(config, opt.offload_config(options))
         if exact:
             _check_exact(sparse)
-    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), on)
+    with messages.status(f"loading {model}"):
+        tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), on)
+    if text is None:
+        text = _demo_text(tokenizer, loaded, max_new_tokens)
     inputs = encode(tokenizer, text, chat, loaded.device)
     _check_length(loaded, inputs["input_ids"].shape[1], max_new_tokens)
 
@@ -96,6 +109,8 @@ def generate(
             else:
                 runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
     _report(runs, sparse, exact=exact, on_gpu=on_gpu, same_tokens_expected=temperature == 0 or exact)
+    if demo:
+        note(_found(runs, tokenizer))
     processors = psutil.cpu_count() or 1
     if not on_gpu and others.disturbs(torch.get_num_threads(), processors):
         note(
@@ -122,8 +137,6 @@ def _check_exact(cache: SparseCache) -> None:
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
-    if (prompt is None) == (path is None):
-        raise typer.BadParameter("give either --prompt or --prompt-file")
     if prompt is None:
         try:
             prompt = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
@@ -134,6 +147,26 @@ def _prompt_text(prompt: str | None, path: Path | None) -> str:
     if not prompt.strip():
         raise CommandError("the prompt is empty")
     return prompt
+
+
+def _demo_text(tokenizer, model, new: int) -> str:
+    """The text of ``--demo``, as long as the model reads."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or demo_text.TOKENS
+    tokens = min(demo_text.TOKENS, most - new - _AROUND)
+    if tokens < _AROUND:
+        raise CommandError(f"the model reads {most:,} tokens, too few for --demo and {new:,} new tokens: give --prompt")
+    try:
+        return demo_text.build(tokenizer, tokens)
+    except (ValueError, NotImplementedError) as error:
+        raise CommandError(f"this model's tokenizer cannot make a text for --demo ({error}): give --prompt") from error
+
+
+def _found(runs: list[Run], tokenizer) -> str:
+    """Which runs of ``--demo`` found the fact."""
+    told = (
+        f"{run.name} {'found' if demo_text.ANSWER in tokenizer.decode(run.tokens) else 'missed'} it" for run in runs
+    )
+    return f"the text hides the number {demo_text.ANSWER}: {', '.join(told)}"
 
 
 def _check_length(model, tokens: int, new: int) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import typer
+
+from hf_sparsekv_cli.values import check_device
 
 from .. import gguf_file
 from ..attention.interface import NAME
@@ -109,14 +110,10 @@ def _pretrained(kind, name: str, path: str, here: bool, known: Iterable[str] = (
 
 def pick_device(name: str) -> torch.device:
     """``--device`` as torch takes it."""
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"{name!r} is no device; write for example cpu, cuda or cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{name!r} is not supported: sparse caches run on cpu and cuda")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise CommandError(f"there is no device {name}: torch sees {torch.cuda.device_count()} GPUs")
     return device

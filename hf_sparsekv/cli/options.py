@@ -14,12 +14,13 @@ from typing import Annotated, get_type_hints
 import torch
 import typer
 
+from hf_sparsekv_cli.checks import DENSE, coded, spell
+
 from ..config import OffloadConfig, SparseConfig
 from ..policies.ahead.predictive_config import BY_LAYER
 from ..policies.registry import Method, called, methods
 from ..predictor.query import PREDICTORS
 
-DENSE = "dense"
 CacheKind = Enum("CacheKind", {name: name for name in (*called(), DENSE)}, type=str)  # values of --cache
 
 
@@ -149,7 +150,7 @@ class CacheOptions:
         given |= {name: value.value for name, value in given.items() if isinstance(value, Enum)}
         for name in given:
             if name not in made.__dataclass_fields__:
-                raise typer.BadParameter(f"{_spell(name)} has no meaning with --cache {kind.value}")
+                raise typer.BadParameter(f"{spell(name)} has no meaning with --cache {kind.value}")
         try:
             return made(**given) if preset is None else made.preset(preset, **given)
         except ValueError as error:
@@ -160,7 +161,7 @@ class CacheOptions:
         for field in fields(self):
             if (value := getattr(self, field.name)) != field.default:
                 name = "no-offload" if value is False and field.name == "offload" else field.name
-                raise typer.BadParameter(f"{_spell(name)} has no meaning without a sparse cache")
+                raise typer.BadParameter(f"{spell(name)} has no meaning without a sparse cache")
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,7 @@ def placed(options: CacheOptions, device: torch.device) -> CacheOptions:
 def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> None:
     """Refuse what cannot be done where the blocks are to live."""
     offload = options.offload
-    if options.kv_dtype is not None and not offload:
-        raise typer.BadParameter("--kv-dtype is of keys and values in host memory: leave --no-offload out")
+    coded(options.kv_dtype, offload)
     try:
         place = called()[kind.value].shared.place(config, offload_config(options))
     except ValueError as error:
@@ -252,29 +252,8 @@ def torch_dtype(dtype: DType) -> torch.dtype | None:
     return None if dtype is DType.auto else getattr(torch, dtype.value)
 
 
-def _spell(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _option_names(message: str) -> str:
     """Field names as the command line spells them."""
     names = {name for method in methods().values() for name in method.config.__dataclass_fields__}
     fields = "|".join(sorted(names, key=len, reverse=True))
-    return re.sub(rf"\b({fields})\b(?!')", lambda match: _spell(match[0]), message)
-
-
-def parse_tokens(text: str) -> int:
-    """``4k`` (4,096) or a plain number of tokens."""
-    match = re.fullmatch(r"\s*(\d+)(k?)\s*", text, re.IGNORECASE)
-    if not match or not int(match[1]):
-        raise typer.BadParameter(f"{text!r} is no length; write for example 4k or 16384")
-    return int(match[1]) * (1024 if match[2] else 1)
-
-
-def parse_bytes(text: str) -> int:
-    """``24GiB``, ``80GB``, ``512MiB`` or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 24GiB or 80GB")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return re.sub(rf"\b({fields})\b(?!')", lambda match: spell(match[0]), message)

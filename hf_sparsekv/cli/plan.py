@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.table import Table
+
+from hf_sparsekv_cli import values
+from hf_sparsekv_cli.checks import planned as planned_cache
 
 from ..config import OffloadConfig, SparseConfig
 from ..offload.host_limit import host_memory_limit
@@ -19,6 +23,7 @@ from . import options as opt
 from .loading import load_config
 from .output import CommandError, note, results, size
 
+HERE = "80 % of this machine's or container's"
 _LESS = "take fewer rows or tokens (--serve shows how many), or quantised weights"
 
 
@@ -35,7 +40,7 @@ def plan(
     context: Annotated[
         int,
         typer.Option(
-            parser=opt.parse_tokens,
+            parser=values.parse_tokens,
             metavar="TOKENS",
             help="Per row, prompt and answer together: 4096, 32k.",
             show_default=False,
@@ -44,7 +49,7 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: opt.DTypeOption = opt.DType.auto,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="For example 24GiB; default: the GPU's, if there is one.")
+        str | None, typer.Option(help="For example 24GiB; default: that of this machine's GPU, if it has one.")
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
@@ -60,12 +65,14 @@ def plan(
 
     The exit status is 1 if nothing fits.
     """
-    if cache is opt.CacheKind.dense:
-        sparse = ", ".join(kind.value for kind in opt.CacheKind if kind is not opt.CacheKind.dense)
-        raise typer.BadParameter(f"plan compares a sparse cache with the dense one: --cache takes {sparse} here")
+    planned_cache(cache.value, [kind.value for kind in opt.CacheKind])
     config = options.config(cache)
-    gpu = _memory("--gpu-memory", gpu_memory) if gpu_memory else detected_gpu()
-    host = _memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
+    gpu = values.memory("--gpu-memory", gpu_memory) if gpu_memory else detected_gpu()
+    host = values.memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
+    owners = Owners(
+        "as given" if gpu_memory else _this_gpu(),
+        "as given" if host_memory else "80 % of this machine's or container's",
+    )
     model_config = _config(model)
     shape = model_shape(model_config, opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
@@ -74,13 +81,13 @@ def plan(
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
-        found = _show_rows(shape, config, opt.offload_config(options), context, gpu, host)
+        found = _show_rows(shape, config, opt.offload_config(options), context, gpu, host, owners)
         if not max(found.dense, found.sparse, found.offloaded):
             more = f", or {_more_host(host_memory)}" if found.bound_by == "host" else ""
             raise CommandError(f"nothing fits: not a single row of {context:,} tokens. Take fewer tokens{more}")
         return
     planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
-    fits = show(planned, gpu, host)
+    fits = show(planned, gpu, host, owners)
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most and context > most:
         note(f"{context:,} tokens are more than the {most:,} that the model was made for")
@@ -128,21 +135,26 @@ def _config(model: str):
     return SHAPES[shape]()
 
 
-def _memory(option: str, text: str) -> int:
-    """A size of memory in bytes; a small number alone is a unit forgotten."""
-    size_in_bytes = opt.parse_bytes(text)
-    if text.strip().isdecimal() and size_in_bytes < 1 << 20:
-        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}GiB", param_hint=option)
-    return size_in_bytes
-
-
 def detected_gpu() -> int | None:
     if not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
+def _this_gpu() -> str:
+    """Whose memory it is if the command does not say."""
+    return f"this machine's {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Whose memory a plan is made for: as the command gives it, or this machine's."""
+
+    gpu: str
+    host: str
+
+
+def show(p: MemoryPlan, gpu: int | None, host: int, owners: Owners) -> bool:
     """The table and what fits; whether the sparse or the dense cache does, as far as memory is known."""
     layers = p.model.layers
     kinds = [(kind, sum(layer.kind == kind for layer in layers)) for kind in ("full", "sliding", "other")]
@@ -178,7 +190,7 @@ def show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
 
     in_host, second = p.cache_host <= host, gpu is None or p.second <= gpu
     if gpu is None:
-        results.print("GPU: none found; give --gpu-memory to check a size")
+        results.print("GPU: this machine has none; give --gpu-memory to check a size")
         fits = in_host
     else:
         sparse, dense = (_with_prompt(p, name, gpu) for name in ("device_total", "dense_total"))
@@ -186,13 +198,13 @@ def show(p: MemoryPlan, gpu: int | None, host: int) -> bool:
             sparse = f"does not fit (host memory {size(p.cache_host - host)} too small)" if _ok(sparse) else sparse
         elif not second:
             sparse = f"does not fit (second GPU {size(p.second - gpu)} too small)" if _ok(sparse) else sparse
-        results.print(f"GPU {size(gpu)}: sparse {sparse}, dense {dense}")
+        results.print(f"GPU {size(gpu)} ({owners.gpu}): sparse {sparse}, dense {dense}")
         fits = _ok(sparse) or _ok(dense)
     if p.second:
         beside = "" if gpu is None else f": {_fits(p.second, gpu)}"
         results.print(f"second GPU, which chooses and keeps the blocks: {size(p.second)}{beside}")
     if p.cache_host:
-        results.print(f"host {size(host)}: {_fits(p.cache_host, host)}")
+        results.print(f"host {size(host)} ({owners.host}): {_fits(p.cache_host, host)}")
     if p.working_set:
         note(
             f"blocks chosen within 12 steps: about {size(p.working_set)} (what the device copies should hold at least)"
@@ -235,7 +247,13 @@ def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
 
 
 def _show_rows(
-    shape: ModelShape, config: SparseConfig, offload: OffloadConfig | None, context: int, gpu: int, host: int
+    shape: ModelShape,
+    config: SparseConfig,
+    offload: OffloadConfig | None,
+    context: int,
+    gpu: int,
+    host: int,
+    owners: Owners,
 ) -> RowsThatFit:
     """A line for each length; returns that of ``context``, which is the longest."""
     table = Table(box=None, pad_edge=False)
@@ -247,7 +265,10 @@ def _show_rows(
         found = rows_that_fit(shape, config, offload, context=length, gpu=gpu, host=host)
         by = f" (by the {found.bound_by})" if found.offloaded else ""
         table.add_row(f"{length:,}", f"{found.dense:,}", f"{found.sparse:,}", f"{found.offloaded:,}{by}")
-    results.print(f"rows at a time: GPU {size(gpu)}, host {size(host)}, weights {size(shape.weights)}")
+    results.print(
+        f"rows at a time: GPU {size(gpu)} ({owners.gpu}), host {size(host)} ({owners.host}), weights "
+        f"{size(shape.weights)}"
+    )
     results.print(table)
     note("an estimate: keys and values, what selection needs, one prompt that is read; not what else is on the GPU")
     note("offloaded: with the tokens that 12 steps choose on the GPU; more rows read over the link in every step")

@@ -23,11 +23,14 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
+from hf_sparsekv_cli import values
+from hf_sparsekv_cli.checks import host_kept, served
+
 from ..config import OffloadConfig
 from ..gguf_file import is_gguf
 from . import loading
 from . import options as opt
-from .output import CommandError, note
+from .output import CommandError, messages, note
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 WARM_UP = 64  # tokens
@@ -79,7 +82,7 @@ def serve(
     context: Annotated[
         int | None,
         _of_requests(
-            parser=opt.parse_tokens,
+            parser=values.parse_tokens,
             metavar="TOKENS",
             help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
             show_default=False,
@@ -88,7 +91,7 @@ def serve(
     batch_tokens: Annotated[
         int | None,
         _of_requests(
-            parser=opt.parse_tokens,
+            parser=values.parse_tokens,
             metavar="TOKENS",
             help="Of all running requests together, with the longest answers they asked for; default: what fits.",
             show_default=False,
@@ -147,12 +150,7 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
     _check_installed()
     rank = _rank() if tensor_parallel else 0
-    if cache is opt.CacheKind.dense:
-        raise typer.BadParameter("serve has sparse caches only: leave --cache dense out")
-    if options.max_length is not None:
-        raise typer.BadParameter("--max-length has no meaning here: --context says how long requests may be")
-    if api_key is not None and not api_key.strip():
-        raise typer.BadParameter("--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out")
+    served(cache.value, options.max_length, api_key)
     config = options.config(cache)
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
@@ -171,7 +169,7 @@ def serve(
         prefix_cache=prefix_cache,
     )
     offload = _offload(options, device_kv, host_kv)
-    body = opt.parse_bytes(max_body)
+    body = values.parse_bytes(max_body)
     if tensor_parallel:
         _begin_ranks(place)
         if rank:
@@ -206,7 +204,8 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
     config, offload, serving, dtype, device = settings
     api_key = options["api_key"]
     place = loading.pick_device(device)
-    tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
+    with messages.status(f"loading {model}"):
+        tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
     with Engine(loaded, tokenizer, config, offload, serving) as engine:
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
@@ -385,10 +384,8 @@ def _check_installed() -> None:
 
 
 def _offload(options: opt.CacheOptions, device_kv: str | None, host_kv: str | None) -> OffloadConfig | None:
-    if not options.offload and (device_kv is not None or host_kv is not None):
-        name = "--device-kv" if device_kv is not None else "--host-kv"
-        raise typer.BadParameter(f"{name} is for keys and values in host memory: leave --no-offload out")
-    device, host = (None if given is None else opt.parse_bytes(given) for given in (device_kv, host_kv))
+    host_kept(options.offload, device_kv, host_kv)
+    device, host = (None if given is None else values.parse_bytes(given) for given in (device_kv, host_kv))
     return opt.offload_config(options, device_pool=device, max_host_bytes=host)
 
 

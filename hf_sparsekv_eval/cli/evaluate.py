@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_sparsekv.cli.options import Model, parse_tokens, takes
+from hf_sparsekv.cli.options import Model, takes
 from hf_sparsekv.cli.output import CommandError, one_line_errors
+from hf_sparsekv_cli import checks
+from hf_sparsekv_cli.values import parse_lengths, parse_names, parse_samples, parse_tokens
 
 from .evaluate_all import everything
 from .evaluate_run import (
@@ -25,10 +27,7 @@ from .evaluate_run import (
     Seed,
     TextFile,
     documents_of,
-    lengths_of,
-    names_of,
     passages_of,
-    samples_of,
     text_ids,
 )
 
@@ -78,20 +77,19 @@ def ruler(
     from .. import ruler as text
     from .. import ruler_data, ruler_paper, ruler_probe
 
-    sizes, chosen = lengths_of(lengths), samples_of(samples)
+    sizes, chosen = parse_lengths(lengths), parse_samples(samples)
     there = ruler_paper.FAMILIES if data else text.FAMILIES
-    if not data and set((families or "").replace(" ", "").split(",")) & {"qa_1", "qa_2"}:
-        raise typer.BadParameter("qa_1 and qa_2 are made from RULER's own data: give --data DIRECTORY")
+    checks.paper_tasks(families, data)
     if data:
-        own, settings = ruler_data.read(data, names_of(families, there, "family")), {"data": str(data)}
+        own, settings = ruler_data.read(data, parse_names(families, there, "family")), {"data": str(data)}
     else:
-        names_of(families, (*there, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
+        parse_names(families, (*there, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
         own, settings = None, {}
     with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat, **settings) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
         if probe and data:
             raise CommandError("a probe model knows no words, and has tasks of its own: leave --data out")
-        names = names_of(families, ruler_probe.FAMILIES if probe else there, "family")
+        names = parse_names(families, ruler_probe.FAMILIES if probe else there, "family")
         run.check(sizes)
         run.results.shown = chosen
         chat = run.chat(chat)
@@ -131,8 +129,8 @@ def tasks(
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
     from .. import long_tasks
 
-    sizes, chosen = lengths_of(lengths), samples_of(samples)
-    names = names_of(families, long_tasks.FAMILIES, "task")
+    sizes, chosen = parse_lengths(lengths), parse_samples(samples)
+    names = parse_names(families, long_tasks.FAMILIES, "task")
     with Run("tasks", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
         run.needs_text("tasks")
         run.check(sizes)
@@ -165,7 +163,7 @@ def needle(
     from .. import generation, needles
     from ..extra import needs
 
-    sizes, chosen = lengths_of(lengths), samples_of(samples)
+    sizes, chosen = parse_lengths(lengths), parse_samples(samples)
     needs("the heat map of `eval needle`", "matplotlib")  # before the hours that the samples take
     with Run("needle", model, options, seed=seed, question_steps=question_steps) as run:
         run.check(sizes)
@@ -210,7 +208,7 @@ def perplexity(
     options: RunOptions,
 ) -> None:
     """Perplexity of held-out text after a context, through decode steps (prefill is exact with every cache)."""
-    sizes, step = lengths_of(lengths), stride or tokens
+    sizes, step = parse_lengths(lengths), stride or tokens
     settings = {"tokens": tokens, "stride": step, "text": text_file and str(text_file)}
     with Run("perplexity", model, options, **settings) as run:
         _forced("perplexity", step, run, text_file, sizes, tokens, samples, options.batch)
@@ -242,7 +240,7 @@ def agreement(
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
-    sizes, texts = lengths_of(lengths), documents_of(documents, column, join, text_file)
+    sizes, texts = parse_lengths(lengths), documents_of(documents, column, join, text_file)
     if texts is None:
         tokens = tokens or 64
         settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
@@ -286,7 +284,7 @@ def output(
     """Long own output: agreement and KL along full attention's greedy answer, and where a cache first differs."""
     from .. import drift, generation
 
-    sizes, room = lengths_of(lengths), parse_tokens(tokens)
+    sizes, room = parse_lengths(lengths), parse_tokens(tokens)
     texts = documents_of(documents, column, join, text_file)
     settings: dict[str, Any] = {"tokens": room, "window": window, "chat": chat}
     if texts is None:
@@ -339,7 +337,7 @@ def longbench(
     from .. import longbench as bench
     from ..extra import needs
 
-    names = names_of(tasks, tuple(bench.tasks()), "task")
+    names = parse_names(tasks, tuple(bench.tasks()), "task")
     needs("LongBench", "datasets")
     source = data or bench.DATASET
     with Run("longbench", model, options, data=source, max_length=max_length, chat=chat) as run:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hf_sparsekv.cli.options import Model, parse_tokens, takes
+from hf_sparsekv.cli.options import Model, takes
 from hf_sparsekv.cli.output import CommandError, messages, note, one_line_errors, results
 from hf_sparsekv.results import append_rows, commit, device_name, versions
 from hf_sparsekv.whole_file import replace_text
+from hf_sparsekv_cli import checks
+from hf_sparsekv_cli.values import parse_lengths, parse_names, parse_tokens
 
 from .evaluate_run import (
     Chat,
@@ -23,8 +25,6 @@ from .evaluate_run import (
     Seed,
     TextFile,
     caches_of,
-    lengths_of,
-    names_of,
     say_vacuous,
     text_ids,
 )
@@ -116,12 +116,9 @@ def everything(
         "window": window,
     }
     chosen = {name: pair[quick] if given[name] is None else given[name] for name, pair in _DEFAULTS.items()}
-    sizes, answer = lengths_of(chosen["lengths"]), parse_tokens(str(chosen["answer_tokens"]))
-    wanted = names_of(only, whole_table.PARTS, "part")
-    if only is not None and "longbench" in wanted and longbench is None:
-        raise typer.BadParameter("LongBench's data are not part of this package: give --longbench DATASET_OR_DIRECTORY")
-    if only is not None and "longbench" not in wanted and longbench is not None:
-        raise typer.BadParameter("--longbench is given, but --only leaves it out: add longbench to it")
+    sizes, answer = parse_lengths(chosen["lengths"]), parse_tokens(str(chosen["answer_tokens"]))
+    wanted = parse_names(only, whole_table.PARTS, "part")
+    checks.longbench_part(only, wanted, longbench)
     if longbench is not None:
         needs("LongBench", "datasets")
     caches = caches_of(options.cache) if options.cache else whole_table.default_caches()
@@ -129,7 +126,7 @@ def everything(
     short = Path(model.rstrip("/")).name
     out = options.out or Path("eval-results") / f"all-{short}"
 
-    names_of(families, (*ruler.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
+    parse_names(families, (*ruler.FAMILIES, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
     loaded = Loaded(model, options)
     probe = loaded.probe
     known = ruler_probe.FAMILIES if probe else ruler.FAMILIES
@@ -138,7 +135,7 @@ def everything(
     plan = whole_table.Plan(
         lengths=tuple(sizes),
         samples=chosen["samples"],
-        families=tuple(names_of(families, known, "family")),
+        families=tuple(parse_names(families, known, "family")),
         depths=chosen["depths"],
         passages=chosen["passages"],
         held=chosen["tokens"],
@@ -172,13 +169,13 @@ def everything(
     }
     sections = []
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=messages, transient=True) as bar:
-        task = bar.add_task("all", total=sum(part.pairs * part.cost for part in made) * len(caches))
+    total = sum(part.pairs * part.cost for part in made) * len(caches)
+    with messages.progress("all", total, *columns, TimeRemainingColumn()) as advance:
         for number, part in enumerate(made, 1):
-            bar.update(task, description=f"{part.name} ({number} of {len(made)})")
+            advance(0, f"{part.name} ({number} of {len(made)})")
             settings = {"task": f"all {part.name}", "model": model, "dtype": options.dtype.value, **part.settings}
             with Results(out / part.name, settings) as held:
-                part.run(held, lambda n, part=part: bar.advance(task, n * part.cost))
+                part.run(held, lambda n, part=part: advance(n * part.cost))
                 held.write(part.measures, f"{part.title}, {short}")
                 if options.rows is not None:
                     append_rows(options.rows, held.rows(part.measures, short))

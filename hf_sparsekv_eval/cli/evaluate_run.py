@@ -9,49 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli.options import Device, DType, DTypeOption, parse_tokens, torch_dtype
+from hf_sparsekv.cli.options import Device, DType, DTypeOption, torch_dtype
 from hf_sparsekv.cli.output import ALL, CommandError, messages, note, results
-from hf_sparsekv.option_names import guess
 from hf_sparsekv.results import append_rows
-
-
-def _from_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Take defaults of the other options from a YAML file."""
-    if path is None:
-        return None
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise typer.BadParameter(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise typer.BadParameter(f"{path} must hold a mapping of options")
-    known = {p.name for p in context.command.params}
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    if "caches" in values:
-        entries = values.pop("caches")
-        if not isinstance(entries, list):
-            raise typer.BadParameter(f"{path}: caches must be a list")
-        values["cache"] = [
-            yaml.safe_dump(e, default_flow_style=True, sort_keys=False, width=10**6).strip()
-            if isinstance(e, dict)
-            else str(e)
-            for e in entries
-        ]
-    for key, value in values.items():
-        if key not in known:
-            there = sorted({p.name for p in context.command.params if not getattr(p, "hidden", False)} - {"config"})
-            raise typer.BadParameter(f"{path}: no option {key!r}{guess(key, there)}; there are {', '.join(there)}")
-        if key != "cache" and isinstance(value, list):
-            values[key] = ",".join(map(str, value))
-    context.default_map = {**(context.default_map or {}), **values}
-    return path
-
+from hf_sparsekv_cli import checks
+from hf_sparsekv_cli.values import defaults_from_file
 
 Lengths = Annotated[str, typer.Option("--lengths", help="Tokens, as 4k,16k,32k.")]
 Samples = Annotated[
@@ -101,7 +66,7 @@ class RunOptions:
     config: Annotated[
         Path | None,
         typer.Option(
-            is_eager=True, callback=_from_file, help="YAML file with options, and `caches`.", show_default=False
+            is_eager=True, callback=defaults_from_file, help="YAML file with options, and `caches`.", show_default=False
         ),
     ] = None
     cache: Annotated[
@@ -131,37 +96,6 @@ class RunOptions:
     ] = None
 
 
-def lengths_of(text: str) -> list[int]:
-    """``--lengths`` in tokens."""
-    return [parse_tokens(part) for part in str(text).split(",")]
-
-
-def samples_of(text: str) -> range:
-    """``--samples`` as numbers of samples: ``50`` is 0 to 49, ``25:50`` is 25 to 49."""
-    first, colon, last = str(text).partition(":")
-    try:
-        chosen = range(int(first), int(last)) if colon else range(int(first))
-    except ValueError:
-        chosen = range(0)
-    if not chosen or chosen.start < 0:
-        raise typer.BadParameter(
-            f"--samples {text}: give how many, as 50, or FIRST:LAST, as 25:50 for those with the numbers 25 to 49"
-        )
-    return chosen
-
-
-def names_of(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
-    """A comma-separated choice of ``known`` names; ``None``: all of them."""
-    if text is None:
-        return list(known)
-    known = tuple(dict.fromkeys(known))
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"no {what} {name!r}{guess(name, known)}; there are {', '.join(known)}")
-    return names
-
-
 def text_ids(tokenizer, path: Path | None):
     """Ids ``[n]`` of a file, of Python's language reference, or, for a probe model, of its filler."""
     from ..text import reference_ids
@@ -181,13 +115,9 @@ def documents_of(path: Path | None, column: str | None, join: bool, text_file: P
     """The texts of ``--documents``; ``None``: it is not given."""
     from ..documents import read
 
+    checks.documents(path, column, join, text_file)
     if path is None:
-        if column is not None or join:
-            option = "--column" if column is not None else "--join"
-            raise typer.BadParameter(f"{option} is of --documents: give that, too")
         return None
-    if text_file is not None:
-        raise typer.BadParameter("--documents and --text-file are both given: take one of them")
     return read(path, column)
 
 
@@ -216,7 +146,8 @@ class Loaded:
 
     def __init__(self, model: str, options: RunOptions) -> None:
         where = loading.pick_device(options.device)
-        self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
+        with messages.status(f"loading {model}"):
+            self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
         if options.capture:
             if where.type != "cuda":
                 raise CommandError("--capture needs a GPU")
@@ -308,9 +239,8 @@ class Run(Loaded):
     @contextmanager
     def progress(self, total: int) -> Iterator:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=messages, transient=True) as bar:
-            task = bar.add_task(self.title, total=total * len(self.caches))
-            yield lambda n: bar.advance(task, n)
+        with messages.progress(self.title, total * len(self.caches), *columns) as advance:
+            yield advance
 
     def report(self, measures, paired=()) -> None:
         """Write and print the tables; ``paired``: measures whose difference from full attention is among them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 import subprocess
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import SPARSE, TEXT, error, run
+from rich.progress import BarColumn
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
-from hf_sparsekv.cli import doctor, loading, running
+from hf_sparsekv.cli import demo_text, doctor, loading, output, running
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.cli.output import _Messages
 from hf_sparsekv.cli.running import OtherWork, encode
 from hf_sparsekv.predictor.channels import LabelChannels
 from hf_sparsekv.small_model import ModelFetchError
@@ -137,6 +140,47 @@ def test_seeded_sampling_repeats(tiny):
     options = ("--prompt", "abc", "--max-new-tokens", 12, "--temperature", 1.5)
     one, same, other = (run("generate", tiny, *options, "--seed", seed).stdout for seed in (1, 1, 2))
     assert one == same != other
+
+
+def test_demo_brings_its_own_text(tiny):
+    """As long as the model reads, and compared with full attention; a random model finds nothing."""
+    result = run("generate", tiny, "--demo", "--max-new-tokens", 4, *SPARSE)
+    rows = [line.split() for line in result.stderr.splitlines() if line.startswith(("token ", "dense "))]
+    rows = {row[0]: row[1:3] for row in rows}
+    assert list(rows) == ["token", "dense"] and rows["token"] == rows["dense"]
+    assert 1800 < int(rows["token"][0].replace(",", "")) <= 2044
+    assert "the text hides the number 7391: token missed it, dense missed it" in result.stderr
+    assert "too few for --demo" in error("generate", tiny, "--demo", "--max-new-tokens", 1900)
+
+
+def test_demo_text_holds_its_fact_and_asks_for_it(tiny):
+    tokenizer = loading.load(str(tiny), None, torch.device("cpu"))[0]
+    early, late = (demo_text.build(tokenizer, 3000, depth) for depth in (0.1, 0.9))
+    assert early.count(demo_text.NEEDLE) == late.count(demo_text.NEEDLE) == 1
+    assert early.index(demo_text.NEEDLE) < 800 < 2000 < late.index(demo_text.NEEDLE)
+    assert early.endswith(demo_text.QUESTION)
+    with pytest.raises(ValueError, match="fewer than the 90,000,000 asked for"):
+        demo_text.build(tokenizer, 90_000_000)
+
+
+def test_progress_is_lines_where_there_is_no_terminal(tiny, monkeypatch):
+    result = run("generate", tiny, "--prompt", "abc", "--max-new-tokens", 2)
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("loading", "reading"))]
+    assert lines == [f"loading {tiny}", "reading 3 tokens"]
+    monkeypatch.setattr(output, "SECONDS", 0)
+    out = _Messages(file=io.StringIO())
+    with out.status("one") as status:
+        status.update("one")
+        status.update("two")
+        status.stop()
+    with out.progress("many", 4) as advance:
+        advance(1)
+        advance(1, "more")
+    assert out.file.getvalue().splitlines() == ["one", "two", "many", "many: 25%", "more: 50%"]
+    terminal = _Messages(file=io.StringIO(), force_terminal=True, width=80)
+    with terminal.progress("many", 4, "{task.description}", BarColumn()) as advance:
+        advance(4, "more")
+    assert "more" in terminal.file.getvalue() and "100%" not in terminal.file.getvalue()
 
 
 def test_slower_is_said(tiny, monkeypatch):

@@ -7,8 +7,8 @@ import re
 import pytest
 from command_line import error, run
 
-from hf_sparsekv.cli import options as opt
 from hf_sparsekv.tuning.shapes import SHAPES
+from hf_sparsekv_cli import values
 
 
 @pytest.mark.quick
@@ -19,8 +19,8 @@ def test_plan(tiny):
     # 2 layers x 32 physical blocks x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
     assert row.split() == ["KV", "blocks", "-", "1", "MiB", "1000", "KiB"]
-    assert "GPU 1.00 GiB: sparse fits, dense fits" in out
-    assert "host 1 MiB: fits" in out
+    assert "GPU 1.00 GiB (as given): sparse fits, dense fits" in out
+    assert "host 1 MiB (as given): fits" in out
 
 
 def test_plan_of_a_progressive_cache(tiny):
@@ -32,8 +32,8 @@ def test_plan_of_a_progressive_cache(tiny):
 def test_plan_does_not_fit(tiny):
     size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
     out = run("plan", tiny, *size, "--dense-layers", 0, status=1).stdout
-    assert re.search(r"GPU 100 KiB: sparse does not fit \(.* too much\), dense does not fit", out)
-    assert re.search(r"host 1 KiB: does not fit", out)
+    assert re.search(r"GPU 100 KiB \(as given\): sparse does not fit \(.* too much\), dense does not fit", out)
+    assert re.search(r"host 1 KiB \(as given\): does not fit", out)
 
 
 def test_plan_without_offload_names_no_host(tiny):
@@ -90,7 +90,7 @@ def test_plan_takes_a_context_as_eval_does(tiny):
     ("text", "value"), (("10", 10), ("1KiB", 1024), ("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), ("2m", 2 * 10**6))
 )
 def test_sizes(text, value):
-    assert opt.parse_bytes(text) == value
+    assert values.parse_bytes(text) == value
 
 
 def test_plan_proposes_a_preset():
@@ -234,3 +234,17 @@ def test_plan_of_a_server(tiny):
 def test_plan_of_a_server_needs_a_gpu_s_size(tiny, monkeypatch):
     monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: None)
     assert "give --gpu-memory" in error("plan", tiny, "--context", 1000, "--serve", status=2)
+
+
+def test_plan_says_whose_memory_it_reckons_with(tiny, monkeypatch):
+    """As a user who forgot an option would read this machine's memory for that of the one in mind."""
+    monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: 8 << 30)
+    monkeypatch.setattr("hf_sparsekv.cli.plan._this_gpu", lambda: "this machine's GPU")
+    out = run("plan", tiny, "--context", "2k").stdout
+    assert "GPU 8.00 GiB (this machine's GPU): sparse fits" in out
+    assert re.search(r"host [\d.]+ GiB \(80 % of this machine's or container's\): fits", out)
+    given = ("--gpu-memory", "9GiB", "--host-memory", "7GiB")
+    out = run("plan", tiny, "--context", "2k", *given).stdout
+    assert "GPU 9.00 GiB (as given): sparse fits" in out and "host 7.00 GiB (as given): fits" in out
+    rows = run("plan", tiny, "--context", "2k", "--serve", *given[:2]).stdout
+    assert "rows at a time: GPU 9.00 GiB (as given), host " in rows and "(80 % of this machine" in rows

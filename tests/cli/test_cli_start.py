@@ -1,13 +1,13 @@
-"""The command's own help and completion: without torch, and the same as the whole command's."""
+"""What is told before anything heavy is imported: help, completion and wrong usage of every command."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +15,8 @@ from hf_sparsekv import __version__
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.app import app
 from hf_sparsekv_cli import version
-from hf_sparsekv_cli.names import COMMANDS, asks_for_names, names_only
+from hf_sparsekv_cli.arguments import app as light
+from hf_sparsekv_cli.arguments import command, data
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -26,8 +27,11 @@ try:
     hf_sparsekv_cli.main()
 except SystemExit as end:
     print("status", end.code)
-print("loaded", sorted({{"torch", "transformers", "numpy", "hf_sparsekv"}} & set(sys.modules)))
+print("loaded", sorted({heavy} & set(sys.modules)))
 """
+# What takes long to import, or is of use only once a command does its work.
+HEAVY = {"torch", "transformers", "numpy", "hf_sparsekv", "hf_sparsekv_eval", "gradio", "fastapi", "uvicorn", "triton"}
+HEAVY |= {"safetensors", "huggingface_hub", "tokenizers", "psutil", "pandas", "matplotlib", "datasets", "lm_eval"}
 
 
 def python(code: str, **environment) -> str:
@@ -39,26 +43,63 @@ def python(code: str, **environment) -> str:
     return done.stdout + done.stderr
 
 
+def told(args: list[str], **environment: str) -> str:
+    """Both outputs of the command with these arguments in a process of its own, its status and what it imported."""
+    return python(IMPORTS.format(args=args, heavy=HEAVY), **environment)
+
+
+def commands() -> list[list[str]]:
+    """The words of all commands that parse their arguments themselves."""
+    found = []
+    for name, about in data()["commands"].items():
+        found += [[name, inner] for inner in about["commands"]] if "commands" in about else [[name]]
+    return [words for words in found if "context" not in command(words)]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("args", [[], ["--help"], ["--show-completion", "bash"]])
-def test_help_imports_neither_torch_nor_transformers(args):
-    told = python(IMPORTS.format(args=args), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert "loaded []" in told
-    assert ("complete -o default -F _hf_sparsekv_completion" if "bash" in args else "calibrate-device") in told
+def test_help_and_wrong_usage_of_every_command_import_nothing_heavy():
+    """By what is imported, not by the time that a busy machine takes. One process, as a new one for each takes long."""
+    asked = [[], ["--help"], ["--show-completion", "bash"], ["eval"], ["eval", "--help"], ["eval", "nedle"]]
+    for words in commands():
+        asked += [[*words, "--help"], [*words, "--no-such-option"]]
+        asked += [[*words, *["x"] * 9]] if words != ["demo"] else []  # which takes any number of models
+    asked += [words for words in commands() if needs_an_argument(words)]
+    code = f"""
+import sys
+import hf_sparsekv_cli
+for args in {asked}:
+    sys.argv = ["hf-sparsekv", *args]
+    try:
+        hf_sparsekv_cli.main()
+    except SystemExit as end:
+        status = end.code
+    expected = 0 if "--help" in args or "--show-completion" in args else 2
+    assert status == expected, (args, status)
+    found = {HEAVY} & set(sys.modules)
+    assert not found, (args, found)
+print("asked", len({asked}))
+"""
+    said = python(code, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert f"asked {len(asked)}" in said and len(asked) > 40
+    assert "complete -o default -F _hf_sparsekv_completion" in said and "calibrate-device" in said
 
 
-def test_everything_else_is_the_command_itself():
-    told = python(IMPORTS.format(args=["doctor", "--help"]))
-    assert "loaded ['hf_sparsekv', 'numpy', 'torch', 'transformers']" in told
+def needs_an_argument(words: list[str]) -> bool:
+    return any("default" not in one for one in command(words)["parameters"])
+
+
+def test_right_usage_reaches_the_command_itself():
+    said = told(["plan", "no/such/model/at-all", "--context", "4k"])
+    assert "status 1" in said and "there is no directory" in said
+    assert {"torch", "transformers", "hf_sparsekv"} <= set(re.findall(r"'(\w+)'", said.split("loaded")[1]))
 
 
 @pytest.mark.quick
 def test_the_version_imports_nothing():
     """Not typer either, whose import takes longer than all the rest."""
     assert version() == __version__
-    code = IMPORTS.format(args=["--version"]) + "print(sorted({'typer', 'rich'} & set(sys.modules)))"
-    told = python(code, PYTHONSAFEPATH="1")
-    assert f"hf-sparsekv {__version__}\nloaded []\n[]" in told
+    code = IMPORTS.format(args=["--version"], heavy=HEAVY) + "print(sorted({'typer', 'rich'} & set(sys.modules)))"
+    assert f"hf-sparsekv {__version__}\nloaded []\n[]" in python(code, PYTHONSAFEPATH="1")
 
 
 def test_a_wrong_name_is_told_what_there_is(tmp_path):
@@ -78,8 +119,7 @@ def test_a_wrong_name_is_told_what_there_is(tmp_path):
     ],
 )
 def test_an_unknown_command_is_told_at_once(args, line):
-    told = python(IMPORTS.format(args=args)).splitlines()
-    assert sorted(told) == sorted(["status 2", "loaded []", line])
+    assert sorted(told(args).splitlines()) == sorted(["status 2", "loaded []", line])
 
 
 @pytest.mark.parametrize(
@@ -113,30 +153,55 @@ def test_an_unknown_command_is_told_at_once(args, line):
         (["generate", "small", "hello", "you"], "(hello you): the prompt is given by --prompt, in quotes"),
         (["doctor", "x"], "(x) (hf-sparsekv doctor --help)"),
         (["generate", "x", "--prompt"], "--prompt' requires an argument."),
+        (["generate", "x"], "give either --prompt or --prompt-file"),
+        (["generate", "x", "--prompt", "a", "--cache", "streaming", "--compare", "token"], "--compare takes dense"),
+        (
+            ["generate", "x", "--prompt", "a", "--cache", "dense", "--sinks", "4"],
+            "--sinks has no meaning without a spa",
+        ),
+        (["generate", "x", "--prompt", "a", "--seed", "3"], "--seed has no meaning without"),
+        (["generate", "x", "--prompt", "a", "--kv-dtype", "int8", "--no-offload"], "leave --no-offload out"),
+        (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
+        (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
+        (["serve", "x", "--api-key", " "], "is empty: give a key"),
+        (["serve", "x", "--no-offload", "--host-kv", "3GiB"], "--host-kv is for keys and values in host memory"),
+        (["serve", "x", "--context", "4kk"], "'4kk' is no length"),
+        (["plan", "x", "--context", "3k", "--cache", "dense"], "--cache takes token, two_level, "),
+        (["calibrate-device", "--heads", "9x2"], "query heads a multiple of KV heads"),
+        (["calibrate-device", "--transfer"], "--transfer is gone: leave it out"),
+        (["demo", "--port", "x"], "Invalid value for '--port'"),
+        (["eval", "ruler", "x", "--families", "qa_1"], "give --data DIRECTORY"),
+        (["eval", "ruler", "x", "--lengths", "4q"], "'4q' is no length"),
+        (["eval", "needle", "x", "--samples", "3:2"], "--samples 3:2: give how many"),
+        (["eval", "tasks", "x", "--families", "chain"], "no task 'chain' (did you mean 'chain_"),
+        (["eval", "output", "x", "--join"], "--join is of --documents"),
+        (["eval", "output", "x", "--documents", "d", "--text-file", "t"], "are both given"),
+        (["eval", "longbench", "x", "--tasks", "qaspr"], "no task 'qaspr' (did you mean 'qasper'?)"),
+        (["eval", "all", "x", "--only", "longbench"], "LongBench's data are not part of this package"),
+        (["eval", "all", "x", "--only", "ruler", "--longbench", "d"], "add longbench to it"),
+        (["eval", "needle", "x", "--cache", "token:token_budge=3"], "(did you mean 'token_budget'?)"),
+        (["eval", "needle", "x", "--cache", "token", "--cache", "token"], "cache 'token' is given twice"),
+        (["eval", "needle", "x", "--cache", "token:lag"], "write options as name=value, got 'lag'"),
+        (["eval", "needle", "x", "--cache", "full:lag=true"], "full attention takes no options"),
     ],
 )
 def test_wrong_usage_is_one_line(args, line, tmp_path, monkeypatch):
-    """With what was probably meant; nothing is loaded or written before."""
+    """With what was probably meant; nothing is loaded or written before. It is the same without the implementation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
-    done = CliRunner().invoke(app, args)
-    assert (done.exit_code, done.stdout) == (2, ""), done.stderr
-    (told,) = done.stderr.splitlines()
-    assert told.startswith("error: ") and line in told, told
+    said = []
+    for one in (light(lambda: pytest.fail("the command was to run")), app):
+        done = CliRunner().invoke(one, args, prog_name="hf-sparsekv")
+        assert (done.exit_code, done.stdout) == (2, ""), (done.stderr, done.exception)
+        said += done.stderr.splitlines()
+    assert len(said) == 2 and said[0] == said[1]
+    assert said[0].startswith("error: ") and line in said[0], said
     assert not list(tmp_path.iterdir())
 
 
 def test_a_group_without_a_command_is_help():
     done = CliRunner().invoke(app, ["eval"])
     assert done.exit_code == 2 and "needle" in done.output and "error" not in done.output
-
-
-def test_both_say_the_same():
-    """So nothing is missing in the list, and no line of it is old."""
-    light, whole = (CliRunner().invoke(one, ["--help"], prog_name="hf-sparsekv") for one in (names_only(), app))
-    assert light.exit_code == whole.exit_code == 0
-    assert light.stdout == whole.stdout
-    assert all(name in light.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +216,30 @@ def test_both_say_the_same():
 def test_completion(line, found):
     words = line.split()
     shell = {"_HF_SPARSEKV_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    if len(words) == 2:
-        told = python(IMPORTS.format(args=[]), **shell)
-        assert "loaded []" in told
-    else:  # with torch, which is there already in a fork
-        told = forked.run(["-c", IMPORTS.format(args=[])], env={**os.environ, "PYTHONPATH": str(ROOT), **shell}).stdout
-    assert found == {word for word in told.split() if word.startswith(words[-1])}
+    said = told([], **shell)
+    assert "loaded []" in said
+    assert found == {word for word in said.split() if word.startswith(words[-1])}
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [("hf-sparsekv", True), ("hf-sparsekv ", True), ("hf-sparsekv eval", True), ("hf-sparsekv\neval\n", False)],
+WRONG = (
+    [
+        ("token", name, value)
+        for name in ("token_budget", "num_blocks", "max_length", "label_channels")
+        for value in (0, -3)
+    ]
+    + [("token", "label_channels", 3), ("token", "mass", 0.0), ("token", "mass", 1.5), ("token", "window", 0)]
+    + [("token", "block_size", value) for value in (0, 8, 24, 256)]
+    + [("token", name, -1) for name in ("sinks", "window", "dense_layers")]
+    + [("progressive", "threshold", 2.0), ("progressive", "max_tokens", 0), ("progressive", "token_budget", 5)]
+    + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "ridg")]
+    + [("token", "preset", "fastest"), ("streaming", "preset", "fast"), ("streaming", "mass", 0.5)]
 )
-def test_who_completes(line, names):
-    """Behind a command's name, the command itself; bash gives words by lines, other shells one line."""
-    for variable in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):
-        assert asks_for_names([], {"_HF_SPARSEKV_COMPLETE": "complete", variable: line}) == names
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), WRONG)
+def test_a_cache_s_values_are_checked_alike(kind, name, value):
+    """By the configuration, and before it is there."""
+    args = ["plan", "x", "--context", "3k", "--cache", kind, "--" + name.replace("_", "-"), str(value)]
+    said = [CliRunner().invoke(one, args, prog_name="hf-sparsekv") for one in (light(lambda: None), app)]
+    assert [done.exit_code for done in said] == [2, 2], said
+    assert said[0].stderr == said[1].stderr

@@ -119,6 +119,7 @@ def test_wheel_contents(wheel):
     sources = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*.py")}
     assert sources <= names
     assert {"hf_sparsekv/py.typed", "hf_sparsekv_eval/py.typed", "hf_sparsekv_eval/data/longbench.json"} <= names
+    assert "hf_sparsekv_cli/arguments.json" in names
     assert {n.partition("/")[0] for n in names} == {*PACKAGES, names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
     assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts
