@@ -33,8 +33,8 @@ from hf_sparsekv import (
     SparseConfig,
     StreamingConfig,
     TokenConfig,
+    cache_source,
     generate,
-    generating,
     sparse,
 )
 from hf_sparsekv.cuda_graph.optimize import runner_of
@@ -53,13 +53,13 @@ def net():
 @pytest.fixture
 def made(monkeypatch) -> list[SparseCache]:
     """The caches that sparse() makes meanwhile."""
-    found, new_cache = [], generating.new_cache
+    found, new_cache = [], cache_source.new_cache
 
     def remember(*given):
         found.append(new_cache(*given))
         return found[-1]
 
-    monkeypatch.setattr(generating, "new_cache", remember)
+    monkeypatch.setattr(cache_source, "new_cache", remember)
     return found
 
 
@@ -68,7 +68,7 @@ def as_it_was(model):
     """Afterwards nothing of the model's own is another than before."""
 
     def look():
-        kinds = [config._attn_implementation for config in generating._configs(model)]
+        kinds = [config._attn_implementation for config in cache_source._configs(model)]
         return kinds, {name: id(value) for module in model.modules() for name, value in vars(module).items()}
 
     before = look()
@@ -475,7 +475,7 @@ def test_optimised_and_undone(net, monkeypatch):
 
     with as_it_was(net):
         assert [inside(), inside(optimize=False), inside(optimize=True)] == [False, False, True]
-        monkeypatch.setattr(generating, "_captures", lambda model: True)
+        monkeypatch.setattr(cache_source, "_captures", lambda model: True)
         assert [inside(), inside(optimize=False), inside(optimize=True)] == [True, False, True]
         with sparse(net, FEW):
             with sparse(net, FEW, optimize=False):
@@ -521,7 +521,7 @@ def test_an_error_while_it_is_optimised_leaves_nothing(net, monkeypatch):
     def fail(model):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(generating, "capture", fail)
+    monkeypatch.setattr(cache_source, "capture", fail)
     with as_it_was(net), pytest.raises(torch.OutOfMemoryError), sparse(net, optimize=True):
         pass
 

@@ -40,7 +40,7 @@ from models import COMMON, MODELS, PAD, VOCAB
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, SparseConfig, TokenConfig, generating, sparse
+from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, SparseConfig, TokenConfig, cache_source, sparse
 from hf_sparsekv.bookkeeping import indexers
 from hf_sparsekv.cuda_graph.runner import StepRunner
 
@@ -241,12 +241,12 @@ def _ours(error: BaseException) -> bool:
 @contextlib.contextmanager
 def made_caches() -> Iterator[list[SparseCache]]:
     """The caches that ``sparse()`` makes meanwhile."""
-    found, original = [], generating.new_cache
-    generating.new_cache = lambda *given: found.append(original(*given)) or found[-1]
+    found, original = [], cache_source.new_cache
+    cache_source.new_cache = lambda *given: found.append(original(*given)) or found[-1]
     try:
         yield found
     finally:
-        generating.new_cache = original
+        cache_source.new_cache = original
 
 
 def _text(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:

@@ -11,7 +11,7 @@ from models import build
 
 from benchmarks import readme
 from benchmarks.baselines import VARIANTS, make_cache
-from hf_sparsekv import SparseCache, TokenConfig, __version__, generating
+from hf_sparsekv import SparseCache, TokenConfig, __version__, cache_source
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.registry import methods
 from hf_sparsekv_eval.text import python_reference
@@ -139,8 +139,8 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, tmp_path, monkeypatch, c
         "max_new_tokens=200", "max_new_tokens=30"
     )
     made: list[SparseCache] = []
-    new_cache = generating.new_cache
-    monkeypatch.setattr(generating, "new_cache", lambda *given: made.append(new_cache(*given)) or made[-1])
+    new_cache = cache_source.new_cache
+    monkeypatch.setattr(cache_source, "new_cache", lambda *given: made.append(new_cache(*given)) or made[-1])
     monkeypatch.setattr(crossover, "ON_CPU", {})  # so short a text is read whole otherwise
     monkeypatch.chdir(tmp_path)
     there: dict = {}
