@@ -21,7 +21,7 @@ from .cache import SparseCache
 from .cache_variants import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache
 from .config import OffloadConfig, SparseConfig
 from .cuda_graph.optimize import optimize, unoptimize
-from .generating import generate, sparse
+from .generating import disable, enable, generate, sparse
 from .policies.ahead.predictive_config import PredictiveConfig
 from .policies.measured import WalkStats
 from .policies.progressive_config import ProgressiveConfig
@@ -63,6 +63,8 @@ __all__ = [
     "__version__",
     "absorb_mla",
     "check_rows",
+    "disable",
+    "enable",
     "fixed_rotary",
     "generate",
     "optimize",

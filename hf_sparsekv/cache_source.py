@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +63,15 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @dataclass(eq=False)
 class Use:
-    """One ``with sparse(...)`` that is open."""
+    """One ``with sparse(...)`` that is open; or ``lasting``, from ``enable()`` to ``disable()``.
+
+    Attributes:
+        sources: those that it has entered.
+    """
 
     settings: Settings
+    lasting: bool = False
+    sources: list[CacheSource] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     name: str = field(default_factory=lambda: threading.current_thread().name)
 
@@ -72,8 +79,9 @@ class Use:
 class CacheSource:
     """Replaces one model's ``_prepare_cache_for_generation``, and restores the model at the end.
 
-    The innermost ``sparse()`` decides. Several threads may be inside only with equal settings. So it does not matter
-    which of them calls ``generate()``; it may also be a thread that is not inside (as with a streamer).
+    The innermost ``sparse()`` decides, and without one ``enable()``. Several threads may be inside only with equal
+    settings. So it does not matter which of them calls ``generate()``; it may also be a thread that is not inside (as
+    with a streamer).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,25 +116,25 @@ class CacheSource:
         return None
 
     def enter(self, use: Use) -> None:
-        """Set up the model for ``use``.
+        """Set up the model for ``use``; one that lasts takes the place of the one before.
 
         Raises:
             RuntimeError: another thread is inside, with other settings.
         """
-        for other in self.uses:
-            if other.thread != use.thread and any(one.settings != use.settings for one in self.uses):
+        others = [one for one in self.uses if not (use.lasting and one.lasting)]
+        for other in others:
+            if other.thread != use.thread and any(one.settings != use.settings for one in others):
                 raise RuntimeError(
                     f"another thread ({other.name}) uses this model inside sparse() with {other.settings}; this "
                     f"one asks for {use.settings}. Use the same settings, or wait for its end; or give each generate() "
                     "a cache of its own, past_key_values=..., which may differ"
                 )
-        self.uses.append(use)
+        self.uses = [use, *others] if use.lasting else [*others, use]
         self._settle()
 
-    def leave(self, use: Use) -> None:
-        """Set up the model for the remaining uses, or restore it after the last one."""
-        if use in self.uses:
-            self.uses.remove(use)
+    def leave(self, use: Use, before: Sequence[Use] = ()) -> None:
+        """Set up the model for the remaining uses and those that lasted ``before``, or restore it after the last."""
+        self.uses = [*before, *(one for one in self.uses if one is not use and one not in before)]
         self._settle()
 
     def _settle(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,6 @@ def _why_not(found: Any) -> Exception | None:
     return None
 
 
-@contextmanager
 def sparse(
     model: torch.nn.Module,
     config: str | SparseConfig | None = None,
@@ -133,7 +133,7 @@ def sparse(
     exact: bool = False,
     drafts: int | None = None,
     **changes: Any,
-) -> Iterator[torch.nn.Module]:
+) -> SparseContext:
     """Inside, each ``model.generate()`` decodes sparsely over a new cache. At the end the model is restored.
 
         with sparse(model, "accurate"):
@@ -142,7 +142,7 @@ def sparse(
     This covers every caller of this model's ``generate()``: pipelines, other threads (a streamer's), wrappers such as
     PEFT's. A cache passed as ``past_key_values`` is used instead of a new one. ``return_dict_in_generate=True`` returns
     the new one, for its ``stats()`` or for the next turn of a conversation. Contexts may be nested: the innermost
-    settings apply.
+    settings apply. Without ``with`` nothing happens, and a warning says so: :func:`enable` needs none.
 
     Args:
         model: a model of transformers, or a wrapper around one. Its attention implementation is ``"sparsekv"`` inside.
@@ -160,22 +160,130 @@ def sparse(
         ValueError: this kind of model cannot decode sparsely, or a value is wrong.
         RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
     """
-    use = Use(_settings(config, offload, optimize, changes, exact, drafts))
-    targets, sources = _generating(model), []
-    try:
-        with _changing:
+    return SparseContext(model, _settings(config, offload, optimize, changes, exact, drafts))
+
+
+class SparseContext(AbstractContextManager[torch.nn.Module], ContextDecorator):
+    """What :func:`sparse` returns, for one ``with``; or for a function's decorator, for each of its calls."""
+
+    def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self._use: Use | None = None
+        self._used = False
+
+    def __enter__(self) -> torch.nn.Module:
+        if self._used:
+            raise RuntimeError("this sparse() was entered before: write with sparse(model): ... each time")
+        self._used, self._use = True, Use(self._settings)
+        _enter(self._model, self._use)
+        return self._model
+
+    def __exit__(self, *error: object) -> None:
+        if self._use is not None:
+            _leave(self._use)
+            self._use = None
+
+    def _recreate_cm(self) -> SparseContext:
+        """One for a call of the function that it decorates."""
+        self._used = True
+        return type(self)(self._model, self._settings)
+
+    def __call__(self, func: Any) -> Any:
+        """Decorate a function: each call is inside."""
+        self._used = True
+        return super().__call__(func)
+
+    def __del__(self) -> None:
+        if getattr(self, "_use", None) is not None:  # an interrupt came between the entry and the block
+            self.__exit__()
+        if not getattr(self, "_used", True):
+            warnings.warn(
+                "sparse(model) was not entered, so nothing is sparse: write `with sparse(model): ...`, or "
+                "`enable(model)`, which stays until `disable(model)`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def enable(
+    model: torch.nn.Module,
+    config: str | SparseConfig | None = None,
+    *,
+    offload: bool | OffloadConfig | None = None,
+    optimize: bool | None = None,
+    exact: bool = False,
+    drafts: int | None = None,
+    **changes: Any,
+) -> torch.nn.Module:
+    """From now on each ``model.generate()`` decodes sparsely over a new cache, until :func:`disable`.
+
+    As :func:`sparse` without an end: for notebooks and servers, where no ``with`` encloses the calls. Enabled again, it
+    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open.
+
+    Args:
+        model, config, offload, optimize, exact, drafts, changes: as in :func:`sparse`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in :func:`sparse`; what was enabled before still is.
+    """
+    _enter(model, Use(_settings(config, offload, optimize, changes, exact, drafts), lasting=True))
+    return model
+
+
+def disable(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo :func:`enable`: the model is as it was before, but for :func:`sparse` contexts that are open.
+
+    Nothing happens if the model is not enabled.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model cannot generate.
+    """
+    with _changing:
+        for use in _lasting(_sources(model)):
+            _leave(use)
+    return model
+
+
+def _sources(model: torch.nn.Module) -> list[CacheSource]:
+    """Those that are installed in the models that ``model`` generates with."""
+    found = (target.__dict__.get(METHOD) for target in _generating(model))
+    return [source for source in found if isinstance(source, CacheSource)]
+
+
+def _lasting(sources: Iterable[CacheSource]) -> list[Use]:
+    """What :func:`enable` has begun and :func:`disable` not ended."""
+    return list({id(use): use for source in sources for use in source.uses if use.lasting}.values())
+
+
+def _enter(model: torch.nn.Module, use: Use) -> None:
+    """Begin ``use`` in all parts of a model that generate; after an error all are as before."""
+    targets = _generating(model)
+    with _changing:
+        before = _lasting(_sources(model)) if use.lasting else []
+        try:
             for target in targets:
                 source = target.__dict__.get(METHOD)
                 if not isinstance(source, CacheSource):
                     source = CacheSource(target)
-                sources.append(source)
+                use.sources.append(source)
                 source.enter(use)
-        yield model
-    finally:
-        with _changing:
-            for source in reversed(sources):
-                if use in source.uses:
-                    source.leave(use)
+        except BaseException:
+            _leave(use, before)
+            raise
+
+
+def _leave(use: Use, before: Sequence[Use] = ()) -> None:
+    """End ``use``, which had taken the place of those ``before``."""
+    with _changing:
+        for source in reversed(use.sources):
+            if use in source.uses:
+                source.leave(use, before)
 
 
 def generate(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import re
 import shutil
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,12 @@ from hf_sparsekv import (
     StreamingConfig,
     TokenConfig,
     cache_source,
+    disable,
+    enable,
     generate,
     sparse,
 )
+from hf_sparsekv.cache_source import CacheSource
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
 ROOT = Path(__file__).parents[1]
@@ -312,6 +317,113 @@ def test_contexts_that_end_in_another_order(net):
         first.__exit__(None, None, None)
         assert net.generate(**prompt(1, 40), return_dict_in_generate=True, **GO).past_key_values.config == EVERYTHING
         second.__exit__(None, None, None)
+
+
+# ---------------------------------------------------------------------- without an end, and without a beginning
+
+
+def config_of(net) -> object:
+    """The configuration that a new ``generate()`` of this model has."""
+    past = net.generate(**prompt(1, 40), return_dict_in_generate=True, **GO).past_key_values
+    return getattr(past, "config", None)
+
+
+def test_enabled_until_disabled(net):
+    with as_it_was(net):
+        assert enable(net, FEW) is net
+        assert config_of(net) == config_of(net) == FEW
+        enable(net, FEW, token_budget=32, offload=True)  # other settings take their place
+        assert config_of(net) == replace(FEW, token_budget=32)
+        for args, error in ((("nope",), ValueError), ((3,), TypeError)):
+            with pytest.raises(error):
+                enable(net, *args)
+        assert config_of(net) == replace(FEW, token_budget=32)
+        assert disable(net) is net
+        assert config_of(net) is None
+        disable(net)  # is no error
+
+
+def test_enabled_within_contexts_and_around_them(net):
+    """An open context decides, whichever was first; both ends leave the other alone."""
+    with as_it_was(net):
+        with sparse(net, EVERYTHING):
+            enable(net, FEW)
+            assert config_of(net) == EVERYTHING
+        assert config_of(net) == FEW
+        with sparse(net, EVERYTHING):
+            assert config_of(net) == EVERYTHING
+            enable(net, ProgressiveConfig())
+            assert config_of(net) == EVERYTHING
+            disable(net)
+            assert config_of(net) == EVERYTHING
+        assert config_of(net) is None
+
+
+def test_enabling_in_vain_leaves_what_was_enabled(net, monkeypatch):
+    """Also if setting up fails in the middle."""
+    with as_it_was(net):
+        enable(net, FEW)
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheSource, "_use_attention", lambda self: fail_once(patch))
+            with pytest.raises(torch.OutOfMemoryError):
+                enable(net, EVERYTHING)
+        assert config_of(net) == FEW
+        other = elsewhere(lambda: sparse(net, EVERYTHING).__enter__())
+        assert isinstance(other, RuntimeError) and "another thread" in str(other)
+        disable(net)
+
+
+def fail_once(patch):
+    patch.undo()
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_enabled_wrapper_and_parts():
+    """Of a wrapper the model within; what cannot generate is refused at once."""
+    net = build("llama", "sdpa")
+    wrapped = nn.ModuleDict({"inner": net})
+    with as_it_was(net):
+        enable(wrapped, FEW)
+        assert config_of(net) == FEW
+        disable(wrapped)
+    for change in (enable, disable):
+        with pytest.raises(TypeError, match="needs a model of transformers"):
+            change(nn.Linear(2, 2))
+
+
+def test_what_is_dropped_unentered_is_told(net):
+    with as_it_was(net):
+        with pytest.warns(RuntimeWarning, match=r"was not entered, so nothing is sparse.*`enable\(model\)`") as told:
+            sparse(net, FEW)
+        assert [Path(one.filename).name for one in told] == [Path(__file__).name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with sparse(net, FEW):
+                pass
+            with pytest.raises(ValueError):
+                sparse(net, "nope")
+
+            @sparse(net, FEW)
+            def inside():
+                return config_of(net)
+
+            assert inside() == inside() == FEW
+            with ExitStack() as stack:
+                stack.enter_context(sparse(net, FEW))
+        once = sparse(net, FEW)
+        with once:
+            pass
+        with pytest.raises(RuntimeError, match="was entered before"), once:
+            pass
+
+
+def test_a_context_that_is_dropped_open_restores_the_model(net):
+    """As after an interrupt between its entry and the block."""
+    with as_it_was(net):
+        opened = sparse(net, FEW)
+        opened.__enter__()
+        del opened
+        gc.collect()
 
 
 def elsewhere(work) -> BaseException | None:

@@ -42,6 +42,8 @@ def decode(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         assert_type(inner, torch.nn.Module)
     with hf_sparsekv.sparse(model, TokenConfig.preset("fast", sinks=8)):
         pass
+    assert_type(hf_sparsekv.enable(model, "fast", offload=True, token_budget=512), torch.nn.Module)
+    assert_type(hf_sparsekv.disable(model), torch.nn.Module)
     generated = hf_sparsekv.generate(model, ids, generation_config=model.generation_config, sparse_config="fast")
     assert_type(generated, Any)
     assert_type(hf_sparsekv.optimize(model, fused=False), torch.nn.Module)
