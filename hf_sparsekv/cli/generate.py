@@ -82,8 +82,9 @@ def generate(
     # Made before the model is loaded: a bad channel file is told at once.
     sparse = None
     if sparse_kinds:
-        options = opt.placed(options, on) if not exact else _on_the_device(options)
-        opt.check_place(sparse_kinds[0], config, options)
+        if exact:
+            options = _on_the_device(options)
+        options = opt.placed(sparse_kinds[0], config, options)
         sparse = SparseCache(config, opt.offload_config(options))
         if exact:
             _check_exact(sparse)

@@ -87,7 +87,7 @@ class CacheOptions:
 
     offload: Annotated[
         bool | None,
-        _of_cache("--offload/--no-offload", help="Keep full blocks in host memory; default: where there is a GPU."),
+        _of_cache("--offload/--no-offload", help="Keep full blocks in host memory; default: on the device."),
     ] = None
     kv_dtype: Annotated[KVDType | None, _of_cache(help="Of keys and values in host memory; default: the model's.")] = (
         None
@@ -221,24 +221,20 @@ def takes(group: type) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def placed(options: CacheOptions, device: torch.device) -> CacheOptions:
-    """``--offload`` said: if it was not, where there is a device to offload from, or something is asked of it."""
-    if options.offload is not None:
-        return options
-    return replace(options, offload=device.type != "cpu" or options.kv_dtype is not None)
+def placed(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> CacheOptions:
+    """``--offload`` said, by the rule of docs/offloading.md: blocks are on the device unless the user asks.
 
-
-def check_place(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> None:
-    """Refuse what cannot be done where the blocks are to live."""
-    offload = options.offload
-    coded(options.kv_dtype, offload)
+    ``--offload`` asks, and so does an option that only blocks in host memory have. Impossible places are wrong usage.
+    """
+    coded(options.kv_dtype, options.offload)
+    asked = replace(options, offload=options.offload or options.kv_dtype is not None)
     try:
-        place = called()[kind.value].shared.place(config, offload_config(options))
+        place = called()[kind.value].shared.place(config, offload_config(asked))
     except ValueError as error:
-        message = f"{_option_names(str(error))} (without --no-offload they go to host memory: add --no-offload)"
-        raise typer.BadParameter(message) from error
-    if place is not None and not offload:
+        raise typer.BadParameter(_option_names(str(error))) from error
+    if place is not None and options.offload is False:
         raise typer.BadParameter("this cache keeps its blocks in host memory: leave --no-offload out")
+    return replace(options, offload=place is not None)
 
 
 def offload_config(options: CacheOptions, **more: int | None) -> OffloadConfig | None:

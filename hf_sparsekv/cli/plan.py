@@ -76,8 +76,7 @@ def plan(
     model_config = _config(model)
     shape = model_shape(model_config, opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    options = opt.placed(options, torch.device("cuda"))  # it is a GPU's memory that is planned
-    opt.check_place(cache, config, options)
+    options = opt.placed(cache, config, options)
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")

@@ -155,8 +155,7 @@ def serve(
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
     place = loading.pick_device(device)
-    options = opt.placed(options, place)
-    opt.check_place(cache, config, options)
+    options = opt.placed(cache, config, options)
     from ..serving.config import ServingConfig
 
     serving = ServingConfig(

@@ -72,7 +72,7 @@ class Served:
     model: str
     dtype: str = "auto"
     config: SparseConfig | None = None
-    offload: OffloadConfig | bool = True
+    offload: OffloadConfig | bool = False
     serving: ServingConfig = field(default_factory=ServingConfig)
 
 

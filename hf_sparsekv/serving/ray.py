@@ -82,7 +82,7 @@ class Deployed(BaseModel, extra="forbid"):
     model_id: str | None = None
     dtype: str = "auto"
     config: str | dict[str, Any] | None = None
-    offload: bool | dict[str, Any] = True
+    offload: bool | dict[str, Any] = False
     serving: dict[str, Any] = {}
     max_answer: int | None = Field(MAX_ANSWER, ge=1)
     max_body: int = Field(MAX_BODY, ge=1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 from command_line import error, run
 
+import hf_sparsekv
+from hf_sparsekv import Engine, OffloadedSparseCache, SparseCache
+from hf_sparsekv.cli import options as opt
+from hf_sparsekv.serving.rank_processes import Served
 from hf_sparsekv.tuning.shapes import SHAPES
 from hf_sparsekv_cli import values
 
@@ -14,7 +19,7 @@ from hf_sparsekv_cli import values
 @pytest.mark.quick
 def test_plan(tiny):
     size = ("--context", 1000, "--batch", 2, "--gpu-memory", "1GiB", "--host-memory", "1MiB")
-    out = run("plan", tiny, *size, "--dense-layers", 0).stdout
+    out = run("plan", tiny, *size, "--dense-layers", 0, "--offload").stdout
     assert "llama, float32, layers: 2 full; 2 x 1,000 tokens" in out
     # 2 layers x 32 physical blocks x 64 tokens x 2 heads x 32 channels x 4 bytes; dense: 2 x 2 x 1000 x 2 x 32 x 4
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
@@ -30,7 +35,7 @@ def test_plan_of_a_progressive_cache(tiny):
 
 
 def test_plan_does_not_fit(tiny):
-    size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB")
+    size = ("--context", 1000, "--gpu-memory", "100KiB", "--host-memory", "1KiB", "--offload")
     out = run("plan", tiny, *size, "--dense-layers", 0, status=1).stdout
     assert re.search(r"GPU 100 KiB \(as given\): sparse does not fit \(.* too much\), dense does not fit", out)
     assert re.search(r"host 1 KiB \(as given\): does not fit", out)
@@ -42,7 +47,7 @@ def test_plan_without_offload_names_no_host(tiny):
 
 
 def test_plan_with_codes_in_host_memory(tiny):
-    options = ("--context", "32k", "--gpu-memory", "80GiB")
+    options = ("--context", "32k", "--gpu-memory", "80GiB", "--offload")
     plain, coded = (run("plan", "qwen3-8b", *options, *more).stdout for more in ((), ("--kv-dtype", "int8")))
     kv = [next(line for line in out.splitlines() if line.startswith("KV blocks")).split() for out in (plain, coded)]
     assert float(kv[0][4]) == pytest.approx(2 * float(kv[1][4]), rel=0.01) and kv[0][5] == kv[1][5]
@@ -54,11 +59,12 @@ def test_plan_with_codes_in_host_memory(tiny):
 
 def test_plan_with_a_second_gpu(tiny):
     rank = ("--cache", "predictive", "--cache-rank", "cuda:1", "--dense-layers", 0)
-    out = run("plan", tiny, "--context", 1000, *rank, "--no-offload", "--gpu-memory", "1GiB").stdout
+    out = run("plan", tiny, "--context", 1000, *rank, "--gpu-memory", "1GiB").stdout
     assert re.search(r"second GPU, which chooses and keeps the blocks: \d.*iB: (fits|does not fit)", out)
     row = next(line for line in out.splitlines() if line.startswith("KV blocks"))
     assert row.split()[2] == "-"
-    assert "add --no-offload" in error("plan", tiny, "--context", 1000, *rank, status=2)
+    line = error("plan", tiny, "--context", 1000, *rank, "--offload", status=2)
+    assert "--cache-rank" in line and "offload" in line
 
 
 @pytest.mark.parametrize("command", [("plan", "--context", 1000), ("generate", "--prompt", "a")], ids=lambda c: c[0])
@@ -126,7 +132,7 @@ def eight_billion(tmp_path_factory):
     return path
 
 
-LONG = ("--context", "128k", "--batch", 4)
+LONG = ("--context", "128k", "--batch", 4, "--offload")
 ROOMY, CODES = ("--host-memory", "256GiB"), ("--kv-dtype", "int8")
 NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", "give --host-memory, as 256GiB"
 
@@ -240,11 +246,26 @@ def test_plan_says_whose_memory_it_reckons_with(tiny, monkeypatch):
     """As a user who forgot an option would read this machine's memory for that of the one in mind."""
     monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: 8 << 30)
     monkeypatch.setattr("hf_sparsekv.cli.plan._this_gpu", lambda: "this machine's GPU")
-    out = run("plan", tiny, "--context", "2k").stdout
+    out = run("plan", tiny, "--context", "2k", "--offload").stdout
     assert "GPU 8.00 GiB (this machine's GPU): sparse fits" in out
     assert re.search(r"host [\d.]+ GiB \(80 % of this machine's or container's\): fits", out)
-    given = ("--gpu-memory", "9GiB", "--host-memory", "7GiB")
+    given = ("--gpu-memory", "9GiB", "--host-memory", "7GiB", "--offload")
     out = run("plan", tiny, "--context", "2k", *given).stdout
     assert "GPU 9.00 GiB (as given): sparse fits" in out and "host 7.00 GiB (as given): fits" in out
     rows = run("plan", tiny, "--context", "2k", "--serve", *given[:2]).stdout
     assert "rows at a time: GPU 9.00 GiB (as given), host " in rows and "(80 % of this machine" in rows
+
+
+def test_blocks_are_on_the_device_unless_the_user_asks(tiny):
+    """By one rule for every command, API and configuration file (docs/offloading.md)."""
+
+    def of(**given) -> bool:
+        options = opt.CacheOptions(**given)
+        return opt.placed(opt.CacheKind.token, options.config(opt.CacheKind.token), options).offload
+
+    assert [of(), of(offload=True), of(offload=False), of(kv_dtype=opt.KVDType.int8)] == [False, True, False, True]
+    for entry in (hf_sparsekv.sparse, hf_sparsekv.enable, hf_sparsekv.generate, Engine, SparseCache, Served):
+        assert not inspect.signature(entry).parameters["offload"].default, entry
+    assert OffloadedSparseCache().offload_config is not None  # its name asks
+    assert "KV blocks" in (out := run("plan", tiny, "--context", 1000, "--gpu-memory", "1GiB").stdout)
+    assert next(line for line in out.splitlines() if line.startswith("KV blocks")).split()[4] == "-"
