@@ -36,7 +36,8 @@ import httpx
 import psutil
 
 from hf_sparsekv.results import device_name, versions
-from hf_sparsekv.serving.request import Handle, Output, Piece, Sampling
+from hf_sparsekv.serving.request import Handle, Output, Piece
+from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats, SampleCounter
 
 from .arguments import new_parser, rows_file

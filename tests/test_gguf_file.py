@@ -126,7 +126,7 @@ def test_errors_name_what_to_do(tiny, tmp_path, monkeypatch):
 def test_the_engine_ends_a_turn(tiny):
     """Answers of an engine are those of ``generate()``, and end where the file's chat template ends a turn."""
     from hf_sparsekv.serving.engine import Engine
-    from hf_sparsekv.serving.request import Sampling
+    from hf_sparsekv.serving.sampling import Sampling
 
     tokenizer, net = gguf_file.load(tiny[0], None, CPU, attn_implementation="sparsekv")
     ids = tokenizer("abc and cd")["input_ids"]

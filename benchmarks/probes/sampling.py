@@ -13,8 +13,8 @@ import time
 import torch
 
 from hf_sparsekv.results import versions
-from hf_sparsekv.serving.request import Sampling
 from hf_sparsekv.serving.sampler import Sampler
+from hf_sparsekv.serving.sampling import Sampling
 
 from ..decoding import timed
 

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from hf_sparsekv.serving.request import Output, Sampling
+from hf_sparsekv.serving.request import Output
+from hf_sparsekv.serving.sampling import Sampling
 
 from ..report import Report
 from .trace import Request, request_record

@@ -16,7 +16,8 @@ from hf_sparsekv import TokenConfig
 from hf_sparsekv.config import OffloadConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
-from hf_sparsekv.serving.request import Handle, Sampling
+from hf_sparsekv.serving.request import Handle
+from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats
 
 from ..report import Report

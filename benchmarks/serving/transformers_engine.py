@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from hf_sparsekv.serving.request import Handle, Output, Sampling
+from hf_sparsekv.serving.request import Handle, Output
+from hf_sparsekv.serving.sampling import Sampling
 
 from .settings import Settings
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_sparsekv.serving.request import Handle, Output, Sampling
+from hf_sparsekv.serving.request import Handle, Output
+from hf_sparsekv.serving.sampling import Sampling
 
 from ..baselines import NotRun
 from .settings import Settings

@@ -197,7 +197,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
     from ..serving.engine import Engine
     from ..serving.garbage import set_aside
     from ..serving.http import create_app
-    from ..serving.request import Sampling
+    from ..serving.sampling import Sampling
     from ..serving.turns import short_turns
 
     config, offload, serving, dtype, device = settings

@@ -1,7 +1,8 @@
 """Continuous batching over one sparse cache: the engine, and an HTTP server (:mod:`hf_sparsekv.serving.http`)."""
 
 from .config import ServingConfig
-from .request import Busy, Closed, Handle, Output, Piece, Sampling
+from .request import Busy, Closed, Handle, Output, Piece
+from .sampling import Sampling
 from .stats import EngineStats, Samples
 
 __all__ = ["Busy", "Closed", "EngineStats", "Handle", "Output", "Piece", "Samples", "Sampling", "ServingConfig"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .request import _is_finite, _is_int, _require
+from .sampling import is_finite, is_int, require
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class ServingConfig:
         least = {"max_rows": 1, "max_length": 1, "max_tokens": 1, "max_waiting": 0, "chunk": 3}
         for name, lowest in least.items():
             value, optional = getattr(self, name), name in ("max_length", "max_tokens")
-            _require(
-                (optional and value is None) or (_is_int(value) and value >= lowest),
+            require(
+                (optional and value is None) or (is_int(value) and value >= lowest),
                 f"{name} must be an integer >= {lowest}{' or None' if optional else ''}, got {value!r}",
             )
-        _require(
-            self.max_wait_s is None or (_is_finite(self.max_wait_s) and self.max_wait_s >= 0),
+        require(
+            self.max_wait_s is None or (is_finite(self.max_wait_s) and self.max_wait_s >= 0),
             f"max_wait_s must be None or a number >= 0, got {self.max_wait_s!r}",
         )
-        _require(
+        require(
             not isinstance(self.prefill_ms, bool)
             and isinstance(self.prefill_ms, int | float)
             and self.prefill_ms > 0
@@ -69,4 +69,4 @@ class ServingConfig:
         )
         for name in ("layer_segments", "prefix_cache", "working_set"):
             value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+            require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -33,7 +33,8 @@ from .in_flight import Request
 from .loop import Loop
 from .opening import opened
 from .ranks import SharedWork, Wire
-from .request import Busy, Closed, Handle, Output, Piece, Sampling
+from .request import Busy, Closed, Handle, Output, Piece
+from .sampling import Sampling
 from .stats import EngineStats
 from .text import Detokenizer
 from .work import Work

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from .admission import Candidate
 from .prefix import Channels, Match
-from .request import Handle, Sampling
+from .request import Handle
+from .sampling import Sampling
 from .text import TextStream
 
 

@@ -41,7 +41,7 @@ from .http.metrics import COUNTS, NOW, PREFIX
 from .loading import load
 from .rank_processes import RankProcesses, Served
 from .ranks import RanksApart
-from .request import Sampling
+from .sampling import Sampling
 from .stats import EngineStats
 from .turns import short_turns
 

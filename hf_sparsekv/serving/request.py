@@ -1,4 +1,4 @@
-"""A request's settings and results, and the handle through which a client and the engine share it.
+"""A request's results, and the handle through which a client and the engine share it.
 
 Nothing here needs torch or knows the engine: the engine, its HTTP server and tests share these types.
 """
@@ -6,138 +6,13 @@ Nothing here needs torch or knows the engine: the engine, its HTTP server and te
 from __future__ import annotations
 
 import logging
-import math
-import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_STOPS = 4  # as OpenAI's API
-MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
-# Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
-MAX_TEMPERATURE = 100.0
-PENALTIES = 0.01, 100.0
-DIGITS = 80  # of an integer that an error quotes
-
 log = logging.getLogger(__name__)
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
-
-
-_QUOTED = reprlib.Repr()
-_QUOTED.maxstring = _QUOTED.maxother = 80
-_QUOTED.maxlevel = 2
-
-
-def shown(value: object) -> str:
-    """A value as an error quotes it: briefly, whatever its size."""
-    if isinstance(value, int) and abs(value) >= 10**DIGITS:  # converting it takes quadratic time, or fails
-        return f"an integer of more than {DIGITS} digits"
-    return _QUOTED.repr(value)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling and stopping of one request. Names and meanings are those of vLLM's ``SamplingParams``.
-
-    Attributes:
-        max_tokens: most tokens of the answer, 1 or more.
-        temperature: from 0 to 100. 0 is greedy: it takes the likeliest token and ignores the other fields.
-        top_p: draw from the likeliest tokens that together have this share of the probability, in (0, 1].
-        top_k: draw from this many likeliest tokens. 0: from all.
-        min_p: drop tokens whose probability is below this share of the likeliest one's, in [0, 1].
-        repetition_penalty: CTRL's penalty, from 0.01 to 100. Above 1, tokens of the prompt and of the answer so far
-            become less likely.
-        seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
-        stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
-            one that appears.
-        ignore_eos: continue after the end-of-sequence token, up to ``max_tokens``.
-
-    Raises:
-        ValueError: a field has a value or type that is not allowed.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _require(
-            _is_int(self.max_tokens) and self.max_tokens >= 1,
-            f"max_tokens must be an integer >= 1, got {shown(self.max_tokens)}",
-        )
-        _require(
-            _is_finite(self.temperature) and self.temperature >= 0,
-            f"temperature must be a finite number >= 0 (0: greedy), got {shown(self.temperature)}",
-        )
-        _require(
-            self.temperature <= MAX_TEMPERATURE,
-            f"temperature must be at most {MAX_TEMPERATURE:g}, got {shown(self.temperature)}",
-        )
-        _require(
-            _is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1] (1: all), got {shown(self.top_p)}"
-        )
-        _require(
-            _is_int(self.top_k) and self.top_k >= 0, f"top_k must be an integer >= 0 (0: all), got {shown(self.top_k)}"
-        )
-        _require(
-            _is_finite(self.min_p) and 0 <= self.min_p <= 1,
-            f"min_p must be in [0, 1] (0: all), got {shown(self.min_p)}",
-        )
-        _require(
-            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be a finite number > 0 (1: none), got {shown(self.repetition_penalty)}",
-        )
-        low, high = PENALTIES
-        _require(
-            low <= self.repetition_penalty <= high,
-            f"repetition_penalty must be from {low:g} to {high:g} (1: none), got {shown(self.repetition_penalty)}",
-        )
-        _require(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-            f"seed must be None or a signed 64-bit integer, got {shown(self.seed)}",
-        )
-        object.__setattr__(self, "stop", _stops(self.stop))
-        _require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
-
-
-def _stops(stop: object) -> tuple[str, ...]:
-    """Stop strings as a tuple: one, several, or none."""
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else None
-    _require(
-        stops is not None and all(isinstance(one, str) for one in stops), f"stop must be strings, got {shown(stop)}"
-    )
-    _require(all(stops), "stop must not have an empty string: it would end the answer at once")
-    _require(len(stops) <= MAX_STOPS, f"stop may have {MAX_STOPS} strings at most, got {len(stops)}")
-    longest = max(map(len, stops), default=0)
-    _require(longest <= MAX_STOP, f"stop may have strings of {MAX_STOP} characters at most, got {longest}")
-    return stops
 
 
 class Piece(NamedTuple):

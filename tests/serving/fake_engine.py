@@ -11,14 +11,8 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from hf_sparsekv.serving.request import (
-    Busy,
-    Closed,
-    Handle,
-    Output,
-    Piece,
-    Sampling,
-)
+from hf_sparsekv.serving.request import Busy, Closed, Handle, Output, Piece
+from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats, SampleCounter
 from hf_sparsekv.serving.text import Detokenizer, TextStream
 

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.http import create_app
-from hf_sparsekv.serving.request import Sampling
+from hf_sparsekv.serving.sampling import Sampling
 
 HI = [{"role": "user", "content": "hi the cat"}]
 RENDERED = "<|user|>hi the cat<|assistant|>"  # the first and last are special tokens, which have no text

@@ -19,7 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..request import Handle, shown
+from ..request import Handle
+from ..sampling import shown
 from . import schema
 from .answers import Answers, EventStream, on_thread, while_there
 from .bodies import Bodies

@@ -13,7 +13,7 @@ import anyio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from ..request import shown
+from ..sampling import shown
 from ..turns import step_aside
 from .errors import ApiError
 from .scan import PIECE, Scan

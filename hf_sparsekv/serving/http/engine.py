@@ -10,7 +10,8 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from ..request import Handle, Sampling
+from ..request import Handle
+from ..sampling import Sampling
 from ..stats import EngineStats
 
 

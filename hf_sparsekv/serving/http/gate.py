@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..request import shown
+from ..sampling import shown
 from .errors import ApiError
 
 OPEN = ("/health", "/ready", "/metrics")  # without a key

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..request import Sampling, shown
+from ..sampling import Sampling, shown
 from .errors import ApiError
 from .scan import Scan
 
