@@ -13,6 +13,7 @@ from ..turns import step_aside
 from . import schema
 from .engine import Engine
 from .errors import ApiError, told
+from .messages import check_history
 from .scan import Scan
 from .tools import ToolReader
 
@@ -99,7 +100,7 @@ class Prompts:
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
-        schema.check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
+        check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         try:
             if sum(len(message["content"]) for message in asked.messages) > LIKELY * self._engine.max_length:

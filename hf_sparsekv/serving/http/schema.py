@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..sampling import Sampling, shown
 from .errors import ApiError
+from .messages import messages_of
 from .scan import Scan
+from .values import all_whole, empty, json_kind, parsed, whole
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
 # User, purpose and prefix hints: accepted, and not used.
@@ -25,15 +26,9 @@ LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key"}
 BOTH = {"model", "max_tokens", "stream", "stream_options", *LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_PROMPTS = 1024  # prompts of one request
-MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for each of them
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_NAME = 64  # characters of a field's name that may be a misspelt one
-# Fields of a message. Besides role and content: the speaker's name, and fields of an answer that OpenAI's client sends
-# back. Templates may ignore them; a template must know every other field.
-MESSAGE_LABELS = {"role", "content", "name", "tool_call_id", "tool_calls", "refusal", "reasoning_content"}
-EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
 
 
@@ -56,33 +51,29 @@ def _false(value: object) -> bool:
     return value is False
 
 
-def _empty(value: object) -> bool:
-    return value in ("", [], {})
-
-
 _PENALTY = Refused(_zero, "is not there: repetition_penalty makes tokens that were used less likely")
 REFUSED = {
     "n": Refused(_one, "must be 1: a request gives one answer; send it several times for more"),
     "best_of": Refused(_one, "is not there: log probabilities, which it would compare, are not kept"),
     "echo": Refused(_false, "is not there: the answer is what follows the prompt"),
-    "suffix": Refused(_empty, "is not there: text is continued, not filled in"),
+    "suffix": Refused(empty, "is not there: text is continued, not filled in"),
     "logprobs": Refused(_false, "are not there: tokens are drawn on the device, and only they leave it"),
     "top_logprobs": Refused(_zero, "are not there: tokens are drawn on the device, and only they leave it"),
-    "logit_bias": Refused(_empty, "is not there: temperature, top_p, top_k, min_p and repetition_penalty are"),
+    "logit_bias": Refused(empty, "is not there: temperature, top_p, top_k, min_p and repetition_penalty are"),
     "response_format": Refused(
         lambda value: value == {"type": "text"}, "is not there: answers are not held to a grammar or a schema"
     ),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "parallel_tool_calls": Refused(lambda value: value is True, "cannot be turned off: the model decides"),
-    "functions": Refused(_empty, "are not there: give tools"),
+    "functions": Refused(empty, "are not there: give tools"),
     "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
     "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
     "store": Refused(_false, "is not there: nothing is kept"),
     "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
     # vLLM's, which clients of its server send as they are by themselves.
     "min_tokens": Refused(_zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
-    "stop_token_ids": Refused(_empty, "is not there: stop has strings"),
+    "stop_token_ids": Refused(empty, "is not there: stop has strings"),
     "skip_special_tokens": Refused(lambda value: value is True, "cannot be turned off: text has no special tokens"),
     "include_stop_str_in_output": Refused(_false, "is not there: the text ends before the stop string"),
     "use_beam_search": Refused(_false, "is not there: a request gives one answer"),
@@ -136,37 +127,21 @@ def loads(body: bytes) -> dict[str, Any]:
         ApiError: it is none.
     """
     try:
-        value = _parsed(
-            body.decode()
-        )  # never UTF-16, which json.loads() takes and a scan of bytes does not see through
+        value = parsed(body.decode())  # never UTF-16, which json.loads() takes and a scan of bytes does not see through
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:  # no JSON, no UTF-8, an integer of thousands of digits
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
+        raise ApiError(400, f"the body must be a JSON object, got {json_kind(value)}")
     return {name: one for name, one in value.items() if one is not None}
-
-
-def _parsed(text: str) -> Any:
-    """Parse JSON. A field that appears twice is an error, because other parsers may have read the first one."""
-    return json.loads(text, object_pairs_hook=_once_each)
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names: set[str] = set()
-        twice = next(name for name, _ in pairs if name in names or names.add(name))
-        raise ValueError(f"the field {shown(twice)} is there twice")
-    return made
 
 
 def check_model(body: Mapping[str, Any], served: str) -> None:
     """404 unless it asks for the model that is served, or for none."""
     asked = body.get("model", served)
     if not isinstance(asked, str):
-        raise ApiError(400, f"model must be a string, got {_kind(asked)}", "model")
+        raise ApiError(400, f"model must be a string, got {json_kind(asked)}", "model")
     if asked != served:
         raise ApiError(
             404, f"there is no model {shown(asked)} here: this server has {served!r}", "model", "model_not_found"
@@ -201,7 +176,7 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
     if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
         raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    messages, template = _messages(body["messages"], scan or Scan(0)), _template(body)
+    messages, template = messages_of(body["messages"], scan or Scan(0)), _template(body)
     return replace(_common(body, limit), messages=messages, template=template)
 
 
@@ -211,8 +186,8 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
         given["top_k"] = 0  # as vLLM: all
     stop = given.get("stop", ())
     if not isinstance(stop, str | list | tuple):
-        raise ApiError(400, f"stop must be strings, got {_kind(stop)}", "stop")
-    _all_whole(stop, "stop")
+        raise ApiError(400, f"stop must be strings, got {json_kind(stop)}", "stop")
+    all_whole(stop, "stop")
     if limit in body:
         given["max_tokens"] = body[limit]
     try:
@@ -250,7 +225,7 @@ def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise ApiError(400, f"{name} must be true or false, got {_kind(value)}", name)
+        raise ApiError(400, f"{name} must be true or false, got {json_kind(value)}", name)
     return bool(value)
 
 
@@ -270,7 +245,7 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
         raise ApiError(400, "prompt is empty: an answer needs something to follow", "prompt")
     for one in prompts:
         if isinstance(one, str):
-            _whole(one, "prompt")
+            whole(one, "prompt")
         elif not isinstance(one, list) or not all(type(token) is int for token in one):
             raise wrong
     if len({type(one) for one in prompts}) > 1:
@@ -278,96 +253,11 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     return tuple(prompts)
 
 
-def _messages(messages: object, scan: Scan) -> list[dict[str, Any]]:
-    if not isinstance(messages, list):
-        raise ApiError(400, f"messages must be a list of {{role, content}}, got {_kind(messages)}", "messages")
-    if not messages:
-        raise ApiError(400, "messages is empty: an answer needs something to follow", "messages")
-    if len(messages) > MAX_MESSAGES:
-        raise ApiError(400, f"messages has {len(messages):,}: a request may have {MAX_MESSAGES:,}", "messages")
-    return [_message(message, f"messages[{i}]", scan) for i, message in enumerate(messages)]
-
-
-def _message(message: object, where: str, scan: Scan) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise ApiError(400, f"{where} must be an object with role and content, got {_kind(message)}", "messages")
-    message = {name: value for name, value in message.items() if value is not None}
-    _all_whole(message, "messages")
-    role = message.get("role")
-    if role not in ROLES:
-        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
-    if role == "developer":
-        message["role"] = "system"  # the name that templates know
-    if "content" in message:
-        message["content"] = _content(message["content"], f"{where}.content")
-    elif role == "assistant" and message.get("tool_calls"):
-        message["content"] = ""
-    else:
-        raise ApiError(400, f"{where}.content is missing", "messages")
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", scan)
-    return {name: value for name, value in message.items() if not (name in EMPTY_OF_ANSWERS and _empty(value))}
-
-
-def check_history(messages: list[dict[str, Any]], template: str) -> None:
-    """400 if a conversation has what its template would leave out.
-
-    Args:
-        messages: of :attr:`Asked.messages`.
-        template: the source of the chat template.
-    """
-    for i, message in enumerate(messages):
-        where, calls = f"messages[{i}]", bool(message.get("tool_calls"))
-        if (calls and "tool_calls" not in template) or (message["role"] == "tool" and "tool" not in template):
-            what = "tool_calls" if calls else "role 'tool'"
-            why = f"{where} has {what}, but this model's chat template knows no tools: it would leave that out"
-            raise ApiError(400, why, "messages", "unsupported_parameter")
-        for name in message:
-            if name not in MESSAGE_LABELS and name not in template:
-                why = f"{where} has a field {shown(name)} that this model's chat template does not know"
-                raise ApiError(400, why, "messages", "unsupported_parameter")
-
-
-def _content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be text or a list of parts, got {_kind(content)}", "messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part without a type"
-            raise ApiError(400, f"{where} has {what}: this server reads text only", "messages")
-        if not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{where}: text must be a string, got {_kind(part.get('text'))}", "messages")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _tool_calls(calls: object, where: str, scan: Scan) -> list[dict[str, Any]]:
-    """As templates take them: with arguments as an object, where OpenAI's API has JSON in a string."""
-    made = []
-    for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", "messages")
-        arguments = function.get("arguments", {})
-        try:
-            if isinstance(arguments, str):
-                scan.text(arguments.encode())
-                arguments = _parsed(arguments)
-        except (ValueError, RecursionError):
-            raise ApiError(400, f"{where}: arguments of {shown(function['name'])} are not JSON", "messages") from None
-        made.append({**call, "function": {**function, "arguments": arguments}})
-    return made
-
-
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for the chat template: tools, and what the template itself knows."""
     given = body.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
-        raise ApiError(400, f"chat_template_kwargs must be an object, got {_kind(given)}", "chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs must be an object, got {json_kind(given)}", "chat_template_kwargs")
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name, value in given.items():
         # Not another template, which would be a program, nor other ways to tokenise.
@@ -377,7 +267,7 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
                 f"chat_template_kwargs: {shown(name)} is no variable of a template with a plain value",
                 "chat_template_kwargs",
             )
-    _all_whole(given, "chat_template_kwargs")
+    all_whole(given, "chat_template_kwargs")
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ApiError(
@@ -392,31 +282,5 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     functions = [one.get("function") if isinstance(one, dict) else None for one in tools]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
         raise ApiError(400, "tools must be a list of {type: function, function: {name, ...}}", "tools")
-    _all_whole(tools, "tools")
+    all_whole(tools, "tools")
     return {**given, "tools": tools}
-
-
-def _all_whole(value: object, name: str) -> None:
-    """Every text in there can be written as UTF-8."""
-    todo = [value]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, str):
-            _whole(one, name)
-        elif isinstance(one, dict):
-            todo += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            todo += one
-
-
-def _whole(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{name} has half a surrogate pair (\\ud800 to \\udfff): that is no text", name) from None
-
-
-def _kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-    return names.get(type(value)) or shown(value)
