@@ -28,6 +28,8 @@ ASKED = {
     "top-p 0.9": Sampling(top_p=0.9),
     "min-p 0.05": Sampling(min_p=0.05),
     "greedy, penalty 1.1": Sampling(temperature=0.0, repetition_penalty=1.1),
+    "greedy, frequency 0.5": Sampling(temperature=0.0, frequency_penalty=0.5),
+    "greedy, 5 logprobs": Sampling(temperature=0.0, logprobs=5),
 }
 
 

@@ -1,8 +1,19 @@
 """Continuous batching over one sparse cache: the engine, and an HTTP server (:mod:`hf_sparsekv.serving.http`)."""
 
 from .config import ServingConfig
-from .request import Busy, Closed, Handle, Output, Piece
+from .request import Busy, Closed, Handle, Logprob, Output, Piece
 from .sampling import Sampling
 from .stats import EngineStats, Samples
 
-__all__ = ["Busy", "Closed", "EngineStats", "Handle", "Output", "Piece", "Samples", "Sampling", "ServingConfig"]
+__all__ = [
+    "Busy",
+    "Closed",
+    "EngineStats",
+    "Handle",
+    "Logprob",
+    "Output",
+    "Piece",
+    "Samples",
+    "Sampling",
+    "ServingConfig",
+]

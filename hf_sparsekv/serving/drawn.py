@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .in_flight import Request
-from .sampler import Sampler
+from .request import Logprob
+from .sampler import Logprobs, Sampler
 from .work import Work
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, which is there once the device's stream has come so far."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -25,6 +34,18 @@ class Record:
     host: Tensor  # [2, n]
     event: torch.cuda.Event | None
     marks: tuple | None = None  # clock marks of the step's start and end
+    logprobs: Logprobs | None = None  # on the host
+
+    def told(self) -> dict[int, Logprob]:
+        """Log probabilities by place, once the device has written the record."""
+        if self.logprobs is None:
+            return {}
+        tokens, found = self.host[0].tolist(), self.logprobs
+        values, ids = found.values.tolist(), found.ids.tolist()
+        return {
+            place: Logprob(tokens[place], drawn, tuple(zip(best, likeliest)))
+            for place, (drawn, *likeliest), best in zip(found.places, values, ids)
+        }
 
 
 class DrawnTokens:
@@ -67,16 +88,15 @@ class DrawnTokens:
         self._record(self.sampler.last, [(0, request)])
 
     def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
-        """Copy ``last [2, n]`` to the host, without waiting for it."""
-        event = None
+        """Copy ``last [2, n]`` and log probabilities to the host, without waiting for them."""
+        told = self.sampler.logprobs
+        if told is not None:
+            told = replace(told, values=on_host(told.values), ids=on_host(told.ids))
+        host, event = on_host(last), None
         if last.is_cuda:
-            host = torch.empty(last.shape, dtype=last.dtype, pin_memory=True)
-            host.copy_(last, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        else:
-            host = last.clone()
-        self._records.append(Record(requests, host, event, marks))
+        self._records.append(Record(requests, host, event, marks, told))
 
     def written(self, keep: int) -> Iterator[Record]:
         """Records that the device has written, oldest first. Waits for all but the last ``keep``."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from .admission import Candidate
 from .prefix import Channels, Match
-from .request import Handle
+from .request import Handle, Logprob
 from .sampling import Sampling
 from .text import TextStream
 
@@ -40,6 +40,7 @@ class Request:
     cached: int = 0
     tokens: list[int] = field(default_factory=list)  # of the answer
     times: list[float] = field(default_factory=list)  # when the host received each token
+    logprobs: list[Logprob] = field(default_factory=list)  # of each token, if they are asked for
     told: int = 0  # tokens that the output thread has delivered
     shown: list[str] = field(default_factory=list)  # text that the output thread has delivered
     candidate: Candidate = field(default_factory=Candidate)

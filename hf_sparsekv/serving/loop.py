@@ -27,6 +27,7 @@ from .intake import Intake
 from .link_meter import LinkMeter
 from .output import Teller
 from .reading_order import ReadingOrder
+from .request import Logprob
 from .room import Room
 from .stats import Counts
 from .work import Work
@@ -198,11 +199,11 @@ class Loop:
             now = time.perf_counter()
             if record.marks is not None:
                 self.counts.step_s += 1e-3 * (self.work.clock.between(*record.marks) or 0.0)
-            tokens, bad = record.host.tolist()
+            (tokens, bad), told = record.host.tolist(), record.told()
             for place, request in record.requests:
-                self._heard(request, tokens[place], bad[place], now)
+                self._heard(request, tokens[place], bad[place], now, told.get(place))
 
-    def _heard(self, request: Request, token: int, bad: int, now: float) -> None:
+    def _heard(self, request: Request, token: int, bad: int, now: float, logprob: Logprob | None) -> None:
         """Handle a token that the host has read. ``bad``: its logits were NaN or infinite."""
         if request.ended:  # the request ran one step too many
             return
@@ -218,6 +219,8 @@ class Loop:
             self.counts.ttft_s.add(now - request.arrived)
         request.tokens.append(token)
         request.times.append(now)
+        if request.sampling.logprobs is not None and logprob is not None:
+            request.logprobs.append(logprob._replace(top=logprob.top[: request.sampling.logprobs]))
         self.counts.generated_tokens += 1
         how = None
         if token in self.eos and not request.sampling.ignore_eos:

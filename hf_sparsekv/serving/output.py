@@ -77,7 +77,8 @@ class Teller:
                 request.shown.append(shown)
         request.told += len(tokens)
         if shown or tokens:
-            request.handle.push(Piece(shown, tuple(tokens)))
+            first = request.told - len(tokens)
+            request.handle.push(Piece(shown, tuple(tokens), tuple(request.logprobs[first : request.told])))
         if how is not None:
             self._finish(request, how)
 
@@ -108,6 +109,7 @@ class Teller:
             ttft_s=request.times[0] - request.arrived if request.times else 0.0,
             total_s=now - request.arrived,
             token_times=tuple(request.times[:n]),
+            logprobs=tuple(request.logprobs[:n]),
         )
         if how == "cancelled":
             self.counts.cancelled += 1

@@ -15,6 +15,20 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 
+class Logprob(NamedTuple):
+    """Log probabilities of the model in one place of an answer.
+
+    Attributes:
+        token_id: the token there.
+        logprob: its log probability.
+        top: the likeliest tokens with theirs, by falling probability: as many as :class:`.Sampling` asks for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Piece(NamedTuple):
     """New text and tokens of an answer, from one or more steps.
 
@@ -22,14 +36,16 @@ class Piece(NamedTuple):
         text: whole characters only, without text that may still become a stop string. So it may be empty, or belong to
             tokens of earlier pieces.
         token_ids: the new tokens.
+        logprobs: theirs, if they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] = ()
 
     def __add__(self, other: Piece) -> Piece:
-        """Both as one; a tuple's own ``+`` would give four fields."""
-        return Piece(self.text + other.text, self.token_ids + other.token_ids)
+        """Both as one; a tuple's own ``+`` would give six fields."""
+        return Piece(self.text + other.text, self.token_ids + other.token_ids, self.logprobs + other.logprobs)
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,7 @@ class Output:
         ttft_s: seconds from arrival to the first token; 0 if there was none.
         total_s: seconds from arrival to the end.
         token_times: ``time.perf_counter()`` when the host received each token.
+        logprobs: of the tokens, if they were asked for.
     """
 
     text: str
@@ -57,6 +74,7 @@ class Output:
     ttft_s: float = 0.0
     total_s: float = 0.0
     token_times: tuple[float, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
 
 
 class Busy(RuntimeError):
@@ -250,4 +268,8 @@ def merged(pieces: Iterable[Piece]) -> Piece:
     pieces = list(pieces)
     if len(pieces) == 1:
         return pieces[0]
-    return Piece("".join(one.text for one in pieces), tuple(token for one in pieces for token in one.token_ids))
+    return Piece(
+        "".join(one.text for one in pieces),
+        tuple(token for one in pieces for token in one.token_ids),
+        tuple(logprob for one in pieces for logprob in one.logprobs),
+    )

@@ -6,9 +6,10 @@
     sampler.last  # [2, n]: the tokens, and 1 where they could not be drawn; for one copy to the host
     sampler.clear(row)
 
-The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. Each of the last three computes
-a lowest logit to keep, so that equal logits are kept or dropped together, in whatever order a sort returns them. The
-token is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability ``p_i``.
+The order is that of transformers: penalties and biases (:mod:`.logit_edits`), temperature, top-k, top-p, min-p. Each of
+the last three computes a lowest logit to keep, so that equal logits are kept or dropped together, in whatever order a
+sort returns them. The token is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability
+``p_i``.
 
 **Seeds.** A row with a seed draws its noise from a generator of its own, one vector a token. The noise of token ``t``
 depends only on the seed and on ``t``, not on other rows, the row's place, or the time. So equal logits give equal
@@ -30,19 +31,21 @@ import torch
 from torch import Tensor
 
 from ..tensors import no_inference_mode, sent
+from . import logit_edits
+from .logit_edits import Allowed, LogitEdits
 
 GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
 
-class Settings(Protocol):
+class Settings(logit_edits.Asked, Protocol):
     """Sampling settings of a request; names and meanings are those of vLLM's ``SamplingParams``."""
 
     temperature: float  # 0: the likeliest token
     top_p: float  # 1: all
     top_k: int  # 0: all
     min_p: float  # 0: all
-    repetition_penalty: float  # 1: none
     seed: int | None
+    logprobs: int | None  # of so many tokens beside the drawn one; None: of none
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,10 @@ class Plan:
     """The sampling operations that a batch of rows needs, as index tensors on the device. None: no row needs it.
 
     Args:
-        rows: ``[n]`` rows of the table.
-        penalised: ``[p]`` places in the batch with a repetition penalty.
+        edits: changes of the logits.
+        told: places whose log probabilities are asked for.
+        told_index: the same, ``[t]``.
+        told_most: the most log probabilities of one place, beside that of the drawn token.
         drawn: ``[d]`` places that are not greedy; None if all are drawn, or none is.
         any_drawn: whether any place is drawn.
         settings: ``[d, 4]`` temperature, top-p, top-k, min-p of the drawn places.
@@ -64,8 +69,10 @@ class Plan:
         unseeded: whether there are drawn rows without a seed.
     """
 
-    rows: Tensor
-    penalised: Tensor | None
+    edits: logit_edits.Plan
+    told: tuple[int, ...]
+    told_index: Tensor | None
+    told_most: int
     drawn: Tensor | None
     any_drawn: bool
     settings: Tensor
@@ -76,6 +83,21 @@ class Plan:
     any_min: bool
     seeded: tuple[tuple[int, int], ...]
     unseeded: bool
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log probabilities of one call, on the device.
+
+    Args:
+        places: of the batch, that they belong to.
+        values: float32 ``[t, 1 + k]``: of the drawn token, and of the ``k`` likeliest ones by falling probability.
+        ids: int64 ``[t, k]``, these tokens.
+    """
+
+    places: tuple[int, ...]
+    values: Tensor
+    ids: Tensor
 
 
 class Sampler:
@@ -91,6 +113,7 @@ class Sampler:
     Attributes:
         last: int64 ``[2, n]``, result of the last call: tokens, and 1 where a row's logits were invalid. Each call
             creates a new tensor.
+        logprobs: of the last call; None: no row asked for any.
     """
 
     @no_inference_mode
@@ -101,12 +124,12 @@ class Sampler:
         self.max_rows, self.vocabulary, self.device = max_rows, vocabulary, torch.device(device)
         self._asked: list[Settings | None] = [None] * max_rows
         self._generators: list[torch.Generator | None] = [None] * max_rows
-        # Temperature, top-p, top-k, min-p, penalty. One additional row is for logits of inactive rows.
-        self._settings = torch.ones(max_rows + 1, 5, device=self.device)
-        self._true = torch.ones((), dtype=torch.bool, device=self.device)  # a Python bool would wait for the device
-        self._seen: Tensor | None = None  # bool [max_rows + 1, vocabulary], once a row has a penalty
+        # Temperature, top-p, top-k, min-p. One additional row is for logits of inactive rows.
+        self._settings = torch.ones(max_rows + 1, 4, device=self.device)
+        self._edits = LogitEdits(max_rows, vocabulary, self.device)
         self._plan: tuple[tuple[int, ...], Plan] | None = None
         self.last = torch.zeros(2, 0, dtype=torch.long, device=self.device)
+        self.logprobs: Logprobs | None = None
 
     # ------------------------------------------------------------------ rows
 
@@ -124,17 +147,14 @@ class Sampler:
             ValueError: there is no such row, or an id is outside the vocabulary. Nothing has changed.
         """
         self._check(row)
-        ids = self._ids(prompt_ids) if _penalised(sampling) else None
+        ids = self._ids(prompt_ids) if logit_edits.repeats(sampling) else None
+        if sampling.logit_bias:
+            self._ids([token for token, _ in sampling.logit_bias])  # an error for others than there are
         top_k = sampling.top_k if 0 < sampling.top_k < self.vocabulary else self.vocabulary
         top_p = sampling.top_p if sampling.top_p < 1 else torch.inf  # sums of all probabilities round to 1 too early
         temperature = 1.0 if _greedy(sampling) else sampling.temperature
-        numbers = [temperature, top_p, top_k, sampling.min_p, sampling.repetition_penalty]
-        self._settings[row].copy_(sent(numbers, torch.float32, self.device))
-        if ids is not None:
-            if self._seen is None:
-                shape = (self.max_rows + 1, self.vocabulary)
-                self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self._seen[row].zero_().index_fill_(0, ids, True)
+        self._settings[row].copy_(sent([temperature, top_p, top_k, sampling.min_p], torch.float32, self.device))
+        self._edits.set(row, sampling, ids)
         self._generators[row] = None
         if sampling.seed is not None and not _greedy(sampling):
             self._generators[row] = torch.Generator(self.device).manual_seed(sampling.seed)
@@ -151,8 +171,7 @@ class Sampler:
         if self._asked[to] is not None:
             raise ValueError(f"row {to} is taken: clear() it first")
         self._settings[to].copy_(self._settings[row])
-        if self._seen is not None:
-            self._seen[to].copy_(self._seen[row])
+        self._edits.move(row, to)
         self._generators[to] = self._generators[row]
         self._asked[to] = self._asked[row]
         self.clear(row)
@@ -179,12 +198,13 @@ class Sampler:
     # ------------------------------------------------------------------ tokens
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+    def __call__(self, logits: Tensor, rows: Sequence[int], allowed: Allowed | None = None) -> Tensor:
         """Draw one token for each row.
 
         Args:
             logits: ``[n, vocabulary]``, of any dtype; not changed.
             rows: their rows; -1 for inactive ones, whose tokens are meaningless.
+            allowed: the only tokens that may follow in some places. None: all may everywhere.
 
         Returns:
             int64 ``[n]``: row 0 of :attr:`last`.
@@ -200,8 +220,9 @@ class Sampler:
         plan = self._plan[1]
         most, tokens = logits.max(-1)
         bad = ~most.isfinite()  # before the penalty: a client's penalty must not make a row fail
-        if plan.penalised is not None:
-            logits = self._penalise(logits.float(), plan)
+        given = logits
+        if not plan.edits.empty or allowed is not None:
+            logits = self._edits.apply(logits, plan.edits, allowed)
             most, tokens = logits.max(-1)
         self.last = torch.stack([tokens, bad.long()])
         tokens = self.last[0]
@@ -210,9 +231,16 @@ class Sampler:
             best = most if plan.drawn is None else most[plan.drawn]
             drawn = self._draw(picked.float(), best.float(), plan)
             tokens.copy_(drawn) if plan.drawn is None else tokens.index_copy_(0, plan.drawn, drawn)
-        if plan.penalised is not None:
-            self._seen.index_put_((plan.rows, tokens), self._true)
+        self._edits.drawn(tokens, plan.edits)
+        self.logprobs = None if plan.told_index is None else self._tell(given, tokens, plan)
         return tokens
+
+    @staticmethod
+    def _tell(logits: Tensor, tokens: Tensor, plan: Plan) -> Logprobs:
+        found = logits[plan.told_index].float().log_softmax(-1)
+        drawn = found.gather(1, tokens[plan.told_index][:, None])
+        best = found.topk(plan.told_most)
+        return Logprobs(plan.told, torch.cat([drawn, best.values], 1), best.indices)
 
     def _planned(self, rows: tuple[int, ...]) -> Plan:
         """The plan for these rows, made again when the rows or their settings change."""
@@ -225,14 +253,16 @@ class Sampler:
         drawn = [asked[i] for i in places]
         few = [i for i, sampling in enumerate(drawn) if 0 < sampling.top_k < self.vocabulary]
         mass = [i for i, sampling in enumerate(drawn) if sampling.top_p < 1 and i not in few]
-        penalised = [i for i, sampling in enumerate(asked) if sampling is not None and _penalised(sampling)]
+        told = tuple(i for i, sampling in enumerate(asked) if sampling is not None and sampling.logprobs is not None)
         seeded = tuple((i, rows[place]) for i, place in enumerate(places) if drawn[i].seed is not None)
         return Plan(
-            rows=index,
-            penalised=self._index(penalised) if penalised else None,
+            edits=self._edits.plan(asked, index),
+            told=told,
+            told_index=self._index(list(told)) if told else None,
+            told_most=min(self.vocabulary, max((asked[i].logprobs for i in told), default=0)),
             drawn=self._index(places) if 0 < len(places) < len(rows) else None,
             any_drawn=bool(places),
-            settings=self._settings[self._index([rows[i] for i in places]), :4],
+            settings=self._settings[self._index([rows[i] for i in places])],
             few=self._index(few) if few else None,
             most=max((drawn[i].top_k for i in few), default=0),
             few_mass=any(drawn[i].top_p < 1 for i in few),
@@ -244,13 +274,6 @@ class Sampler:
 
     def _index(self, numbers: list[int]) -> Tensor:
         return sent(numbers, torch.long, self.device)
-
-    def _penalise(self, logits: Tensor, plan: Plan) -> Tensor:
-        """Apply the repetition penalty: divide positive logits of tokens seen by it, and multiply negative ones."""
-        rows = plan.rows[plan.penalised]
-        found, penalty = logits[plan.penalised], self._settings[rows, 4:]
-        lowered = torch.where(found < 0, found * penalty, found / penalty)
-        return logits.index_copy(0, plan.penalised, torch.where(self._seen[rows], lowered, found))
 
     def _draw(self, logits: Tensor, best: Tensor, plan: Plan) -> Tensor:
         """Tokens ``[d]`` of ``logits [d, vocabulary]``, float32, whose largest are ``best [d]``."""
@@ -275,10 +298,6 @@ class Sampler:
 
 def _greedy(sampling: Settings) -> bool:
     return sampling.temperature < GREEDY
-
-
-def _penalised(sampling: Settings) -> bool:
-    return sampling.repetition_penalty != 1
 
 
 def _lowest(scores: Tensor, settings: Tensor, most: int, mass: bool) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 MAX_STOPS = 4  # as OpenAI's API
@@ -15,6 +15,10 @@ MAX_STOP = 1024  # characters of a stop string: each character of an answer is c
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
 MAX_TEMPERATURE = 100.0
 PENALTIES = 0.01, 100.0
+COUNTED_PENALTIES = -2.0, 2.0  # as OpenAI's API, like the three below
+BIASES = -100.0, 100.0
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 DIGITS = 80  # of an integer that an error quotes
 
 
@@ -60,6 +64,11 @@ class Sampling:
         min_p: drop tokens whose probability is below this share of the likeliest one's, in [0, 1].
         repetition_penalty: CTRL's penalty, from 0.01 to 100. Above 1, tokens of the prompt and of the answer so far
             become less likely.
+        frequency_penalty: from -2 to 2; subtracted from a token's logit as often as the answer has it.
+        presence_penalty: from -2 to 2; subtracted once from the logits of tokens that the answer has.
+        logit_bias: what is added to the logits of tokens: ``{id: bias}`` of up to 1,024 tokens, from -100 to 100.
+        logprobs: log probabilities of each token, and of this many likeliest ones, 0 to 20. ``None``: none. They are
+            the model's own, before all that is asked of them.
         seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
         stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
             one that appears.
@@ -75,6 +84,10 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -111,12 +124,41 @@ class Sampling:
             low <= self.repetition_penalty <= high,
             f"repetition_penalty must be from {low:g} to {high:g} (1: none), got {shown(self.repetition_penalty)}",
         )
+        low, high = COUNTED_PENALTIES
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            require(
+                is_finite(value) and low <= value <= high,
+                f"{name} must be from {low:g} to {high:g} (0: none), got {shown(value)}",
+            )
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        require(
+            self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"logprobs must be None or an integer from 0 to {MAX_LOGPROBS}, got {shown(self.logprobs)}",
+        )
         require(
             self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
             f"seed must be None or a signed 64-bit integer, got {shown(self.seed)}",
         )
         object.__setattr__(self, "stop", _stops(self.stop))
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    """Biases as pairs, by token."""
+    try:
+        pairs = [(token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must be a mapping of token ids to biases, got {shown(given)}") from None
+    require(len(pairs) <= MAX_BIASES, f"logit_bias may have {MAX_BIASES:,} tokens at most, got {len(pairs):,}")
+    low, high = BIASES
+    for token, bias in pairs:
+        require(is_int(token) and token >= 0, f"logit_bias must have token ids, got {shown(token)}")
+        require(
+            is_finite(bias) and low <= bias <= high,
+            f"logit_bias must have biases from {low:g} to {high:g}, got {shown(bias)}",
+        )
+    return tuple(sorted((token, float(bias)) for token, bias in dict(pairs).items()))
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -133,7 +133,8 @@ def test_fields_that_change_nothing_are_taken(url):
     neutral = {
         "n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": None, "logit_bias": {}, "presence_penalty": 0.0,
         "frequency_penalty": 0, "stop": None, "seed": None, "stream": False, "stream_options": None, "nothing": None,
-        "store": False, "service_tier": "auto", "metadata": {"run": "7"}, "safety_identifier": "me", "user": "me",
+        "store": True, "top_logprobs": 0, "service_tier": "auto", "metadata": {"run": "7"}, "user": "me",
+        "safety_identifier": "me",
         "prompt_cache_key": "mine", "min_tokens": 0, "stop_token_ids": [], "skip_special_tokens": True,
         "include_stop_str_in_output": False, "use_beam_search": False,
     }  # fmt: skip
@@ -147,8 +148,7 @@ def test_fields_that_change_nothing_are_taken(url):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", 0),  # of completions: the drawn token's
-        ("logprobs", 5),
+        ("top_logprobs", 5),  # of chats
         ("service_tier", "flex"),
         ("min_tokens", 3),
         ("stop_token_ids", [5]),

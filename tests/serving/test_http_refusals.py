@@ -49,7 +49,6 @@ def refused(response: httpx.Response, status: int = 400, param: str | None = Non
     return error["message"]
 
 
-ABSENT = {"logprobs": True, "top_logprobs": 3, "logit_bias": {"3": 1}}
 BOTH = [
     *(({"max_tokens": n}, "max_tokens", f"max_tokens must be an integer >= 1, got {n!r}") for n in (0, 1.5, "5", True)),
     ({"temperature": -1}, "temperature", ">= 0"),
@@ -67,13 +66,14 @@ BOTH = [
     ({"stream": "yes"}, "stream", "true or false, got a string"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true only"),
     *(({"stream": True, "stream_options": one}, "stream_options", "include_usage") for one in ({"more": 1}, 1)),
-    *(({"n": n}, "n", "must be 1") for n in (2, True)),
-    *(
-        ({name: n}, name, "not there")
-        for name, n in {"logprobs": True, "top_logprobs": 3, "logit_bias": {"3": 1}}.items()
-    ),
+    *(({"n": n}, "n", "n must be an integer from 1 to 128") for n in (0, 129, True, "2")),
+    *(({"logit_bias": one}, "logit_bias", "token ids") for one in ({"a": 1}, {"-1": 1}, {"": 1}, {"٣": 1})),
+    *(({"logit_bias": one}, "logit_bias", "from -100 to 100") for one in ({"3": 101}, {"3": "1"}, {"3": None})),
+    ({"logit_bias": [1]}, "logit_bias", "must be an object, got a list"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "1,024 tokens at most, got 1,025"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
     ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
-    *(({f"{kind}_penalty": 0.5}, f"{kind}_penalty", "repetition_penalty") for kind in ("presence", "frequency")),
+    *(({f"{kind}_penalty": 2.5}, f"{kind}_penalty", "from -2 to 2") for kind in ("presence", "frequency")),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"xyz": 1}, "xyz", "no field of this endpoint: it has "),
     ({"model": 3}, "model", "must be a string"),
@@ -105,7 +105,8 @@ def test_fields_of_both(client, what, fields, param, says):
         ({"prompt": "a", "best_of": 2}, "best_of", "not there"),
         ({"prompt": "a", "echo": True}, "echo", "follows the prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not there"),
-        ({"prompt": "a", "logprobs": 0}, "logprobs", "not there"),
+        *(({"prompt": "a", "logprobs": n}, "logprobs", "integer from 0 to 20, got") for n in (21, -1, True, "1")),
+        ({"prompt": ["a"] * 3, "n": 100}, "n", "n asks for 300 answers: 256 may wait here at a time"),
         ({"prompt": "a", "messages": HI}, "messages", "no field of this endpoint"),
         ({"prompt": "a", "max_completion_tokens": 3}, "max_completion_tokens", "did you mean"),
     ],

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_sparsekv.serving.logit_edits import Allowed, LogitEdits
 from hf_sparsekv.serving.sampler import Sampler
 
 VOCABULARY = 101
@@ -31,6 +32,10 @@ class Asked:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
 
 GREEDY = Asked(temperature=0.0)
@@ -340,10 +345,10 @@ def test_greedy_rows_cost_a_maximum(monkeypatch):
         sampler.set(row, GREEDY, [1])
     called = []
     monkeypatch.setattr(Sampler, "_draw", lambda *args: called.append("drawn"))
-    monkeypatch.setattr(Sampler, "_penalise", lambda *args: called.append("penalised"))
+    monkeypatch.setattr(LogitEdits, "apply", lambda *args: called.append("edited"))
     logits = normal(4, 1).bfloat16()
     assert torch.equal(sampler(logits, range(4)), logits.argmax(-1))
-    assert not called and sampler._seen is None
+    assert not called and sampler._edits._seen is None
 
 
 def test_with_seeds_alone_the_devices_generator_is_not_touched():
@@ -398,3 +403,75 @@ def test_nothing_waits_for_the_device():
         sampler(logits[:2], [5, -1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---------------------------------------------------------------------- what clients of OpenAI's API ask for
+
+
+def test_frequency_and_presence_penalties_count_the_answer():
+    """By OpenAI's formula, the prompt apart: logit - count * frequency - (count > 0) * presence."""
+    sampler, logits = Sampler(3, VOCABULARY, "cpu"), normal(3, seed=1)
+    asked = [replace(GREEDY, frequency_penalty=0.5, presence_penalty=1.5), GREEDY, replace(GREEDY, presence_penalty=-2)]
+    for row, one in enumerate(asked):
+        sampler.set(row, one, [5, 6])
+    counts = torch.zeros(3, VOCABULARY)
+    for step in range(12):
+        expected = logits.clone()
+        for row, one in enumerate(asked):
+            used = counts[row]
+            expected[row] -= used * one.frequency_penalty + (used > 0) * one.presence_penalty
+        found = sampler(logits, [0, 1, 2])
+        assert torch.equal(found, expected.argmax(-1)), step
+        counts[range(3), found] += 1
+    assert len(counts[0].nonzero()) > 1 and len(counts[1].nonzero()) == len(counts[2].nonzero()) == 1
+    sampler.clear(1)
+    sampler.move(0, 1)  # with its counts
+    assert sampler(logits[:2], [-1, 1])[1] == (logits[1] - counts[0] * 0.5 - (counts[0] > 0) * 1.5).argmax()
+    sampler.set(1, asked[0])  # another request begins without them
+    assert sampler(logits[:2], [-1, 1])[1] == logits[1].argmax()
+
+
+def test_biases_move_tokens():
+    sampler, logits = Sampler(3, VOCABULARY, "cpu"), normal(3, seed=2)
+    best = logits.argmax(-1).tolist()
+    biased = replace(GREEDY, logit_bias=((best[0], -100.0), (7, 60.0)))
+    for row, one in enumerate((biased, GREEDY, replace(biased, logit_bias=((3, 100.0),)))):
+        sampler.set(row, one)
+    assert sampler(logits, [0, 1, 2]).tolist() == [7, best[1], 3]
+    with pytest.raises(ValueError, match="token ids must be 0 to 100"):
+        sampler.set(0, replace(GREEDY, logit_bias=((VOCABULARY, 1.0),)))
+
+
+@pytest.mark.parametrize("asked", [GREEDY, Asked(), Asked(top_k=5), Asked(top_p=0.5, seed=3)])
+def test_only_allowed_tokens_are_drawn(asked):
+    """Whatever else is asked for; other places are as without."""
+    sampler, logits = Sampler(2, VOCABULARY, "cpu"), normal(2, seed=3)
+    may = [0, 31, 32, 64, 100]
+    words = torch.zeros(1, (VOCABULARY + 31) // 32, dtype=torch.int64)
+    for token in may:
+        words[0, token // 32] |= 1 << token % 32
+    allowed = Allowed(torch.tensor([1]), (words - (words >> 31 << 32)).to(torch.int32))
+    for row in (0, 1):
+        sampler.set(row, asked if row else GREEDY)
+    drawn = [sampler(logits, [0, 1], allowed).tolist() for _ in range(50)]
+    assert {one for _, one in drawn} <= set(may)
+    assert {one for one, _ in drawn} == {int(logits[0].argmax())}
+    assert sampler.last[1].tolist() == [0, 0]
+    assert asked is GREEDY or asked.seed or len({one for _, one in drawn}) > 1
+
+
+def test_log_probabilities_are_the_model_s():
+    """Before penalties, biases and temperature; of the drawn token and of the likeliest ones."""
+    sampler, logits = Sampler(4, VOCABULARY, "cpu"), normal(4, seed=4)
+    asked = (replace(GREEDY, logprobs=3, logit_bias=((9, 90.0),)), GREEDY, Asked(temperature=5.0, logprobs=0), GREEDY)
+    for row, one in enumerate(asked):
+        sampler.set(row, one)
+    tokens = sampler(logits.bfloat16(), [0, 1, 2, 3])
+    told, expected = sampler.logprobs, logits.bfloat16().float().log_softmax(-1)
+    assert told.places == (0, 2) and tokens[0] == 9
+    for i, place in enumerate(told.places):
+        best = expected[place].topk(3)
+        assert torch.allclose(told.values[i], torch.cat([expected[place, tokens[place]][None], best.values]))
+        assert torch.equal(told.ids[i], best.indices)
+    sampler(logits, [-1, 1, -1, 3])
+    assert sampler.logprobs is None

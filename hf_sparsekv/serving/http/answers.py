@@ -16,7 +16,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..request import Handle, Output, Piece
+from ..request import Handle, Logprob, Output, Piece
 from .errors import ApiError, dumped, told
 
 JOIN = 256  # texts that wait for a reader before they become one
@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class News(NamedTuple):
-    """News of one request: text, and its end if it has ended."""
+    """News of one request: text, log probabilities of tokens, and its end if it has ended."""
 
     which: int
     text: str
     end: Output | BaseException | None
+    logprobs: tuple[Logprob, ...] = ()
 
 
 class Answers:
@@ -52,6 +53,7 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below; the event belongs to the loop
         self._texts: list[list[str]] = [[] for _ in handles]
+        self._logprobs: list[list[Logprob]] = [[] for _ in handles]
         self._ends: list[Output | BaseException | None] = [None] * len(self.handles)
         self._woken = False
         self._event = asyncio.Event()
@@ -63,7 +65,8 @@ class Answers:
         with self._lock:
             if not isinstance(news, Piece):
                 self._ends[which] = news
-            elif self._text and news.text:
+            elif self._text and (news.text or news.logprobs):
+                self._logprobs[which] += news.logprobs
                 texts = self._texts[which]
                 texts.append(news.text)
                 if len(texts) >= JOIN:
@@ -86,11 +89,12 @@ class Answers:
         with self._lock:
             self._woken = False
             found = [
-                News(which, "".join(texts), end)
-                for which, (texts, end) in enumerate(zip(self._texts, self._ends))
+                News(which, "".join(texts), end, tuple(logprobs))
+                for which, (texts, end, logprobs) in enumerate(zip(self._texts, self._ends, self._logprobs))
                 if texts or end is not None
             ]
             self._texts = [[] for _ in self.handles]
+            self._logprobs = [[] for _ in self.handles]
             self._ends = [None] * len(self.handles)
         return found
 
@@ -164,8 +168,8 @@ class Format:
         """Events before the first text."""
         return []
 
-    def text(self, which: int, text: str) -> list[object]:
-        """Events for new text."""
+    def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
+        """Events for new text, and for log probabilities of new tokens."""
         raise NotImplementedError
 
     def last(self, which: int, output: Output) -> list[object]:
@@ -236,9 +240,9 @@ class EventStream(Response):
         try:
             while len(outputs) < count:
                 events = []
-                for which, text, end in await self._answers.news():
-                    if text:
-                        events += [event(one) for one in form.text(which, text)]
+                for which, text, end, logprobs in await self._answers.news():
+                    if text or logprobs:
+                        events += [event(one) for one in form.text(which, text, logprobs)]
                     if end is not None:
                         output = outputs[which] = finished(end, self._answers.handles[which].id)
                         last = partial(form.last, which, output)

@@ -27,6 +27,7 @@ from .bodies import Bodies
 from .engine import Engine
 from .errors import ApiError, json_response
 from .gate import OPEN, Gate
+from .logprobs import TokenTexts
 from .metrics import PREFIX, registry
 from .prompts import Prompts
 from .scan import Scan
@@ -109,6 +110,7 @@ class _Api:
         self._model_id = model_id
         self._bodies = Bodies(max_body)
         self._prompts = Prompts(engine, model_id, max_answer)
+        self._texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
         self._threads: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
         self._registry = registry(engine.stats, lambda: engine.ready)
@@ -184,7 +186,7 @@ class _Api:
             for handle in handles:
                 handle.cancel()
             raise
-        shape = kind(self._model_id, asked, tools)
+        shape = kind(self._model_id, asked, tools, self._texts)
         if asked.stream:
             return EventStream(answers, shape)
         outputs = await while_there(request.receive, answers)

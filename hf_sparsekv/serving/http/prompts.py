@@ -48,30 +48,32 @@ class Prompts:
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
         asked, tools = parse(fields, scan), None
+        self._check_count(len(asked.prompts or (None,)), asked.n)
         try:
             if asked.messages is not None:
                 prompts, default = [self._rendered(asked)], self._max_answer
                 if "tools" in asked.template:
                     tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
             else:
-                self._check_count(len(asked.prompts))
                 prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
             for prompt in prompts:
-                sampling = asked.sampled(len(prompt), self._engine.max_length, default)
-                handles.append(self._engine.submit(prompt, sampling))
+                for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
+                    handles.append(self._engine.submit(prompt, sampling))
         except ValueError as error:
             where = "messages" if asked.messages is not None else "prompt"
+            where = "logit_bias" if str(error).startswith("logit_bias ") else where
             raise ApiError(400, str(error), where) from error
         except RuntimeError as error:
             raise told(error) from error
         return asked, tools
 
-    def _check_count(self, prompts: int) -> None:
-        """Raise 400 for a list that would never fit the queue; 429 would make the client try again."""
+    def _check_count(self, prompts: int, each: int) -> None:
+        """Raise 400 for more answers than ever fit the queue; 429 would make the client try again."""
         most = max(1, self._engine.max_waiting)
-        if prompts > most:
-            message = f"prompt has {prompts:,} prompts: {most:,} may wait here at a time. Send them in several requests"
-            raise ApiError(400, message, "prompt")
+        if prompts * each > most:
+            name, what = ("prompt", f"{prompts:,} prompts") if each == 1 else ("n", f"{prompts * each:,} answers")
+            message = f"{name} asks for {what}: {most:,} may wait here at a time. Send them in several requests"
+            raise ApiError(400, message, name)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

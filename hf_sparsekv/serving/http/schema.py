@@ -20,12 +20,14 @@ from .messages import messages_of
 from .scan import Scan
 from .values import all_whole, empty, json_kind, parsed, whole
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
-# User, purpose and prefix hints: accepted, and not used.
-LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key"}
-BOTH = {"model", "max_tokens", "stream", "stream_options", *LABELS, *SAMPLING}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+SAMPLING += ("seed", "stop", "ignore_eos")
+# User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
+LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
+BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", *LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
-CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
+CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "top_logprobs"}
+MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_NAME = 64  # characters of a field's name that may be a misspelt one
@@ -51,25 +53,18 @@ def _false(value: object) -> bool:
     return value is False
 
 
-_PENALTY = Refused(_zero, "is not there: repetition_penalty makes tokens that were used less likely")
 REFUSED = {
-    "n": Refused(_one, "must be 1: a request gives one answer; send it several times for more"),
-    "best_of": Refused(_one, "is not there: log probabilities, which it would compare, are not kept"),
+    "best_of": Refused(_one, "is not there: give n, and choose among the answers"),
     "echo": Refused(_false, "is not there: the answer is what follows the prompt"),
+    "top_logprobs": Refused(_zero, "is of chats: give logprobs, how many"),  # of completions
     "suffix": Refused(empty, "is not there: text is continued, not filled in"),
-    "logprobs": Refused(_false, "are not there: tokens are drawn on the device, and only they leave it"),
-    "top_logprobs": Refused(_zero, "are not there: tokens are drawn on the device, and only they leave it"),
-    "logit_bias": Refused(empty, "is not there: temperature, top_p, top_k, min_p and repetition_penalty are"),
     "response_format": Refused(
         lambda value: value == {"type": "text"}, "is not there: answers are not held to a grammar or a schema"
     ),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
     "parallel_tool_calls": Refused(lambda value: value is True, "cannot be turned off: the model decides"),
     "functions": Refused(empty, "are not there: give tools"),
     "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
     "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
-    "store": Refused(_false, "is not there: nothing is kept"),
     "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
     # vLLM's, which clients of its server send as they are by themselves.
     "min_tokens": Refused(_zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
@@ -95,6 +90,7 @@ class Asked:
         template: further arguments of the chat template.
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
+        n: answers to each prompt.
         stream: pieces as they come.
         include_usage: a last piece with the counts of tokens.
     """
@@ -104,20 +100,30 @@ class Asked:
     template: dict[str, Any] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     limited: bool = False
+    n: int = 1
     stream: bool = False
     include_usage: bool = False
 
-    def sampled(self, prompt_tokens: int, most: int, default: int | None) -> Sampling:
-        """Its settings for a prompt of so many tokens.
+    def sampled(self, prompt_tokens: int, most: int, default: int | None) -> list[Sampling]:
+        """Its settings for a prompt of so many tokens, for each of its answers.
 
         Args:
             most: tokens that prompt and answer may have together.
             default: of the answer if the client has not said; None: what is left.
         """
-        if self.limited:
-            return self.sampling
-        left = max(1, most - prompt_tokens)
-        return replace(self.sampling, max_tokens=left if default is None else min(left, default))
+        sampling = self.sampling
+        if not self.limited:
+            left = max(1, most - prompt_tokens)
+            sampling = replace(sampling, max_tokens=left if default is None else min(left, default))
+        if sampling.seed is None:
+            return [sampling] * self.n
+        # The first answer is that of a request for one; the others are drawn by seeds of their own.
+        return [replace(sampling, seed=_signed(sampling.seed + which)) for which in range(self.n)]
+
+
+def _signed(seed: int) -> int:
+    """In 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -158,7 +164,8 @@ def completion(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
     if "prompt" not in body:
         raise ApiError(400, "prompt is missing: give text, token ids, or a list of either", "prompt")
     prompts = _prompts(body["prompt"])
-    return replace(_common(body, "max_tokens"), prompts=prompts)
+    logprobs = body.get("logprobs")
+    return replace(_common(body, "max_tokens", None if logprobs is False else logprobs), prompts=prompts)
 
 
 def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
@@ -177,11 +184,16 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
         raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     messages, template = messages_of(body["messages"], scan or Scan(0)), _template(body)
-    return replace(_common(body, limit), messages=messages, template=template)
+    logprobs, top = _flag(body, "logprobs"), body.get("top_logprobs", 0)
+    if top and not logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs: true only", "top_logprobs")
+    asked = _common(body, limit, top if logprobs else None, "top_logprobs")
+    return replace(asked, messages=messages, template=template)
 
 
-def _common(body: Mapping[str, Any], limit: str) -> Asked:
+def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
     given = {name: body[name] for name in SAMPLING if name in body}
+    given |= {"logprobs": logprobs, "logit_bias": _biases(body.get("logit_bias", {}))}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM: all
     stop = given.get("stop", ())
@@ -194,8 +206,11 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
         sampling = Sampling(**given)
     except (ValueError, TypeError) as error:
         name = str(error).split(maxsplit=1)[0]
-        field = limit if name == "max_tokens" else name
+        field = {"max_tokens": limit, "logprobs": their_name}.get(name, name)
         raise ApiError(400, str(error).replace(name, field, 1), field) from None
+    n = body.get("n", 1)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
+        raise ApiError(400, f"n must be an integer from 1 to {MAX_N}, got {shown(n)}", "n")
     options = body.get("stream_options", {})
     stream = _flag(body, "stream")
     if not isinstance(options, dict) or options.keys() - {"include_usage", *STREAM_REFUSED}:
@@ -207,15 +222,29 @@ def _common(body: Mapping[str, Any], limit: str) -> Asked:
             raise ApiError(400, f"stream_options.{name} {refused.why}", "stream_options", "unsupported_parameter")
     if options and not stream:
         raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
-    return Asked(None, None, {}, sampling, limit in body, stream, _flag(options, "include_usage"))
+    return Asked(None, None, {}, sampling, limit in body, n, stream, _flag(options, "include_usage"))
+
+
+def _biases(given: object) -> dict[int, Any]:
+    """``logit_bias`` by numbers of tokens, where JSON has texts."""
+    if not isinstance(given, dict):
+        raise ApiError(400, f"logit_bias must be an object, got {json_kind(given)}", "logit_bias")
+    found: dict[int, Any] = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+            raise ApiError(400, f"logit_bias must have token ids, got {shown(token)}", "logit_bias")
+        found[int(token)] = bias
+    return found
 
 
 def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
     for name, value in body.items():
+        if name in known:
+            continue
         if name in REFUSED:
             if not REFUSED[name].neutral(value):
                 raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
-        elif name not in known:
+        else:
             names = known | REFUSED.keys()
             near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
             hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..request import Output
+from ..request import Logprob, Output
 from . import schema
 from .answers import Format
+from .logprobs import TokenTexts
 from .tools import ToolReader
 
 
@@ -21,13 +23,17 @@ class Shape(Format):
 
     prefix = object_name = chunk_name = ""
 
-    def __init__(self, model_id: str, asked: schema.Asked, tools: ToolReader | None) -> None:
+    def __init__(
+        self, model_id: str, asked: schema.Asked, tools: ToolReader | None, logprobs: TokenTexts | None = None
+    ) -> None:
         self._about = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model_id}
         self._include_usage = asked.include_usage
         self._null = {"usage": None} if asked.include_usage else {}
         self._tools = tools
         self.reads = tools is not None
         self._cut = bool(asked.sampling.stop)
+        self._each = asked.n  # answers to a prompt
+        self._logprobs = logprobs if asked.sampling.logprobs is not None else None
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
         """One whole answer."""
@@ -36,14 +42,26 @@ class Shape(Format):
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All answers at once."""
         choices = [self.answer(which, output) for which, output in enumerate(outputs)]
-        return {**self._about, "object": self.object_name, "choices": choices, "usage": _usage(outputs)}
+        return {**self._about, "object": self.object_name, "choices": choices, "usage": self._usage(outputs)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One chunk of a stream."""
         return {**self._about, "object": self.chunk_name, "choices": choices, **self._null}
 
     def usage(self, outputs: Sequence[Output]) -> list[object]:
-        return [{**self.chunk([]), "usage": _usage(outputs)}] if self._include_usage else []
+        return [{**self.chunk([]), "usage": self._usage(outputs)}] if self._include_usage else []
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Counts of tokens; a prompt with several answers counts once."""
+        first = outputs[:: self._each]
+        prompt, cached = sum(one.prompt_tokens for one in first), sum(one.cached_tokens for one in first)
+        answer = sum(len(one.token_ids) for one in outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 class Completion(Shape):
@@ -51,17 +69,25 @@ class Completion(Shape):
 
     prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def answer(self, which: int, output: Output) -> dict[str, Any]:
-        return self._choice(which, output.text, output.finish_reason)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offsets: Counter[int] = Counter()  # by answer: characters of the tokens so far
 
-    def text(self, which: int, text: str) -> list[object]:
-        return [self.chunk([self._choice(which, text, None)])]
+    def answer(self, which: int, output: Output) -> dict[str, Any]:
+        return self._choice(which, output.text, output.finish_reason, output.logprobs)
+
+    def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
+        return [self.chunk([self._choice(which, text, None, logprobs)])]
 
     def last(self, which: int, output: Output) -> list[object]:
         return [self.chunk([self._choice(which, "", output.finish_reason)])]
 
-    def _choice(self, which: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": which, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, which: int, text: str, reason: str | None, logprobs: Sequence[Logprob] = ()) -> dict[str, Any]:
+        told = None
+        if self._logprobs is not None and logprobs:
+            told = self._logprobs.in_lists(logprobs, self._offsets[which])
+            self._offsets[which] += sum(map(len, told["tokens"]))
+        return {"index": which, "text": text, "logprobs": told, "finish_reason": reason}
 
 
 class Chat(Shape):
@@ -72,14 +98,14 @@ class Chat(Shape):
     def answer(self, which: int, output: Output) -> dict[str, Any]:
         message, reason = self._read(output)
         message = {"role": "assistant", **message, "refusal": None}
-        return {"index": which, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": which, "message": message, "logprobs": self._told(output.logprobs), "finish_reason": reason}
 
     def first(self, which: int) -> list[object]:
         return [self._delta(which, {"role": "assistant", "content": ""})]
 
-    def text(self, which: int, text: str) -> list[object]:
+    def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
         # With tools it may be a call of one, which is known at its end.
-        return [] if self._tools else [self._delta(which, {"content": text})]
+        return [] if self._tools else [self._delta(which, {"content": text}, logprobs=logprobs)]
 
     def last(self, which: int, output: Output) -> list[object]:
         message, reason = self._read(output)
@@ -88,7 +114,8 @@ class Chat(Shape):
             calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
             deltas = [{name: text} for name, text in message.items() if text]
             deltas += [{"tool_calls": calls}] if calls else []
-        return [*(self._delta(which, one) for one in deltas), self._delta(which, {}, reason)]
+        logprobs = output.logprobs if self._tools else ()
+        return [*(self._delta(which, one) for one in deltas), self._delta(which, {}, reason, logprobs)]
 
     def _read(self, output: Output) -> tuple[dict[str, Any], str]:
         if self._tools is None:
@@ -96,16 +123,11 @@ class Chat(Shape):
         message = self._tools.message(output, self._cut)
         return message, "tool_calls" if "tool_calls" in message else output.finish_reason
 
-    def _delta(self, which: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return self.chunk([{"index": which, "delta": delta, "logprobs": None, "finish_reason": reason}])
+    def _delta(
+        self, which: int, delta: dict[str, Any], reason: str | None = None, logprobs: Sequence[Logprob] = ()
+    ) -> dict[str, Any]:
+        told = self._told(logprobs)
+        return self.chunk([{"index": which, "delta": delta, "logprobs": told, "finish_reason": reason}])
 
-
-def _usage(outputs: Sequence[Output]) -> dict[str, Any]:
-    prompt, answer = (sum(map(count, outputs)) for count in (lambda o: o.prompt_tokens, lambda o: len(o.token_ids)))
-    cached = sum(output.cached_tokens for output in outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    def _told(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
+        return self._logprobs.in_objects(logprobs) if self._logprobs is not None and logprobs else None
