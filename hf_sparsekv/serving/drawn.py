@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .grammar import Grammars
 from .in_flight import Request
+from .logit_edits import Allowed
 from .request import Logprob
 from .sampler import Logprobs, Sampler
 from .work import Work
@@ -36,6 +39,12 @@ class Record:
     marks: tuple | None = None  # clock marks of the step's start and end
     logprobs: Logprobs | None = None  # on the host
 
+    def token(self, place: int) -> int:
+        """The token in a place. Waits for the device."""
+        if self.event is not None:
+            self.event.synchronize()
+        return int(self.host[0, place])
+
     def told(self) -> dict[int, Logprob]:
         """Log probabilities by place, once the device has written the record."""
         if self.logprobs is None:
@@ -54,11 +63,13 @@ class DrawnTokens:
     Args:
         work: on the model and its rows.
         vocabulary: logits of a row.
+        grammars: what makes the masks of answers that follow one.
     """
 
-    def __init__(self, work: Work, vocabulary: int) -> None:
+    def __init__(self, work: Work, vocabulary: int, grammars: Grammars) -> None:
         self.work, self.rows, self.device, self.tokens = work, work.rows, work.device, work.tokens
         self.sampler = Sampler(self.rows.max_rows, vocabulary, self.device)
+        self.grammars = grammars
         self._records: deque[Record] = deque()
 
     def __len__(self) -> int:
@@ -69,7 +80,8 @@ class DrawnTokens:
         began = self.work.clock.mark()
         logits = self.work.step()
         n = len(logits)
-        drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)])
+        # After the step was launched: the tokens before it are read meanwhile.
+        drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)], self._allowed(active))
         valid = self.rows.valid(self.device)
         if valid is None:
             self.tokens[:n].copy_(drawn)
@@ -82,10 +94,15 @@ class DrawnTokens:
         """Draw the first token of a request that has just joined; ``logits`` are those of the prompt's last token."""
         row = request.row
         self.sampler.set(row, request.sampling, request.ids)
-        self.sampler(logits, [row])
+        self.sampler(logits, [row], self._allowed({0: request}))
         self.tokens[row : row + 1].copy_(self.sampler.last[0])
         self.work.tokens_are_there()
         self._record(self.sampler.last, [(0, request)])
+
+    def _allowed(self, active: dict[int, Request]) -> Allowed | None:
+        """Masks for the places whose answers follow a grammar."""
+        found = {place: one.constraint for place, one in active.items() if one.constraint is not None}
+        return self.grammars.allowed(found, self.device)
 
     def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
         """Copy ``last [2, n]`` and log probabilities to the host, without waiting for them."""
@@ -96,7 +113,11 @@ class DrawnTokens:
         if last.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        self._records.append(Record(requests, host, event, marks, told))
+        record = Record(requests, host, event, marks, told)
+        for place, request in requests:
+            if request.constraint is not None:
+                request.constraint.unread.append(partial(record.token, place))
+        self._records.append(record)
 
     def written(self, keep: int) -> Iterator[Record]:
         """Records that the device has written, oldest first. Waits for all but the last ``keep``."""

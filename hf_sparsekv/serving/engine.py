@@ -29,6 +29,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
 from ..ranks import ranks_of
 from .config import ServingConfig
+from .grammar import Grammars
 from .in_flight import Request
 from .loop import Loop
 from .opening import opened
@@ -89,7 +90,8 @@ class Engine:
             else:
                 work = SharedWork(model, made.rows, made.serving, wire)
             stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
-            self._loop = Loop(work, self._blocks, self._eos(), self.vocabulary)
+            self._grammars = Grammars(tokenizer, self.vocabulary, self._eos())
+            self._loop = Loop(work, self._blocks, self._eos(), self.vocabulary, self._grammars)
             self._stack = stack.pop_all()
         self._cache, self._rows, self._intake = made.cache, made.rows, self._loop.intake
         self._loop.start()
@@ -170,6 +172,7 @@ class Engine:
                 f"it would wait some {wait:.1f} s, more than max_wait_s={self.serving.max_wait_s:g}",
                 wait - self.serving.max_wait_s,
             )
+        constraint = self._grammars.constraint(sampling)
         handle = Handle(f"request-{next(self._ids)}", len(ids), self._intake.look)
         text = None
         if self._detokenizer is not None:
@@ -182,7 +185,9 @@ class Engine:
             config = self._cache.config
             keys = index.keys(ids, max(0, (len(ids) - config.window - config.max_draft) // size))
         try:
-            self._loop.submit(Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text))
+            self._loop.submit(
+                Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text, constraint=constraint)
+            )
         except (Busy, Closed) as error:
             self._refused["waiting" if isinstance(error, Busy) else "closed"] += 1
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .admission import Candidate
+from .grammar import Constraint
 from .prefix import Channels, Match
 from .request import Handle, Logprob
 from .sampling import Sampling
@@ -31,6 +32,7 @@ class Request:
     known: tuple[int, int, int] = (-1, 0, 0)  # `changes` of the index, and its PrefixIndex.known at that time
     channels: Channels | None = None
     text: TextStream | None = None
+    constraint: Constraint | None = None  # the grammar that the answer follows
     order: int = 0
     row: int | None = None
     launched: int = 0  # tokens of the answer whose steps were launched

@@ -22,6 +22,7 @@ from torch import Tensor
 from .blocks import Blocks
 from .drawn import DrawnTokens
 from .failures import clear_frames, described
+from .grammar import Grammars
 from .in_flight import Request
 from .intake import Intake
 from .link_meter import LinkMeter
@@ -45,15 +46,16 @@ class Loop:
         blocks: limit of the blocks of all requests in the batch and of the prefix cache, together.
         eos: tokens that end an answer.
         vocabulary: logits of a row.
+        grammars: of answers that follow one.
     """
 
-    def __init__(self, work: Work, blocks: int, eos: frozenset[int], vocabulary: int) -> None:
+    def __init__(self, work: Work, blocks: int, eos: frozenset[int], vocabulary: int, grammars: Grammars) -> None:
         self.work, self.rows, self.eos = work, work.rows, eos
         self.counts = Counts()
         self.link = LinkMeter(work)
         self.intake = Intake(self.counts, work.serving.max_waiting)
         self.blocks = Blocks(work, blocks)
-        self.drawn = DrawnTokens(work, vocabulary)
+        self.drawn = DrawnTokens(work, vocabulary, grammars)
         self.room = Room(work, self.drawn.sampler)
         self.order = ReadingOrder(work, self.intake, self.blocks, self.room)
         self.teller = Teller(self.counts, self.intake.look, self.intake.told)

@@ -5,10 +5,12 @@ Apart from :mod:`.request`, which has results. Nothing here needs torch or knows
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_STOPS = 4  # as OpenAI's API
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
@@ -72,6 +74,9 @@ class Sampling:
         seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
         stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
             one that appears.
+        json_schema: the answer is JSON that follows this schema: JSON itself, as text or as a mapping. Needs the extra
+            ``structured``, as the next one.
+        grammar: the answer follows this grammar, in llguidance's dialect of Lark.
         ignore_eos: continue after the end-of-sequence token, up to ``max_tokens``.
 
     Raises:
@@ -90,6 +95,8 @@ class Sampling:
     logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -141,7 +148,31 @@ class Sampling:
             f"seed must be None or a signed 64-bit integer, got {shown(self.seed)}",
         )
         object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        require(
+            self.grammar is None or isinstance(self.grammar, str),
+            f"grammar must be text or None, got {shown(self.grammar)}",
+        )
+        require(self.grammar is None or self.json_schema is None, "grammar and json_schema are both given: take one")
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
+        require(
+            not self.ignore_eos or (self.grammar is None and self.json_schema is None),
+            "ignore_eos goes without grammar and json_schema: nothing may follow the end of what they describe",
+        )
+
+
+def _schema(given: object) -> str | None:
+    """A JSON schema as text."""
+    if given is None:
+        return None
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        require(isinstance(found, Mapping), f"json_schema must be a JSON object, got {shown(given)}")
+        return json.dumps(found)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"json_schema must be JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"json_schema must be JSON: {error}") from None
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:

@@ -27,6 +27,7 @@ OPTIONAL = (
     "fastapi",
     "uvicorn",
     "prometheus_client",
+    "llguidance",
     "ray",
 )
 

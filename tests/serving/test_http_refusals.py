@@ -49,6 +49,7 @@ def refused(response: httpx.Response, status: int = 400, param: str | None = Non
     return error["message"]
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 BOTH = [
     *(({"max_tokens": n}, "max_tokens", f"max_tokens must be an integer >= 1, got {n!r}") for n in (0, 1.5, "5", True)),
     ({"temperature": -1}, "temperature", ">= 0"),
@@ -72,7 +73,16 @@ BOTH = [
     ({"logit_bias": [1]}, "logit_bias", "must be an object, got a list"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "1,024 tokens at most, got 1,025"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
+    *(
+        ({"response_format": form}, "response_format", "response_format must be {type: text}, ")
+        for form in (
+            1,
+            {},
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": 1}},
+        )
+    ),
     *(({f"{kind}_penalty": 2.5}, f"{kind}_penalty", "from -2 to 2") for kind in ("presence", "frequency")),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"xyz": 1}, "xyz", "no field of this endpoint: it has "),
@@ -159,8 +169,17 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [TOOL]}, "tools", "this model's chat template knows no tools"),
         ({"tools": 3}, "tools", "must be a list of {type: function"),
         ({"tools": [{"type": "function"}]}, "tools", "must be a list of {type: function"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "auto or none"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "the model decides"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice is required, and there are no tools"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "must be auto, none, required or {type: function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be auto, none, required or"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "names 'g', which is not among the tools",
+        ),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "where the model decides"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+        ({"tools": [TOOL], "response_format": SCHEMA}, "response_format", "do not go together here"),
         ({"functions": [{}]}, "functions", "give tools"),
         ({"modalities": ["audio"]}, "modalities", "text"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object"),

@@ -6,6 +6,7 @@ All of it runs on a thread, apart from the event loop, because it takes long wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..request import Handle
@@ -19,6 +20,7 @@ from .tools import ToolReader
 
 LIKELY = 8  # characters a token: a text longer than this times the context is tokenised in pieces first
 COUNTED = 1 << 18  # characters of a piece
+FIELDS = {"logit_bias": "logit_bias", "json_schema": "response_format", "grammar": "tool_choice"}  # settings, clients
 CUT = 16  # tokens that a piece may have more because it is cut out
 
 
@@ -54,15 +56,18 @@ class Prompts:
                 prompts, default = [self._rendered(asked)], self._max_answer
                 if "tools" in asked.template:
                     tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
+                if asked.calls is not None:
+                    asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
             else:
                 prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
             for prompt in prompts:
                 for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
                     handles.append(self._engine.submit(prompt, sampling))
         except ValueError as error:
-            where = "messages" if asked.messages is not None else "prompt"
-            where = "logit_bias" if str(error).startswith("logit_bias ") else where
-            raise ApiError(400, str(error), where) from error
+            usual = "messages" if asked.messages is not None else "prompt"
+            name, _, rest = str(error).partition(" ")
+            field = FIELDS.get(name)
+            raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
         except RuntimeError as error:
             raise told(error) from error
         return asked, tools

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,9 +24,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "fre
 SAMPLING += ("seed", "stop", "ignore_eos")
 # User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
 LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
-BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", *LABELS, *SAMPLING}
+BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", "response_format"}
+BOTH |= {*LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
-CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "top_logprobs"}
+CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
+CHAT |= {"chat_template_kwargs"}
 MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
@@ -58,10 +60,6 @@ REFUSED = {
     "echo": Refused(_false, "is not there: the answer is what follows the prompt"),
     "top_logprobs": Refused(_zero, "is of chats: give logprobs, how many"),  # of completions
     "suffix": Refused(empty, "is not there: text is continued, not filled in"),
-    "response_format": Refused(
-        lambda value: value == {"type": "text"}, "is not there: answers are not held to a grammar or a schema"
-    ),
-    "parallel_tool_calls": Refused(lambda value: value is True, "cannot be turned off: the model decides"),
     "functions": Refused(empty, "are not there: give tools"),
     "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
     "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
@@ -80,6 +78,13 @@ STREAM_REFUSED = {
 }
 
 
+class Calls(NamedTuple):
+    """Calls of tools that an answer must consist of: of one of the named tools each, one or several."""
+
+    names: tuple[str, ...]
+    several: bool
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request of a client.
@@ -88,6 +93,7 @@ class Asked:
         prompts: texts or token ids, one answer each; of a conversation None.
         messages: of a conversation, as chat templates take them.
         template: further arguments of the chat template.
+        calls: of its tools that the answer must consist of; None: the model decides.
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
         n: answers to each prompt.
@@ -98,6 +104,7 @@ class Asked:
     prompts: tuple[str | list[int], ...] | None
     messages: list[dict[str, Any]] | None
     template: dict[str, Any] = field(default_factory=dict)
+    calls: Calls | None = None
     sampling: Sampling = field(default_factory=Sampling)
     limited: bool = False
     n: int = 1
@@ -187,13 +194,21 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
     logprobs, top = _flag(body, "logprobs"), body.get("top_logprobs", 0)
     if top and not logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true only", "top_logprobs")
-    asked = _common(body, limit, top if logprobs else None, "top_logprobs")
-    return replace(asked, messages=messages, template=template)
+    asked = replace(_common(body, limit, top if logprobs else None, "top_logprobs"), messages=messages)
+    if "tools" in template and asked.sampling.json_schema is not None:
+        raise ApiError(
+            400,
+            "response_format and tools do not go together here: leave one out, or give tool_choice none",
+            "response_format",
+            "unsupported_parameter",
+        )
+    return replace(asked, template=template, calls=_calls(body, template.get("tools", ())))
 
 
 def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
     given = {name: body[name] for name in SAMPLING if name in body}
     given |= {"logprobs": logprobs, "logit_bias": _biases(body.get("logit_bias", {}))}
+    given["json_schema"] = _json_schema(body.get("response_format", {"type": "text"}))
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM: all
     stop = given.get("stop", ())
@@ -206,7 +221,7 @@ def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str 
         sampling = Sampling(**given)
     except (ValueError, TypeError) as error:
         name = str(error).split(maxsplit=1)[0]
-        field = {"max_tokens": limit, "logprobs": their_name}.get(name, name)
+        field = {"max_tokens": limit, "logprobs": their_name, "json_schema": "response_format"}.get(name, name)
         raise ApiError(400, str(error).replace(name, field, 1), field) from None
     n = body.get("n", 1)
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
@@ -222,7 +237,50 @@ def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str 
             raise ApiError(400, f"stream_options.{name} {refused.why}", "stream_options", "unsupported_parameter")
     if options and not stream:
         raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
-    return Asked(None, None, {}, sampling, limit in body, n, stream, _flag(options, "include_usage"))
+    return Asked(None, None, {}, None, sampling, limit in body, n, stream, _flag(options, "include_usage"))
+
+
+def _json_schema(form: object) -> dict[str, Any] | None:
+    """The schema of ``response_format``; None: any text."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = form.get("json_schema") if kind == "json_schema" else None
+    found = named.get("schema", {"type": "object"}) if isinstance(named, dict) else None
+    if not isinstance(found, dict):
+        what = "{type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}}"
+        raise ApiError(400, f"response_format must be {what}, got {shown(form)}", "response_format")
+    all_whole(found, "response_format")
+    return found
+
+
+def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> Calls | None:
+    """The calls that ``tool_choice`` asks for."""
+    choice, several = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
+    if not isinstance(several, bool):
+        raise ApiError(
+            400, f"parallel_tool_calls must be true or false, got {json_kind(several)}", "parallel_tool_calls"
+        )
+    if choice in ("auto", "none"):
+        if not several and tools:
+            message = "parallel_tool_calls cannot be turned off where the model decides: give tool_choice required"
+            raise ApiError(400, message, "parallel_tool_calls", "unsupported_parameter")
+        return None
+    names = tuple(one["function"]["name"] for one in tools)
+    if choice == "required":
+        if not names:
+            raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
+        return Calls(names, several)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        what = "auto, none, required or {type: function, function: {name}}"
+        raise ApiError(400, f"tool_choice must be {what}, got {shown(choice)}", "tool_choice")
+    if name not in names:
+        raise ApiError(400, f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
+    return Calls((name,), False)
 
 
 def _biases(given: object) -> dict[int, Any]:
@@ -297,13 +355,8 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
                 "chat_template_kwargs",
             )
     all_whole(given, "chat_template_kwargs")
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ApiError(
-            400, "tool_choice must be auto or none: the model decides, it is not held to a tool", "tool_choice"
-        )
     tools = body.get("tools")
-    if not tools or choice == "none":
+    if not tools or body.get("tool_choice") == "none":
         return given
     tools = tools if isinstance(tools, list) else [None]
     if len(tools) > MAX_TOOLS:

@@ -40,6 +40,13 @@ MAX_SPACE = 256  # characters: delimiters that are patterns may begin with any w
 SPACE = re.compile(r"\s+")
 COUNTING_S = 0.1  # seconds
 PROMPT_END = 512  # tokens in which the template may have begun the message
+# Answers that are calls, written as IN_TAGS has them.
+LARK = """start: call{more}
+call: "<tool_call>\\n" json "\\n</tool_call>"
+json: %json {schema}
+"""
+MOST_CALLS = 16
+ANY = {"type": "object"}
 SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
 
 log = logging.getLogger(__name__)
@@ -69,6 +76,25 @@ class ToolReader:
             raise ApiError(400, message, "tools", "unsupported_parameter")
         self._tokenizer, self._tools = tokenizer, tools
         self._prompt = tokenizer.decode(list(prompt[-PROMPT_END:]))
+
+    def grammar(self, names: Sequence[str], several: bool) -> str:
+        """The grammar of an answer that is calls of these tools and nothing else, in llguidance's dialect of Lark.
+
+        Raises:
+            ApiError: the model writes calls in a way of its own, whose grammar is not known.
+        """
+        if self._form is not IN_TAGS:
+            message = "tool_choice must be auto or none: how this model writes calls is known for reading only"
+            raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+        one = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        calls = [
+            {**one, "properties": {"name": {"const": tool["name"]}, "arguments": tool.get("parameters") or ANY}}
+            for tool in (one["function"] for one in self._tools)
+            if tool["name"] in names
+        ]
+        if several:
+            return LARK.format(more=f" (/\\n/ call){{0,{MOST_CALLS - 1}}}", schema=json.dumps({"anyOf": calls}))
+        return LARK.format(more="", schema=json.dumps({"anyOf": calls}))
 
     def message(self, output: Output, cut: bool) -> dict[str, Any]:
         """``content``, and ``tool_calls`` or ``reasoning_content`` if there are any; the text if it cannot be read.
