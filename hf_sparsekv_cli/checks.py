@@ -63,6 +63,15 @@ def served(cache: str, max_length: int | None, api_key: str | None) -> None:
     )
 
 
+def origins(given: Sequence[str] | None) -> None:
+    """``serve --cors-origin``."""
+    for one in given or ():
+        _require(
+            one == "*" or bool(re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)),
+            f"{one!r} is no origin of web pages: give it as https://chat.example.org, or '*' for all",
+        )
+
+
 def host_kept(offload: bool | None, device_kv: str | None, host_kv: str | None) -> None:
     """Sizes of memory for blocks that stay on the device."""
     name = "--device-kv" if device_kv is not None else "--host-kv" if host_kv is not None else None
@@ -254,6 +263,7 @@ def check(command: str, given: Mapping[str, Any], facts: Mapping[str, Any]) -> N
         served(given["cache"], given["max_length"], given["api_key"])
         cache_options(given["cache"], given, facts)
         host_kept(given["offload"], given["device_kv"], given["host_kv"])
+        origins(given["cors_origin"])
         for name in ("device_kv", "host_kv", "max_body"):
             if given[name] is not None:
                 values.parse_bytes(given[name])

@@ -125,7 +125,9 @@ BODIES: dict[str, Body] = {
     "max_tokens": Body(_with(max_tokens=10**60)),
     "top_logprobs": _chat(lambda size: {"logprobs": True, "top_logprobs": 10**9}),
     "a grammar": _chat(
-        lambda size: {"response_format": {"type": "json_schema", "json_schema": {"pattern": "(a+)+" * (size // 8)}}}
+        lambda size: {
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+" * (size // 8)}}}
+        }
     ),
     "a model's name": Body(lambda size: _with(model="m" * size)(size), (404,)),
     "a role": _chat(lambda size: {"messages": [{"role": "{{" * (size // 2), "content": "a"}]}),

@@ -58,7 +58,7 @@ BAD = (
     b'{"prompt": "a", "temperature": -1}',
     b'{"prompt": "a", "temperature": NaN}',
     b'{"prompt": "a", "top_p": 0}',
-    b'{"prompt": "a", "n": 3}',
+    b'{"prompt": "a", "n": 3000}',
     b'{"prompt": "a", "unknown_field": 1}',
     b"\xff\xfe\x00 not text",
 )

@@ -24,7 +24,7 @@ import torch
 import typer
 
 from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import host_kept, served
+from hf_sparsekv_cli.checks import host_kept, origins, served
 
 from ..config import OffloadConfig
 from ..gguf_file import is_gguf
@@ -78,6 +78,23 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        _of_server(
+            metavar="ORIGIN",
+            help="Of web pages that a browser lets ask this server, as https://chat.example.org. Several times, or *.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore_unknown_fields: Annotated[
+        bool,
+        _of_server(
+            "--ignore-unknown-fields", help="Leave out what requests have and this server does not know, as chat_id."
+        ),
+    ] = False,
+    log_requests: Annotated[
+        bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
+    ] = False,
     max_rows: Annotated[int, _of_requests(min=1, help="That decode together.")] = 32,
     context: Annotated[
         int | None,
@@ -167,6 +184,9 @@ def serve(
         prefill_ms=prefill_ms,
         prefix_cache=prefix_cache,
     )
+    origins(cors_origin)
+    if log_requests:
+        _log_requests()
     offload = _offload(options, device_kv, host_kv)
     body = values.parse_bytes(max_body)
     if tensor_parallel:
@@ -185,6 +205,8 @@ def serve(
                 "max_body": body,
                 "max_answer": max_answer,
                 "allowed_hosts": tuple(allow_host or ()),
+                "cors_origins": tuple(cors_origin or ()),
+                "ignore_unknown_fields": ignore_unknown_fields,
             },
             (config, offload, serving, dtype, device),
             tensor_parallel,
@@ -371,6 +393,16 @@ def signals_heard(server) -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, signal.SIG_IGN if server.signals else handler)
+
+
+def _log_requests() -> None:
+    """Lines of the HTTP server about requests, on standard error."""
+    logger = logging.getLogger("hf_sparsekv.serving.http")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _check_installed() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .logit_edits import WORD, Allowed
+from .request import NotFollowed
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -33,18 +34,23 @@ class Constraint:
 
     Attributes:
         unread: tokens in flight that follow, as callables that wait for them.
+        error: why the grammar cannot be followed any further; the answer may only end then.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self.unread: list[Any] = []
+        self.error: NotFollowed | None = None
 
     def fill(self, words: Tensor) -> None:
         """Write which tokens may come next, int32 ``[words]`` on the host; after the end or an error only the end."""
         unread, self.unread = self.unread, []
         for token in unread:
             self._matcher.consume_token(token())
+        ended = self._matcher.is_stopped()
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+        if not ended and self._matcher.is_error():
+            self.error = NotFollowed(f"the grammar is too large for a step: {_first(self._matcher)}")
 
 
 class Grammars:
@@ -80,10 +86,13 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = ll_tokenizer(self._tokenizer, self._vocabulary, self._eos)
-        if sampling.json_schema is None:
-            text = LLMatcher.grammar_from_lark(sampling.grammar)
-        else:
-            text = LLMatcher.grammar_from_json_schema(sampling.json_schema, defaults=WHITESPACE)
+        try:
+            if sampling.json_schema is None:
+                text = LLMatcher.grammar_from_lark(sampling.grammar)
+            else:
+                text = LLMatcher.grammar_from_json_schema(sampling.json_schema, defaults=WHITESPACE)
+        except ValueError as error:  # nested too deeply
+            raise ValueError(f"{name} cannot be followed: {error}") from None
         return Constraint(self._matcher(name, text).deep_copy())
 
     def _matcher(self, name: str, text: str) -> LLMatcher:
@@ -95,8 +104,7 @@ class Grammars:
                 return self._compiled[text]
         made = LLMatcher(self._tokens, text, log_level=0)
         if made.is_error():
-            first = made.get_error().strip().splitlines()[0]
-            raise ValueError(f"{name} cannot be followed: {first}")
+            raise ValueError(f"{name} cannot be followed: {_first(made)}")
         with self._lock:
             self._compiled[text] = made
             while len(self._compiled) > KEPT:
@@ -113,6 +121,11 @@ class Grammars:
             constraint.fill(row)
         places = torch.tensor(list(constraints), pin_memory=pinned)
         return Allowed(places.to(device, non_blocking=True), words.to(device, non_blocking=True))
+
+
+def _first(matcher: LLMatcher) -> str:
+    """The first line of an error; the others show the text so far, which is the client's own."""
+    return matcher.get_error().strip().split("\n")[0].split(" <state>")[0]
 
 
 # ---------------------------------------------------------------------- the bytes of tokens

@@ -215,6 +215,10 @@ class Loop:
             error = RuntimeError("the model's logits are NaN or infinite: no token can be drawn from them")
             self.teller.end(request, error)
             return
+        if request.constraint is not None and request.constraint.error is not None:
+            self._drop(request)
+            self.teller.end(request, request.constraint.error)
+            return
         if request.times:
             self.counts.between_s.add(now - request.times[-1])
         else:

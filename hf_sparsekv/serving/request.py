@@ -85,6 +85,10 @@ class Busy(RuntimeError):
         self.retry_after = retry_after
 
 
+class NotFollowed(ValueError):
+    """An answer has come to a place where its schema or grammar takes more work than a step may have."""
+
+
 class Closed(RuntimeError):
     """The engine takes no requests: it drains, has failed, or is closed."""
 

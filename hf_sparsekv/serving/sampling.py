@@ -21,6 +21,7 @@ COUNTED_PENALTIES = -2.0, 2.0  # as OpenAI's API, like the three below
 BIASES = -100.0, 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_GRAMMAR = 1 << 16  # characters of a schema or a grammar: compiling longer ones takes long
 DIGITS = 80  # of an integer that an error quotes
 
 
@@ -153,6 +154,12 @@ class Sampling:
             self.grammar is None or isinstance(self.grammar, str),
             f"grammar must be text or None, got {shown(self.grammar)}",
         )
+        for name in ("json_schema", "grammar"):
+            given = getattr(self, name)
+            require(
+                given is None or len(given) <= MAX_GRAMMAR,
+                f"{name} may have {MAX_GRAMMAR:,} characters at most, got {len(given or ''):,}",
+            )
         require(self.grammar is None or self.json_schema is None, "grammar and json_schema are both given: take one")
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         require(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hf_sparsekv import __version__
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.policies import registry
 from hf_sparsekv_cli import version
 from hf_sparsekv_cli.arguments import app as light
 from hf_sparsekv_cli.arguments import command, data
@@ -164,6 +165,7 @@ def test_an_unknown_command_is_told_at_once(args, line):
         (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
         (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
         (["serve", "x", "--api-key", " "], "is empty: give a key"),
+        (["serve", "x", "--cors-origin", "chat.example.org"], "'chat.example.org' is no origin of web pages"),
         (["serve", "x", "--no-offload", "--host-kv", "3GiB"], "--host-kv is for keys and values in host memory"),
         (["serve", "x", "--context", "4kk"], "'4kk' is no length"),
         (["plan", "x", "--context", "3k", "--cache", "dense"], "--cache takes token, two_level, "),
@@ -187,6 +189,8 @@ def test_an_unknown_command_is_told_at_once(args, line):
 )
 def test_wrong_usage_is_one_line(args, line, tmp_path, monkeypatch):
     """With what was probably meant; nothing is loaded or written before. It is the same without the implementation."""
+    ours = {name: one for name, one in registry._METHODS.items() if one.config.__module__.startswith("hf_sparsekv")}
+    monkeypatch.setattr(registry, "_METHODS", ours)  # without those of other tests
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
     said = []

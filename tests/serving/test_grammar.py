@@ -123,6 +123,28 @@ def test_what_cannot_be_followed_is_refused(engine, settings, says):
 
 
 @needs_llguidance
+def test_a_grammar_that_grows_too_large_fails_its_answer_and_no_other(engine, client):
+    """Where an answer ends in the middle, it is not given as if it were whole."""
+    own = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
+    kinds = ({"a": {"type": "string", "pattern": f"^(x|y)*z{{{i}}}$"}, "b": {"const": i}} for i in range(300))
+    large = {"anyOf": [{**own, "properties": one} for one in kinds]}
+    asked = [Sampling(max_tokens=200, temperature=0, json_schema=one) for one in (large, PERSON)]
+    handles = [engine.submit("a", one) for one in asked]
+    with pytest.raises(ValueError, match=r"the grammar is too large for a step: .*max is 2000"):
+        handles[0].result()
+    assert is_person(handles[1].result().text)
+    form = {"type": "json_schema", "json_schema": {"name": "large", "schema": large}}
+    with pytest.raises(Exception, match="too large for a step") as error:
+        client.chat.completions.create(model="m", messages=HI, max_tokens=200, response_format=form)
+    assert error.value.status_code == 400 and error.value.param == "response_format"
+    deep: dict = {"type": "string"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(ValueError, match="json_schema cannot be followed: recursion limit"):
+        engine.submit("a", Sampling(json_schema=deep))
+
+
+@needs_llguidance
 def test_response_format(client):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     options = {"model": "m", "messages": HI, "temperature": 1.5, "seed": 4, "max_tokens": 300}
@@ -180,6 +202,8 @@ def test_settings_that_exclude_each_other():
         ({"json_schema": 3}, "json_schema must be a JSON object, got 3"),
         ({"json_schema": {"a": {1}}}, "json_schema must be JSON"),
         ({"grammar": 3}, "grammar must be text or None, got 3"),
+        ({"grammar": "x" * 70_000}, "grammar may have 65,536 characters at most, got 70,000"),
+        ({"json_schema": {"const": "x" * 70_000}}, "json_schema may have 65,536 characters at most, got 70,0"),
     ):
         with pytest.raises(ValueError, match=says):
             Sampling(**settings)

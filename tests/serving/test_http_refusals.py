@@ -241,9 +241,14 @@ def test_other_models_addresses_and_methods(client):
     assert "no model 'gpt-4' here: this server has 'fake'" in refused(
         client.post("/v1/completions", json={"prompt": "a", "model": "gpt-4"}), 404, "model"
     )
-    assert "nothing at /v1/embeddings" in refused(client.post("/v1/embeddings", json={}), 404)
+    for path, why in (
+        ("embeddings", "makes no embeddings"),
+        ("responses", "use /v1/chat"),
+        ("embedding", "nothing at"),
+    ):
+        assert why in refused(client.post(f"/v1/{path}", json={}), 404)
     refused(client.get("/v1/completions"), 405)
-    for path in ("/docs", "/redoc", "/openapi.json", "/load_model"):
+    for path in ("/redoc", "/openapi.json", "/load_model"):
         refused(client.get(path), 404)
 
 

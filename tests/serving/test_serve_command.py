@@ -188,7 +188,14 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     assert (given["id"], given["connections"]) == ("tiny-llama", 2048)
-    assert given["options"] == {"api_key": "k", "max_body": 1000, "max_answer": 4096, "allowed_hosts": ()}
+    assert given["options"] == {
+        "api_key": "k",
+        "max_body": 1000,
+        "max_answer": 4096,
+        "allowed_hosts": (),
+        "cors_origins": (),
+        "ignore_unknown_fields": False,
+    }
     config, offload, serving, _, _ = given["settings"]
     assert (config.token_budget, config.num_blocks) == (64, 4)
     assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..request import Handle, Logprob, Output, Piece
+from ..request import Handle, Logprob, NotFollowed, Output, Piece
 from .errors import ApiError, dumped, told
 
 JOIN = 256  # texts that wait for a reader before they become one
@@ -45,10 +45,12 @@ class Answers:
     Args:
         handles: the requests' handles, to which it listens.
         text: False if only the ends are needed.
+        id: of the client's request, for the log.
     """
 
-    def __init__(self, handles: Sequence[Handle], text: bool = True) -> None:
+    def __init__(self, handles: Sequence[Handle], text: bool = True, id: str = "") -> None:
         self.handles = list(handles)
+        self.id = id
         self._text = text
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below; the event belongs to the loop
@@ -108,7 +110,7 @@ class Answers:
         while len(outputs) < len(self.handles):
             for one in await self.news():
                 if one.end is not None:
-                    outputs[one.which] = finished(one.end, self.handles[one.which].id)
+                    outputs[one.which] = finished(one.end, self.handles[one.which].id, self.id)
         return [outputs[which] for which in range(len(self.handles))]
 
     def cancel(self) -> None:
@@ -117,10 +119,12 @@ class Answers:
             handle.cancel()
 
 
-def finished(end: Output | BaseException, id: str) -> Output:
-    """The output of request ``id``. Raises the error for the client if there is none."""
+def finished(end: Output | BaseException, id: str, asked: str = "") -> Output:
+    """The output of request ``id``, which a client has ``asked`` for. Raises the error for the client if it failed."""
+    if isinstance(end, NotFollowed):  # the client's own grammar
+        raise told(end, id)
     if isinstance(end, BaseException):
-        log.error("%s has failed", id, exc_info=end)
+        log.error("%s%s has failed", f"{asked}: " if asked else "", id, exc_info=end)
         raise told(end, id)
     if end.finish_reason == "cancelled":  # not by the client, who is listening
         raise ApiError(503, "the server has ended this request: it is stopping", code="closed")
@@ -190,8 +194,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, form: Format) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, answers: Answers, form: Format, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._answers = answers
         self._form = form
@@ -244,7 +248,7 @@ class EventStream(Response):
                     if text or logprobs:
                         events += [event(one) for one in form.text(which, text, logprobs)]
                     if end is not None:
-                        output = outputs[which] = finished(end, self._answers.handles[which].id)
+                        output = outputs[which] = finished(end, self._answers.handles[which].id, self._answers.id)
                         last = partial(form.last, which, output)
                         events += [event(one) for one in (await on_thread(last) if form.reads else last())]
                 yield b"".join(events) or b": waiting\n\n"

@@ -6,6 +6,7 @@ Only endpoints are here. Access, bodies, prompts and the format of answers are i
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -17,16 +18,17 @@ from fastapi import FastAPI, Request
 from prometheus_client import Counter
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from ..request import Handle
 from ..sampling import shown
-from . import schema
+from . import front, schema
 from .answers import Answers, EventStream, on_thread, while_there
 from .bodies import Bodies
 from .engine import Engine
 from .errors import ApiError, json_response
-from .gate import OPEN, Gate
+from .gate import ID, OPEN, Gate
 from .logprobs import TokenTexts
 from .metrics import PREFIX, registry
 from .prompts import Prompts
@@ -37,6 +39,8 @@ MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
 SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
+IGNORED = "x-ignored-fields"
+MOST_TOLD = 16  # names in that header
 OPENMETRICS = "application/openmetrics-text"
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ def create_app(
     max_body: int = MAX_BODY,
     max_answer: int | None = MAX_ANSWER,
     allowed_hosts: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    ignore_unknown_fields: bool = False,
 ) -> FastAPI:
     """An application for any ASGI server around an engine. The caller has to close the engine.
 
@@ -62,16 +68,23 @@ def create_app(
         allowed_hosts: host names, besides ``localhost`` and IP addresses, that requests to a loopback address may use
             if there is no key. ``"*"``: any. The check keeps web pages in a browser on this machine from sending
             requests by DNS rebinding.
+        cors_origins: origins of web pages that a browser lets ask this server, as ``https://chat.example.org``.
+            ``"*"``: of all pages.
+        ignore_unknown_fields: leave fields of requests out that the server does not know, and name them in the answer's
+            header ``X-Ignored-Fields``. False: refuse them.
 
     Raises:
-        ValueError: ``api_key`` is empty.
+        ValueError: ``api_key`` is empty, or an origin is none.
     """
+    origins = [origin(one) for one in cors_origins]
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty: give one, or None to let everybody in")
     # No documentation pages: they would load scripts from elsewhere.
     # No redirects that add or remove a slash: they would contain the client's Host header.
     app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    api = _Api(engine, model_id, max_body, max_answer)
+    api = _Api(engine, model_id, max_body, max_answer, ignore_unknown_fields)
+    app.get("/")(api.welcome)
+    app.get("/docs")(api.docs)
     app.post("/v1/chat/completions")(api.chat)
     app.post("/v1/completions")(api.completions)
     app.get("/v1/models")(api.models)
@@ -83,7 +96,27 @@ def create_app(
     app.exception_handler(HTTPException)(_tell_http)
     app.exception_handler(Exception)(_tell_any)
     app.add_middleware(Gate, api_key=api_key, allowed_hosts=allowed_hosts, count=api.count)
+    if origins:  # around the gate: a browser asks without a key whether it may ask
+        told = [ID, IGNORED, "retry-after"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=told,
+        )
     return app
+
+
+def origin(text: str) -> str:
+    """An origin of web pages, as browsers send it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise ValueError(f"{text!r} is no origin of web pages: give it as https://chat.example.org, or '*' for all")
+    return text
 
 
 async def _tell(request: Request, error: ApiError) -> Response:
@@ -92,24 +125,29 @@ async def _tell(request: Request, error: ApiError) -> Response:
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found").response()
+        return front.nothing(request.scope["path"]).response()
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 
 async def _tell_any(request: Request, error: Exception) -> Response:
     id = f"error-{uuid.uuid4().hex[:12]}"
-    log.error("%s: %s %s has failed", id, request.method, shown(request.scope["path"]))  # the traceback follows
+    asked = request.scope.get(ID, "")
+    log.error(
+        "%s: %s %s has failed (%s)", id, request.method, shown(request.scope["path"]), asked
+    )  # a traceback follows
     return ApiError(500, f"the server has failed: {type(error).__name__} ({id} in its log)").response()
 
 
 class _Api:
     """The endpoints; see :func:`create_app`."""
 
-    def __init__(self, engine: Engine, model_id: str, max_body: int, max_answer: int | None) -> None:
+    def __init__(
+        self, engine: Engine, model_id: str, max_body: int, max_answer: int | None, ignore_unknown: bool
+    ) -> None:
         self._engine = engine
         self._model_id = model_id
         self._bodies = Bodies(max_body)
-        self._prompts = Prompts(engine, model_id, max_answer)
+        self._prompts = Prompts(engine, model_id, max_answer, ignore_unknown)
         self._texts = TokenTexts(engine.tokenizer)
         self._created = int(time.time())
         self._threads: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
@@ -122,7 +160,15 @@ class _Api:
         known = ("/v1/chat/completions", "/v1/completions", "/v1/models", *OPEN)
         self._answered.labels(path if path in known else "other", str(status)).inc()
 
-    # For operators.
+    # For people and operators.
+
+    async def welcome(self) -> Response:
+        """``/``."""
+        return front.welcome()
+
+    async def docs(self) -> Response:
+        """``/docs``."""
+        return front.page()
 
     async def health(self) -> Response:
         """``/health``: the process answers, and its engine has not failed."""
@@ -171,7 +217,7 @@ class _Api:
         return await self._answer(request, schema.completion, Completion)
 
     async def _answer(
-        self, request: Request, parse: Callable[[dict[str, Any], Scan], schema.Asked], kind: type[Shape]
+        self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked], kind: type[Shape]
     ) -> Response:
         scan = Scan(self._engine.max_length)
         if self._threads is None:  # belongs to the loop
@@ -181,15 +227,24 @@ class _Api:
             async with self._bodies.read(request, scan) as body:
                 limiter, submit = self._threads[len(body) > LARGE], self._prompts.submit
                 asked, tools = await anyio.to_thread.run_sync(submit, body, scan, parse, handles, limiter=limiter)
-            answers = Answers(handles, text=asked.stream)
+            id = request.scope.get(ID, "")
+            answers = Answers(handles, text=asked.stream, id=id)
+            log.info("%s: asked of the engine as %s", id, ", ".join(handle.id for handle in handles))
         except BaseException:  # also if the server ends while the thread submits
             for handle in handles:
                 handle.cancel()
             raise
         shape = kind(self._model_id, asked, tools, self._texts)
+        headers = {IGNORED: ", ".join(map(_safe, asked.ignored[:MOST_TOLD]))} if asked.ignored else {}
         if asked.stream:
-            return EventStream(answers, shape)
+            return EventStream(answers, shape, headers)
         outputs = await while_there(request.receive, answers)
         if outputs is None:
             return Response(status_code=499)  # the client has gone
-        return json_response(await on_thread(partial(shape.whole, outputs)) if shape.reads else shape.whole(outputs))
+        whole = await on_thread(partial(shape.whole, outputs)) if shape.reads else shape.whole(outputs)
+        return json_response(whole, headers=headers)
+
+
+def _safe(name: str) -> str:
+    """A name that a client has given, as a header may have it."""
+    return re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII)

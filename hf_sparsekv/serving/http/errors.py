@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ..request import Busy, Closed
+from ..request import Busy, Closed, NotFollowed
 
 MOST = 800  # characters of a message, which may quote the client's input
 _TYPES = {
@@ -82,5 +82,7 @@ def told(error: BaseException, id: str | None = None) -> ApiError:
         return ApiError(429, str(error), code="busy", headers={"Retry-After": wait})
     if isinstance(error, Closed):
         return ApiError(503, str(error), code="closed")
+    if isinstance(error, NotFollowed):
+        return ApiError(400, str(error), "response_format", "grammar_too_large")
     who = "the request" if id is None else id
     return ApiError(500, f"{who} has failed: {type(error).__name__}: {error}", code="failed")

@@ -1,4 +1,4 @@
-"""Access: the API key, and the host names that a server without a key accepts. Counts answers by status.
+"""Access: the API key, and the host names that a server without a key accepts. Counts and names answers.
 
 It is ASGI middleware, apart from the endpoints: a request without the key is refused before its body is read.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
+import re
+import time
+import uuid
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,11 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..sampling import shown
 from .errors import ApiError
 
-OPEN = ("/health", "/ready", "/metrics")  # without a key
+OPEN = ("/", "/docs", "/health", "/ready", "/metrics")  # without a key
+ID = "x-request-id"
+GIVEN_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)  # a client's own, as it may be in the log
+
+log = logging.getLogger(__name__)
 
 
 class Gate:
     """Refuses requests without the key before their body is read, and counts answers by status.
+
+    Each answer has an id, the client's own (``X-Request-ID``) or a new one, under which the log has it.
 
     Without a key, on a loopback address, it refuses requests to other host names: a browser's pages (DNS rebinding).
     """
@@ -35,7 +45,15 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        counting = Counting(send, lambda status: self._count(scope["path"], status))
+        id = scope[ID] = _id(scope)
+        began = time.perf_counter()
+
+        def ended(status: int) -> None:
+            self._count(scope["path"], status)
+            took = time.perf_counter() - began
+            log.info("%s: %s %s: %d after %.3f s", id, scope["method"], shown(scope["path"]), status, took)
+
+        counting = Counting(send, ended, id)
         if self._key is None and (host := self._foreign(scope)) is not None:
             message = f"this server is not {shown(host)}: ask it by its address, or allow the name (--allow-host)"
             error = ApiError(403, message, code="host_not_allowed")
@@ -70,6 +88,12 @@ class Gate:
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
 
 
+def _id(scope: Scope) -> str:
+    """The id of a request: the one that the client gives, if a log can have it."""
+    given = next((value for name, value in scope["headers"] if name == ID.encode()), b"")
+    return given.decode() if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex[:16]}"
+
+
 def _host_name(header: str) -> str:
     """The name in a Host header, without its port and without the brackets of IPv6."""
     if header.startswith("["):
@@ -92,15 +116,17 @@ def _is_loopback(address: str) -> bool:
 class Counting:
     """Wraps ``send`` for one answer, and counts it once at its end, by its first status or that of a failure."""
 
-    def __init__(self, send: Send, count: Callable[[int], None]) -> None:
+    def __init__(self, send: Send, count: Callable[[int], None], id: str) -> None:
         self._send = send
         self._count = count
+        self._id = (ID.encode(), id.encode())
         self._status: int | None = None  # first status
         self._over = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
+            message = {**message, "headers": [*message["headers"], self._id]}
         elif not message.get("more_body", False):
             self.ended()  # first: a client that has the whole answer finds it in the metrics
         await self._send(message)

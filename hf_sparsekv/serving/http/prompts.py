@@ -31,25 +31,27 @@ class Prompts:
         engine: serves the requests.
         model_id: the name that clients ask for.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
+        ignore_unknown: leave fields out that nobody knows.
     """
 
-    def __init__(self, engine: Engine, model_id: str, max_answer: int | None) -> None:
+    def __init__(self, engine: Engine, model_id: str, max_answer: int | None, ignore_unknown: bool = False) -> None:
         self._engine = engine
         self._model_id = model_id
         self._max_answer = max_answer
+        self._ignore_unknown = ignore_unknown
 
     def submit(
         self,
         body: bytes,
         scan: Scan,
-        parse: Callable[[dict[str, Any], Scan], schema.Asked],
+        parse: Callable[[dict[str, Any], Scan, bool], schema.Asked],
         handles: list[Handle],
     ) -> tuple[schema.Asked, ToolReader | None]:
         """Parse, tokenise and submit, on a thread. Appends to ``handles``."""
         step_aside()
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
-        asked, tools = parse(fields, scan), None
+        asked, tools = parse(fields, scan, self._ignore_unknown), None
         self._check_count(len(asked.prompts or (None,)), asked.n)
         try:
             if asked.messages is not None:

@@ -97,6 +97,7 @@ class Asked:
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
         n: answers to each prompt.
+        ignored: names of fields that are not known.
         stream: pieces as they come.
         include_usage: a last piece with the counts of tokens.
     """
@@ -110,6 +111,7 @@ class Asked:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    ignored: tuple[str, ...] = ()
 
     def sampled(self, prompt_tokens: int, most: int, default: int | None) -> list[Sampling]:
         """Its settings for a prompt of so many tokens, for each of its answers.
@@ -161,30 +163,35 @@ def check_model(body: Mapping[str, Any], served: str) -> None:
         )
 
 
-def completion(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
+def completion(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool = False) -> Asked:
     """The body of ``/v1/completions``; ``scan`` is not needed.
+
+    Args:
+        ignore_unknown: leave fields out that nobody knows.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.
     """
-    _check_fields(body, COMPLETION)
+    ignored = _check_fields(body, COMPLETION, ignore_unknown)
     if "prompt" not in body:
         raise ApiError(400, "prompt is missing: give text, token ids, or a list of either", "prompt")
     prompts = _prompts(body["prompt"])
     logprobs = body.get("logprobs")
-    return replace(_common(body, "max_tokens", None if logprobs is False else logprobs), prompts=prompts)
+    asked = _common(body, "max_tokens", None if logprobs is False else logprobs)
+    return replace(asked, prompts=prompts, ignored=ignored)
 
 
-def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
+def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool = False) -> Asked:
     """The body of ``/v1/chat/completions``.
 
     Args:
         scan: of the body; arguments of tool calls, which are JSON in a string, are counted with it. None: one of them.
+        ignore_unknown: leave fields out that nobody knows.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.
     """
-    _check_fields(body, CHAT)
+    ignored = _check_fields(body, CHAT, ignore_unknown)
     if "messages" not in body:
         raise ApiError(400, "messages is missing: give a list of {role, content}", "messages")
     if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
@@ -202,7 +209,7 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None) -> Asked:
             "response_format",
             "unsupported_parameter",
         )
-    return replace(asked, template=template, calls=_calls(body, template.get("tools", ())))
+    return replace(asked, template=template, calls=_calls(body, template.get("tools", ())), ignored=ignored)
 
 
 def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
@@ -295,18 +302,23 @@ def _biases(given: object) -> dict[int, Any]:
     return found
 
 
-def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
+def _check_fields(body: Mapping[str, Any], known: set[str], ignore_unknown: bool) -> tuple[str, ...]:
+    """The names of fields that are not known, if these are ignored; an error otherwise, and for refused ones."""
+    ignored = []
     for name, value in body.items():
         if name in known:
             continue
         if name in REFUSED:
             if not REFUSED[name].neutral(value):
                 raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
+        elif ignore_unknown:
+            ignored.append(name)
         else:
             names = known | REFUSED.keys()
             near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
             hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
             raise ApiError(400, f"{name[:80]!r} is no field of this endpoint{hint}", name[:80], "unknown_parameter")
+    return tuple(ignored)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
