@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OTHERS["SECURITY.md"] = "security.md"
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])", re.M | re.S)  # not the code that a link is labelled with
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
