@@ -46,10 +46,10 @@ class Constraint:
         """Write which tokens may come next, int32 ``[words]`` on the host; after the end or an error only the end."""
         unread, self.unread = self.unread, []
         for token in unread:
-            self._matcher.consume_token(token())
-        ended = self._matcher.is_stopped()
+            if not self._matcher.is_stopped():  # a row may run a step too many
+                self._matcher.consume_token(token())
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
-        if not ended and self._matcher.is_error():
+        if self.error is None and self._matcher.is_error():
             self.error = NotFollowed(f"the grammar is too large for a step: {_first(self._matcher)}")
 
 
