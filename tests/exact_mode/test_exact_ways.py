@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -22,8 +23,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_sparsekv
 from hf_sparsekv import OffloadConfig, PredictiveConfig, StreamingConfig, TokenConfig, sparse
+from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.exact_mode.choice import Choice
 from hf_sparsekv.exact_mode.install import ExactSampling
+from hf_sparsekv.exact_mode.pace import Next, Pace
 
 CONFIG = TokenConfig(**{**SMALL, "token_budget": 8})
 
@@ -327,3 +330,37 @@ def test_as_custom_generate():
     out = net.generate(**prompt(2, 120), **go, **how, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert out.past_key_values.stats().drafted > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_dense_steps_that_run_ahead(monkeypatch, kept, seed):
+    """On a GPU the loop of an optimised model learns one step later that a text has ended."""
+    monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(torch, "Event", Done)
+    draw = random.Random(seed)
+    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 0, 2)), draw.randint(2, 9)))
+    inputs, told = prompt(1, 120), [Told(), Told()]
+    text = reference("llama").generate(**inputs, do_sample=False, max_new_tokens=40)[0, 120:].tolist()
+    go = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": text[11 + seed], "pad_token_id": PAD}
+    expected = reference("llama").generate(**inputs, **go, streamer=told[0])
+    net, _ = imitated("llama")
+    with exact(net, None):
+        out = net.generate(**inputs, **go, streamer=told[1], return_dict_in_generate=kept)
+    assert torch.equal(out.sequences if kept else out, expected)
+    assert told[0].heard == told[1].heard
+    if kept:
+        assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
+
+
+class Done:
+    """An event of a CPU, which has always happened."""
+
+    def __init__(self, **given) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
