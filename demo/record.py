@@ -1,7 +1,7 @@
 """The page's race without the page: the same function, its points in a file and a picture.
 
     python -m demo.race --model small --length 2k --csv race.csv --plot race.svg
-    python -m demo.race --model random:qwen3-8b --length 32k --method two_level --set token_budget=1024
+    python -m demo.race --model random:qwen3-8b --length 32k --method two_level --set mass=0.9
     python -m demo.race --csv race.csv --plot race.svg --only-plot
     python -m demo.record --model small --length 4k --save demo/recorded/small-4k.json
     python -m demo.record --model random:qwen3-8b --length 128k --offload --kv replayed --save recorded.json

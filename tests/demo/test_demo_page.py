@@ -138,7 +138,7 @@ def test_an_empty_lane_has_no_median():
 def test_the_race_as_a_command(tmp_path, capsys):
     points, picture = tmp_path / "race.csv", tmp_path / "race.svg"
     command = ["--model", "probe", "--length", "1k", "--new-tokens", "10", "--csv", str(points), "--plot", str(picture)]
-    assert record.main([*command, "--set", "token_budget=128"]) == 0
+    assert record.main([*command, "--set", "mass=0.6"]) == 0
     rows = list(csv.DictReader(points.open()))
     assert [sum(row["lane"] == lane for row in rows) for lane in ("dense", "sparse")] == [10, 10]
     assert all(float(row["ms"]) > 0 and row["context"] == "1024" for row in rows)

@@ -23,7 +23,7 @@ from demo.recording import RecordedLane, Recording, RecordingError
 from hf_sparsekv.policies import crossover
 
 CPU = torch.device("cpu")
-COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "token_budget=128"]
+COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "mass=0.6"]
 COMMAND += ["--note", "a busy machine"]
 
 
@@ -165,7 +165,7 @@ def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tmp_path,
         "--new-tokens",
         "12",
         "--set",
-        "token_budget=64",
+        "mass=0.6",
         "--offload",
     ]
     assert record.main([*command, "--kv", "replayed", "--device", "cpu", "--save", str(path)]) == 0
