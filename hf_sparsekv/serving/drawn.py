@@ -102,7 +102,7 @@ class DrawnTokens:
     def _allowed(self, active: dict[int, Request]) -> Allowed | None:
         """Masks for the places whose answers follow a grammar."""
         found = {place: one.constraint for place, one in active.items() if one.constraint is not None}
-        return self.grammars.allowed(found, self.device)
+        return self.grammars.allowed(found, self.tokens.device)
 
     def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
         """Copy ``last [2, n]`` and log probabilities to the host, without waiting for them."""

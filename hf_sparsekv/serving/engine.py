@@ -162,7 +162,7 @@ class Engine:
                 f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are {total}, more than "
                 f"the {self.max_length} that {self._limit}: shorten the prompt, or ask for fewer tokens"
             )
-        if sampling.logit_bias and (most := sampling.logit_bias[-1][0]) >= self.vocabulary:
+        if (most := max(dict(sampling.logit_bias), default=0)) >= self.vocabulary:
             raise ValueError(f"logit_bias has token {most}, which is outside the vocabulary of {self.vocabulary}")
         size = self._cache.config.block_size
         blocks = -(-total // size) + 1

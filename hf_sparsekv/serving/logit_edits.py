@@ -126,12 +126,12 @@ class LogitEdits:
     def apply(self, logits: Tensor, plan: Plan, allowed: Allowed | None = None) -> Tensor:
         """The changed logits, float32; ``logits [n, vocabulary]`` stay as they are."""
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        if plan.repeated is not None:
+        if plan.repeated is not None and self._seen is not None:
             rows, found = plan.rows[plan.repeated], logits[plan.repeated]
             penalty = self._penalties[rows, :1]
             lowered = torch.where(found < 0, found * penalty, found / penalty)
             logits.index_copy_(0, plan.repeated, torch.where(self._seen[rows], lowered, found))
-        if plan.counted is not None:
+        if plan.counted is not None and self._counts is not None:
             rows, found = plan.rows[plan.counted], logits[plan.counted]
             used, penalties = self._counts[rows], self._penalties[rows]
             found.sub_(used * penalties[:, 1:2]).sub_(used.clamp(max=1) * penalties[:, 2:])
@@ -147,9 +147,9 @@ class LogitEdits:
 
     def drawn(self, tokens: Tensor, plan: Plan) -> None:
         """Count the tokens ``[n]`` that were drawn."""
-        if plan.repeated is not None:
+        if plan.repeated is not None and self._seen is not None:
             self._seen.index_put_((plan.rows, tokens), self._true)
-        if plan.counted is not None:
+        if plan.counted is not None and self._counts is not None:
             self._counts.index_put_((plan.rows, tokens), self._one, accumulate=True)
 
 

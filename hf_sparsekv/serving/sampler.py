@@ -259,7 +259,7 @@ class Sampler:
             edits=self._edits.plan(asked, index),
             told=told,
             told_index=self._index(list(told)) if told else None,
-            told_most=min(self.vocabulary, max((asked[i].logprobs for i in told), default=0)),
+            told_most=min(self.vocabulary, max((one.logprobs or 0 for one in asked if one is not None), default=0)),
             drawn=self._index(places) if 0 < len(places) < len(rows) else None,
             any_drawn=bool(places),
             settings=self._settings[self._index([rows[i] for i in places])],

@@ -182,7 +182,7 @@ def _schema(given: object) -> str | None:
         raise ValueError(f"json_schema must be JSON: {error}") from None
 
 
-def _biases(given: object) -> tuple[tuple[int, float], ...]:
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Biases as pairs, by token."""
     try:
         pairs = [(token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given)]

@@ -29,7 +29,7 @@ class TokenTexts:
         self._text = lru_cache(4096)(self._decode)
 
     def _decode(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else self._tokenizer.decode([token])
+        return str(token) if self._tokenizer is None else str(self._tokenizer.decode([token]))
 
     def in_objects(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         """Of a chat: ``{"content": [{token, logprob, bytes, top_logprobs}]}``."""

@@ -58,7 +58,7 @@ class Prompts:
                 prompts, default = [self._rendered(asked)], self._max_answer
                 if "tools" in asked.template:
                     tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
-                if asked.calls is not None:
+                if asked.calls is not None and tools is not None:
                     asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
             else:
                 prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS

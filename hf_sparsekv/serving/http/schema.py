@@ -20,8 +20,10 @@ from .messages import messages_of
 from .scan import Scan
 from .values import all_whole, empty, json_kind, parsed, whole
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-SAMPLING += ("seed", "stop", "ignore_eos")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("seed", "stop", "ignore_eos"),
+)
 # User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
 LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
 BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", "response_format"}
@@ -247,7 +249,7 @@ def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str 
     return Asked(None, None, {}, None, sampling, limit in body, n, stream, _flag(options, "include_usage"))
 
 
-def _json_schema(form: object) -> dict[str, Any] | None:
+def _json_schema(form: Any) -> dict[str, Any] | None:
     """The schema of ``response_format``; None: any text."""
     kind = form.get("type") if isinstance(form, dict) else None
     if kind == "text":
