@@ -47,6 +47,16 @@ def seeded(seed: int | None, temperature: float) -> None:
     _require(seed is None or temperature > 0, "--seed has no meaning without a --temperature above 0")
 
 
+def exact_mode(exact: bool, sparse: bool, offload: bool | None, kv_dtype: str | None) -> None:
+    """``generate --exact``."""
+    _require(not exact or sparse, "--exact has no meaning with --cache dense: it is full attention already")
+    _require(
+        not exact or not (offload or kv_dtype is not None),
+        "--exact reads all keys and values in each verification, and would read them over the link: leave --offload "
+        "and --kv-dtype out",
+    )
+
+
 def prompted(prompt: object, prompt_file: object, demo: bool) -> None:
     """``generate`` reads one text."""
     given = sum((prompt is not None, prompt_file is not None, demo))
@@ -257,6 +267,7 @@ def check(command: str, given: Mapping[str, Any], facts: Mapping[str, Any]) -> N
         compared(given["cache"], given["compare"])
         sparse = [kind for kind in (given["cache"], given["compare"]) if kind not in (None, DENSE)]
         cache_options(sparse[0] if sparse else DENSE, given, facts)
+        exact_mode(given["exact"], bool(sparse), given["offload"], given["kv_dtype"])
         seeded(given["seed"], given["temperature"])
         prompted(given["prompt"], given["prompt_file"], given["demo"])
     elif command == "serve":

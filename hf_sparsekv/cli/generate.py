@@ -72,8 +72,7 @@ def generate(
     sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
     if not sparse_kinds:
         options.refuse_all()
-    if exact and not sparse_kinds:
-        raise typer.BadParameter("--exact has no meaning with --cache dense: it is full attention already")
+    checks.exact_mode(exact, bool(sparse_kinds), options.offload, options.kv_dtype)
     checks.seeded(seed, temperature)
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
     checks.prompted(prompt, prompt_file, demo)
@@ -83,7 +82,7 @@ def generate(
     sparse = None
     if sparse_kinds:
         if exact:
-            options = _on_the_device(options)
+            options = replace(options, offload=False)  # as exact mode does
         options = opt.placed(sparse_kinds[0], config, options)
         sparse = SparseCache(config, opt.offload_config(options))
         if exact:
@@ -118,16 +117,6 @@ def generate(
             f"the processors were busy: others took {others.processors:.1f} of {processors} meanwhile, so these times "
             "say little. Try again on an idle machine"
         )
-
-
-def _on_the_device(options: opt.DecodingOptions) -> opt.DecodingOptions:
-    """Exact mode keeps keys and values on the device."""
-    if options.offload or options.kv_dtype is not None:
-        raise typer.BadParameter(
-            "--exact reads all keys and values in each verification, and would read them over the link: leave "
-            "--offload and --kv-dtype out"
-        )
-    return replace(options, offload=False)
 
 
 def _check_exact(cache: SparseCache) -> None:

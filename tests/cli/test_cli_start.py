@@ -18,6 +18,7 @@ from hf_sparsekv.policies import registry
 from hf_sparsekv_cli import version
 from hf_sparsekv_cli.arguments import app as light
 from hf_sparsekv_cli.arguments import command, data
+from hf_sparsekv_eval import reference_policies  # noqa: F401 (registers them before a test replaces the registry)
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -162,6 +163,11 @@ def test_an_unknown_command_is_told_at_once(args, line):
         ),
         (["generate", "x", "--prompt", "a", "--seed", "3"], "--seed has no meaning without"),
         (["generate", "x", "--prompt", "a", "--kv-dtype", "int8", "--no-offload"], "leave --no-offload out"),
+        (
+            ["generate", "x", "--prompt", "a", "--exact", "--cache", "dense"],
+            "--exact has no meaning with --cache dense",
+        ),
+        (["generate", "x", "--prompt", "a", "--exact", "--offload"], "leave --offload and --kv-dtype out"),
         (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
         (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
         (["serve", "x", "--api-key", " "], "is empty: give a key"),
