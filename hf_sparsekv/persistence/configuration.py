@@ -61,8 +61,9 @@ def empty_cache(
             cache.config = cache.shared.config = saved
             cache.shared.channels = channels
         return cache
-    if getattr(config, "label_channels", "") is None and getattr(saved, "label_channels", None) is not None:
-        config = replace(config, label_channels=saved.label_channels)  # what the default was then
+    kept = getattr(saved, "label_channels", None)
+    if kept is not None and getattr(config, "label_channels", "") is None:
+        config = replace(config, **{"label_channels": kept})  # what the default was then
     cache = made(config, offload)
     if type(config) is not saved_as:
         raise TypeError(f"config must be a {saved_as.__name__}, as {file.path} has it, got {type(config).__name__}")
@@ -81,9 +82,9 @@ def empty_cache(
     return cache
 
 
-def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, int]:
+def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, Any]:
     """What earlier releases meant by options that they did not name, or that are None: a fixed budget, fewer labels."""
-    then = {}
+    then: dict[str, Any] = {}
     if named.get("token_budget", FIXED) is None and "mass" not in named:
         then["token_budget"] = FIXED
     if named.get("label_channels", 0) is None:

@@ -35,7 +35,8 @@ def mass_select(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Selection:
     """See :func:`.reference.mass_select`. Entries of ``ids`` after ``count`` are not written."""
-    given = {"sinks": sinks, "sink_logits": sink_logits, "stored": stored, "scale": scale, "softcap": softcap}
+    given: dict[str, Any] = {"sinks": sinks, "sink_logits": sink_logits, "stored": stored}
+    given |= {"scale": scale, "softcap": softcap}
     bins = None
     if softcap is None and group_reduce == "all" and scores.dtype == torch.float32 and len(rows) == 1:
         bins = bins_of_row(scores, q, channels, recent_kv, rows, given)
@@ -62,12 +63,12 @@ def mass_select(
         rest = float(left[last + 1]) if last + 1 < BINS else 0.0
         rest += (int(counts[last]) - need) * float(EACH[last]) if k > 0 else 0.0
         count[i], mass[i], cut[i], capped[i] = k, min(max(1 - rest, 0.0), 1.0), last, k < min(enough, live)
-    count, mass, cut, capped = (torch.from_numpy(each).view(lists) for each in (count, mass, cut, capped))
+    counted, covered, at, ended = (torch.from_numpy(each).view(lists) for each in (count, mass, cut, capped))
     if out is not None:
-        count = out[1].copy_(count)
+        counted = out[1].copy_(counted)
     if totals is not None:
-        reference.add_up(totals, rows, count, mass, capped)
-    return Selection(ids, count, mass, bins, cut)
+        reference.add_up(totals, rows, counted, covered, ended)
+    return Selection(ids, counted, covered, bins, at)
 
 
 def bins_of_row(

@@ -198,9 +198,17 @@ def mass_select(
             Entries of ``ids`` after ``count`` may stay as they were.
     """
     bins = bins_of(
-        *(scores, q, channels, recent_kv, rows),
-        **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits},
-        **{"group_reduce": group_reduce, "stored": stored},
+        scores,
+        q,
+        channels,
+        recent_kv,
+        rows,
+        sinks=sinks,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        group_reduce=group_reduce,
+        stored=stored,
     )
     taken, count, mass, cut, capped = take(bins, threshold=threshold, min_tokens=min_tokens, max_tokens=max_tokens)
     n = bins.shape[-1]
@@ -229,12 +237,13 @@ def bins_of(
     stored: Tensor | None,
 ) -> Tensor:
     """The bins of :func:`mass_select`, with its arguments: uint8 ``[batch, H, n]``."""
-    found = {"scale": scale, "softcap": softcap}
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
     scores = scores.masked_fill(behind, -INF)
     there = rows if stored is None else torch.stack((torch.minimum(rows[:, 0], stored), rows[:, 1]), dim=1)
-    near, mean = near_masses(q, channels, recent_kv, there, sinks=sinks, sink_logits=sink_logits, **found)
-    return share_bins(scores, near, mean, group_reduce=group_reduce, **found)
+    near, mean = near_masses(
+        q, channels, recent_kv, there, sinks=sinks, scale=scale, softcap=softcap, sink_logits=sink_logits
+    )
+    return share_bins(scores, near, mean, scale=scale, softcap=softcap, group_reduce=group_reduce)
 
 
 def add_up(totals: Tensor, rows: Tensor, count: Tensor, mass: Tensor, capped: Tensor) -> None:

@@ -412,7 +412,11 @@ def mass_select(
     found = found._replace(bins=bins)
     if not chunks:  # no program writes them
         return reference.mass_select(
-            *(scores, q, channels, recent_kv, rows),
+            scores,
+            q,
+            channels,
+            recent_kv,
+            rows,
             **{"sinks": sinks, "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "totals": totals},
             **{"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens},
             **{"group_reduce": group_reduce, "stored": stored, "out": out},
