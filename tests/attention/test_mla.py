@@ -186,7 +186,7 @@ def test_latents_are_stored_once(offload):
 
 
 def test_default_label_channels():
-    dims = {576: 128, 128: 32, 64: 16, 256: 64, 24: 6, 6: 2}
+    dims = {576: 128, 256: 128, 128: 64, 96: 64, 64: 64, 24: 24, 6: 6, 7: 6}
     assert {dim: default_channels(dim) for dim in dims} == dims
 
 

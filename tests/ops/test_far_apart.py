@@ -53,8 +53,9 @@ def test_mass_select(place16, what):
     args = list(args)
     args[what] = far(args[what], 0 if what == 3 else 1)
     found = mass_select(*args, **named)
-    for one, other in zip(found, want):
-        assert torch.equal(one, other)
+    assert all(torch.equal(getattr(found, name), getattr(want, name)) for name in ("count", "mass", "cut"))
+    for one, other, count in zip(found.ids.flatten(0, 1), want.ids.flatten(0, 1), want.count.flatten().tolist()):
+        assert torch.equal(one[:count], other[:count])  # what is behind them is anything
 
 
 LATENTS = {"latents": True, "group": 5, "dk": 48, "dv": 32}
