@@ -92,7 +92,16 @@ def test_budget_covers_all_so_both_agree(tiny):
 
 
 def test_generate_progressively(tiny):
-    options = ("--cache", "progressive", "--threshold", 0.5, "--block-size", 16, "--dense-layers", 0)
+    options = (
+        "--cache",
+        "progressive",
+        "--threshold",
+        0.5,
+        "--block-size",
+        16,
+        "--dense-layers",
+        0,
+    )
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-tokens", 300)
     assert any(line.startswith("progressive") for line in result.stderr.splitlines())
     assert re.search(r"[\d.]+ tokens a walk for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))

@@ -119,7 +119,7 @@ def test_plan_proposes_a_preset():
     assert proposed("32k", 4).startswith(by_mass('sparse(model, "fast")', "75%", few) + "on the GPU, ")
     offloaded = by_mass('sparse(model, "fast", offload=True)', "75%", "3,818 of 65,536")
     assert proposed("64k", 16).startswith(offloaded + "in host memory")
-    assert proposed("1k", 1).startswith(
+    assert proposed("64", 1).startswith(
         'full attention, which sparse(model, "accurate") does by itself at this length; '
     )
 

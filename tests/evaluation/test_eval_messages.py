@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 from command_line import error, flat, run
 
+WIDE = "two_level:token_budget=1024"
 TIGHT = "two_level:block_size=16,window=16,dense_layers=0,token_budget=32,num_blocks=4"
 SAYS_NOTHING = "attended to everything at 300 tokens: there it is full attention, and these figures say nothing about"
 
@@ -23,17 +24,15 @@ def text(tmp_path_factory) -> tuple:
 def test_a_cache_that_attends_to_all_is_said_to(task, tiny, text, tmp_path):
     """By name; neither the one that does not nor full attention, which is meant to."""
     sizes = ("--lengths", "300", "--tokens", "4", "--samples", "1", "--out", tmp_path)
-    told = flat(
-        run("eval", task, tiny, *text, *sizes, "--cache", "full", "--cache", "two_level", "--cache", TIGHT).stderr
-    )
-    assert f"two_level {SAYS_NOTHING}" in told and told.count("attended to everything") == 1
+    told = flat(run("eval", task, tiny, *text, *sizes, "--cache", "full", "--cache", WIDE, "--cache", TIGHT).stderr)
+    assert f"{WIDE} {SAYS_NOTHING}" in told and told.count("attended to everything") == 1
     assert "--cache token:token_budget=64" in told
 
 
 def test_eval_all_says_it_too(tiny, text, tmp_path):
     args = ("--lengths", "300", "--only", "text", "--tokens", "4", "--passages", "1", "--out", tmp_path)
-    told = flat(run("eval", "all", tiny, *text, *args, "--cache", "two_level", "--cache", TIGHT).stderr)
-    assert f"two_level {SAYS_NOTHING}" in told and told.count("attended to everything") == 1
+    told = flat(run("eval", "all", tiny, *text, *args, "--cache", WIDE, "--cache", TIGHT).stderr)
+    assert f"{WIDE} {SAYS_NOTHING}" in told and told.count("attended to everything") == 1
 
 
 def test_lengths_that_the_model_was_not_made_for(tiny, text, tmp_path):

@@ -11,7 +11,7 @@ from models import build
 
 from benchmarks import readme
 from benchmarks.baselines import VARIANTS, make_cache
-from hf_sparsekv import SparseCache, TokenConfig, __version__, cache_source
+from hf_sparsekv import PredictiveConfig, SparseCache, TokenConfig, __version__, cache_source
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.registry import methods
 from hf_sparsekv_eval.text import python_reference
@@ -48,7 +48,7 @@ def test_the_table_of_presets(monkeypatch):
     }
     facts = [
         {**small, "variant": f"needle:average:{name}", "context": str(n << 10), "metric": "score", "value": value}
-        for name, lengths in (("two_level", (1, 3, 5, 7)), ("two_level:preset=fast", (1, 3)))
+        for name, lengths in (("two_level", (1, 3, 5, 7)), ("token:preset=fast", (1, 3)))
         for n, value in zip(lengths, ("1", "1", "0.8", "0.6"))
     ]
     tables = {
@@ -61,9 +61,9 @@ def test_the_table_of_presets(monkeypatch):
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.all_presets().splitlines()]
     assert {len(line) for line in lines} == {9} and len(lines) == 2 + len(readme.DATA["all_presets"])
     found, nothing = dict(enumerate(lines[2:])), [readme.UNKNOWN]
-    assert found[1][1:] == nothing * 6 + ["17", "0.25000"], "times of earlier defaults are not today's"
-    assert found[3][1:] == nothing * 8, "no length may be missing"
-    assert found[5][1:] == ["8.0", *nothing * 7]
+    assert found[3][1:] == nothing * 6 + ["17", "0.25000"], "times of earlier defaults are not today's"
+    assert found[4][1:] == nothing * 8, "no length may be missing"
+    assert found[6][1:] == ["8.0", *nothing * 7]
     tables["step.csv"].append(now | {"value": "6"})
     assert "| 6.0 | not measured |" in readme.all_presets()
 
@@ -89,26 +89,24 @@ def test_steps_of_other_defaults_are_not_beside_todays(monkeypatch):
 
 def test_every_preset_is_in_the_table():
     """With the name under which `benchmarks step` measures it."""
-    of = {"two_level": "token_only", "progressive": "progressive:0.95", "predictive": "predictive"}
-    lines = {variant: timed for _, variant, timed in readme.DATA["all_presets"]}
+    timed = {name.split("+")[0] for _, _, names in readme.DATA["all_presets"] for name in names}
+    assert timed <= set(VARIANTS)
     for method in methods().values():
         name = (*method.aliases, method.name)[0]  # as they were recorded
-        for preset in method.config.PRESETS:
-            if name == "progressive" and "estimate" in method.config.PRESETS[preset]:
-                continue  # plain torch
-            timed = lines[f"{name}:preset={preset}"][0]
-            assert timed.split("+")[0] == f"{name}:{preset}" and timed.split("+")[0] in VARIANTS
-        if name in of:
-            assert lines[name][0].split("+")[0] == of[name]
-    assert {timed.split("+")[0] for names in lines.values() for timed in names} <= set(VARIANTS)
+        for preset, settings in method.config.PRESETS.items():
+            assert f"{name}:{preset}" in timed or (name == "progressive" and "estimate" in settings)  # plain torch
+    lines = {variant: names[0].split("+")[0] for _, variant, names in readme.DATA["all_presets"]}
+    for spec, config in (("token", TokenConfig()), ("predictive:mass=0.9", PredictiveConfig())):
+        measured = make_cache(build("llama", "sparsekv"), VARIANTS[lines[spec]], None).config
+        assert replace(measured, mass=None, dense_below="auto") == config and measured.threshold == config.threshold
     default = make_cache(build("llama", "sparsekv"), VARIANTS["token_only"], None).config
-    assert replace(default, level="auto") == TokenConfig(token_budget=TokenConfig().budget, dense_below=None)
+    assert replace(default, level="auto") == TokenConfig(token_budget=1024, dense_below=None)
 
 
 def test_the_accuracy_beside_the_speed_is_of_the_same_settings():
     """The sentence below the first table, in the words of the second."""
     lines = {line.split(" | ")[0][2:]: re.findall(r"[\d.]+ / [\d.]+", line) for line in readme.presets().splitlines()}
-    found = [pair.split(" / ")[0] for pair in lines["the default: 1,024 tokens"]]
+    found = [pair.split(" / ")[0] for pair in lines["the default: 90 %"]]
     full = [pair.split(" / ")[0] for pair in lines["full attention"]]
     assert f"{found[0]} and {found[1]} %, full attention {full[0]} and {full[1]} %" in TEXT
 
