@@ -114,7 +114,7 @@ def test_prompt_lookup(name):
     stats, expected = ours.stats(), theirs.stats()
     assert stats.draft_queries == expected.draft_queries > 0
     assert runner.replays == stats.decode_steps == expected.decode_steps
-    assert len(looked) <= 4 < runner.replays - 4
+    assert len(looked) <= 5 < runner.replays - 4
     if name != "device-dense1":
         same_counts(ours, theirs)
 

@@ -81,7 +81,7 @@ def same_counts(*caches) -> None:
     stats = [cache.stats() for cache in caches]
     if stats[0].hit_rate is not None and stats[1].hit_rate is not None:
         # A second device writes two buffers in turn, but only one in captured steps.
-        more = 5 if getattr(caches[0].shared, "peer", None) is not None else 1
+        more = 6 if getattr(caches[0].shared, "peer", None) is not None else 1
         assert stats[0].hit_rate == pytest.approx(stats[1].hit_rate, abs=0.02 * more)
         assert stats[0].host_to_device_bytes == pytest.approx(stats[1].host_to_device_bytes, rel=0.06 * more)
         if stats[0].working_set_bytes is not None:

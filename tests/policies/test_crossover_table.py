@@ -74,7 +74,7 @@ def test_plan(capsys):
         config = TokenConfig(**{**SMALL, **TIGHT, "dense_below": 112})
         planned = plan_memory(shape, config, None, context=context, batch=batch)
         assert planned.dense_tokens == {1: 148, 2: 84}[batch]
-        plan_command.show(planned, None, 1 << 30)
+        plan_command.show(planned, None, 1 << 30, plan_command.Owners("given", "given"))
         assert ("attend densely up to 148 tokens a row" in capsys.readouterr().err) == below
     assert plan_memory(shape, TokenConfig(dense_layers=2), None, context=100).dense_tokens == 0
 

@@ -266,8 +266,8 @@ def prefill(cache, inputs, chunk=None):
 def test_online_equals_a_file_of_the_same_prompt(tmp_path, kind):
     path = tmp_path / "channels.safetensors"
     calibrate(model("llama"), [IDS], kind).save(path)
-    online = two_level(channel_importance=kind, **TIGHT)
-    fixed = two_level(channel_file=path, **TIGHT)
+    online = two_level(channel_importance=kind, label_channels=4, **TIGHT)
+    fixed = two_level(channel_file=path, label_channels=4, **TIGHT)
     texts = []
     for cache in (online, fixed):
         inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
