@@ -763,13 +763,13 @@ def test_pipelines(pipe, made):
 def test_the_examples_of_the_docs(pipe, made, modules_in):
     text = (ROOT / "docs/generating.md").read_text().replace("you/sparse-generate", str(ROOT))
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     there = {"hf_sparsekv": hf_sparsekv, "pipe": pipe, "model": pipe.model, "inputs": prompt(1, 40)}
     with as_it_was(pipe.model):
         for block in blocks:
             exec(block, there)
     presets = [TokenConfig.preset(name) for name in ("accurate", "fast")]
-    assert [cache.config for cache in made] == [TokenConfig(), *[presets[0]] * 3, presets[1]]
+    assert [cache.config for cache in made] == [TokenConfig(), *[presets[0]] * 4, presets[1]]
 
 
 # ---------------------------------------------------------------------- caches: options, and one line

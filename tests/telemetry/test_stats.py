@@ -100,7 +100,7 @@ def test_blocks_and_index(lag):
     run(cache, 130, 40)
     stats = cache.stats()
     bounds = blocks = labels = 0
-    label = 4 // 2 + 4  # four channels of four bits; scale and zero point in float16
+    label = DIM // 2 + 4  # all channels in four bits; scale and zero point in float16
     for columns in range(131, 171):
         full_blocks = sealed_at(columns if lag else columns - 1)  # with lag they are chosen when a step has sealed
         if full_blocks > KEEP:
