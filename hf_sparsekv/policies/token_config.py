@@ -42,7 +42,7 @@ class TokenConfig(BudgetOrMass):
     its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
     choose in host memory (docs/offloading.md).
 
-    Each row and KV head attends to as many tokens as it needs: heads differ a hundredfold (docs/studies/by-need.md).
+    Each row and KV head attends to as many tokens as it needs: heads differ (docs/studies/by-need.md).
 
     Args:
         token_budget: a fixed number of tokens attended per step, row and KV head, beside sinks and recent window; with

@@ -48,7 +48,7 @@ def select_clusters(
         ids, count, mass, cut: what a :class:`.reference.Selection` has, written in place. Entries of ``ids`` after
             ``count`` are not written.
         bins: uint8 ``[batch, H, n]``, rows a multiple of four entries apart: receives the bins of a row's sealed
-            tokens, and up to three more. ``None``: nobody wants to see them.
+            tokens, and up to three more. ``None``: they are not written.
         clusters: blocks that share a row and KV head, a power of two up to 8; ``None``: as many as fill the GPU once.
     """
     (batch, q_heads, n), (heads, end), dim = scores.shape, recent_kv.shape[1:3], q.shape[-1]
