@@ -60,9 +60,7 @@ def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Ten
     """
     stats = ChannelStats(config.channel_importance)
     stats.update(queries[None].float(), keys[None].float(), None)
-    channels = stats.ranking(config.label_channels or default_channels(keys.shape[-1], bits=config.label_bits))[
-        0
-    ].long()
+    channels = stats.ranking(config.label_channels or default_channels(keys.shape[-1]))[0].long()
     return channels, stats.norms()[0].gather(-1, channels[:, None].expand(-1, 2, -1))
 
 
@@ -86,10 +84,9 @@ class StoredIndex:
         size = self.config.block_size
         new = keys[:, self.blocks * size : blocks * size].float()
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
-        if (bits := self.config.label_bits) != 16:
+        if self.config.label_bits == 4:
             centre, spread = self.norms[:, None].unbind(2)
-            codes = quantise_labels(standardised(new[None], self.norms[None])[0], bits)
-            new = unpack_labels(*codes, 8 // bits) * spread + centre
+            new = unpack_labels(*quantise_labels(standardised(new[None], self.norms[None])[0])) * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks
 

@@ -89,7 +89,7 @@ def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, Any]:
         then["token_budget"] = FIXED
     if named.get("label_channels", 0) is None:
         kept = [layer for layer in file.layers if layer.channels is not None]
-        if kept and kept[0].channels != default_channels(kept[0].query_dim, named.get("label_bits", 4)):
+        if kept and kept[0].channels != default_channels(kept[0].query_dim):
             then["label_channels"] = kept[0].channels
     return then
 

@@ -81,14 +81,13 @@ class LabelIndex(State):
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._batch = store.batch
-        bits = self.config.label_bits
-        r = self.r = self.config.label_channels or default_channels(dim, bits)
-        self._token_bytes = token_bytes(r, bits, store.dtype.itemsize)  # each step counts them
+        r = self.r = self.config.label_channels or default_channels(dim)
+        self._token_bytes = token_bytes(r, self.config.label_bits, store.dtype.itemsize)  # each step counts them
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         if "codes" not in pool.fields:
-            if bits != 16:
-                pool.add_field("codes", (heads, store.block_size, r * bits // 8), torch.uint8)
+            if self.config.label_bits == 4:
+                pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
                 pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
             else:
                 pool.add_field("codes", (heads, store.block_size, r), store.dtype)
@@ -109,14 +108,10 @@ class LabelIndex(State):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
             channels = sent(ranking[:, :r], ranking.dtype, store.device)
             self.channels, self.stats = channels.expand(store.batch, -1, -1).contiguous(), None
-            if (norms := self.fixed.norms) is not None:
-                norms = norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
-            elif bits == 2:
-                raise ValueError(
-                    "the channel file is of an earlier release, without what label_bits=2 needs (centres and spreads): "
-                    "calibrate this model again with `hf-sparsekv calibrate`, or take label_bits=4"
-                )
-            self._relate(norms)
+            norms = self.fixed.norms
+            self._relate(
+                None if norms is None else norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
+            )
 
     # ------------------------------------------------------------------ calibration
 
@@ -229,21 +224,19 @@ class LabelIndex(State):
 def label_bytes(request: Request, layer: LayerShape) -> int:
     """Bytes of a block's labels, all KV heads."""
     config = request.config
-    channels = config.label_channels or default_channels(layer.query_dim, config.label_bits)
+    channels = config.label_channels or default_channels(layer.query_dim)
     return layer.heads * config.block_size * token_bytes(channels, config.label_bits, request.item)
 
 
 def token_bytes(channels: int, bits: int, item: int) -> int:
     """Bytes of a token's label, of a KV head; ``item``: of a number that is not quantised."""
-    return channels * item if bits == 16 else channels * bits // 8 + 4  # scale and zero point
+    return channels // 2 + 4 if bits == 4 else channels * item  # 4: scale and zero point
 
 
-def default_channels(dim: int, bits: int = 4) -> int:
+def default_channels(dim: int) -> int:
     """Label channels of keys of ``dim`` channels: half of them, but 64 if there are as many, and at most 128.
 
     All 64 of the real model's keys find what 16 bits find: at 90 % of the mass 17 % are read, with 32 channels 25 %
-    (docs/studies/by-need.md). 128 of an MLA row's 576 as AsyncTLS has it. In two bits the first 64.
+    (docs/studies/by-need.md). 128 of an MLA row's 576 as AsyncTLS has it.
     """
-    if bits == 2:
-        return min(64, max(4, dim // 4 * 4))
     return min(128, max(2, min(dim // 2 * 2, max(64, dim // 4 * 2))))

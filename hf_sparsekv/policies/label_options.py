@@ -62,12 +62,8 @@ def check_labels(config: LabelOptions) -> None:
         positive("label_channels", config.label_channels)
         require(config.label_channels % 2 == 0, f"label_channels must be even, got {config.label_channels}")
     require(
-        is_int(config.label_bits) and config.label_bits in (2, 4, 16),
-        f"label_bits must be 2, 4 or 16, got {config.label_bits!r}",
-    )
-    require(
-        config.label_bits != 2 or config.label_channels is None or config.label_channels % 4 == 0,
-        f"label_channels must be a multiple of 4 with label_bits=2, got {config.label_channels}",
+        is_int(config.label_bits) and config.label_bits in (4, 16),
+        f"label_bits must be 4 or 16, got {config.label_bits!r}",
     )
     one_of("channel_importance", config.channel_importance, IMPORTANCES)
     positive("calibration_tokens", config.calibration_tokens)

@@ -63,11 +63,9 @@ class TokenConfig(BudgetOrMass):
             does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
             ``None`` means one pair a block (AsyncTLS).
         label_channels: channels kept per key in the label cache; even. ``None`` means half of the head dimension, but
-            64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents); with ``label_bits=2`` all,
-            at most 64.
-        label_bits: 2 or 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units
-            of their spread), or 16 (unquantised). A label takes ``label_channels * label_bits / 8`` bytes, and 4 for
-            scale and zero point.
+            64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents).
+        label_bits: 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units of
+            their spread) or 16 (unquantised). A label of 4 bits takes ``label_channels / 2 + 4`` bytes.
         channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
             prompt.
         channel_importance: how online calibration ranks channels: ``"spread"`` (root mean square of the queries times

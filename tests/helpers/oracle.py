@@ -202,10 +202,6 @@ class Oracle:
         if self.config.label_bits == 16:
             return kept
         kept = ((kept - mean) / spread).clamp(-6, 6)
-        if self.config.label_bits == 2:
-            scale = (0.9957 * kept.square().mean(1).sqrt()).half().float()[:, None]
-            zero = (-1.5 * scale).half().float()
-            return (((kept - zero) / scale).round().clamp(0, 3) * scale + zero) * spread + mean
         scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
         zero = kept.amin(1).half().float()[:, None]
         codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)

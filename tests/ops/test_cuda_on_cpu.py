@@ -122,7 +122,6 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
     """``warps``: that share a list, at most; an even number."""
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
-    defined["DIGITS"] = given["channels"].shape[-1] // given["codes"].shape[-1]
     defined |= {"MEAN": int(given["reduce"] == "mean"), "EACH_QUERY": int(given["reduce"] == "none")}
     defined |= {"BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
     kernel = build("hf_sparsekv.ops.selection.token_score", "labels.cu", "token_score_labels_kernel", **defined)

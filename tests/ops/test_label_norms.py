@@ -30,7 +30,6 @@ class Heads:
     group: int = 4
     dim: int = 64
     labels: int = 32
-    bits: int = 4
 
 
 SHAPES = {
@@ -38,9 +37,6 @@ SHAPES = {
     "GQA of 128": Heads(dim=128, labels=32),
     "all channels": Heads(dim=64, labels=64),
     "latents": Heads(heads=1, group=16, dim=288, labels=128),
-    "all channels, 2 bits": Heads(dim=64, labels=64, bits=2),
-    "some channels, 2 bits": Heads(dim=128, labels=80, bits=2),
-    "latents, 2 bits": Heads(heads=1, group=16, dim=288, labels=128, bits=2),
 }
 
 
@@ -53,11 +49,11 @@ def made(place, shape: Heads, tokens: int = 512) -> tuple[torch.Tensor, torch.Te
     return keys, queries
 
 
-def scored(way: str, place, keys: torch.Tensor, queries: torch.Tensor, shape: Heads, first: int = CALIBRATED):
+def scored(way: str, place, keys: torch.Tensor, queries: torch.Tensor, r: int, first: int = CALIBRATED):
     """What labels of all but the last query's own block score, ``[Hq, tokens]``, for the last of the queries."""
     seal_range, score = WAYS[way]
     keys, queries = (x.to(place.dtype).to(place.device) for x in (keys, queries))
-    (heads, tokens, dim), r = keys.shape[1:], shape.labels
+    heads, tokens, dim = keys.shape[1:]
     stats = ChannelStats("spread")
     for lo in range(0, first, 100):  # in pieces, as prompts come
         at = slice(lo, min(lo + 100, first))
@@ -65,7 +61,7 @@ def scored(way: str, place, keys: torch.Tensor, queries: torch.Tensor, shape: He
     channels = stats.ranking(r)
     norms = stats.norms().gather(-1, channels.long()[:, :, None].expand(-1, -1, 2, -1))
     blocks = tokens // SIZE
-    codes = torch.zeros(blocks, heads, SIZE, r * shape.bits // 8, dtype=torch.uint8, device=place.device)
+    codes = torch.zeros(blocks, heads, SIZE, r // 2, dtype=torch.uint8, device=place.device)
     params = torch.zeros(blocks, heads, SIZE, 2, dtype=torch.float16, device=place.device)
     table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
     index = Index(dim, channels=channels, norms=norms, codes=codes, qparams=params)
@@ -112,7 +108,7 @@ def check(way: str, place: Place, shape: Heads) -> None:
         biased[..., least[0]] += constant
         biased[..., least[1]] -= constant
         given = biased.to(place.dtype).float(), queries.to(place.dtype).float()
-        found.append(errors(scored(way, place, biased, queries, shape), *given, values))
+        found.append(errors(scored(way, place, biased, queries, shape.labels), *given, values))
     (scores, attended), *others = found
     for constant, (of_scores, of_attention) in zip(CONSTANTS, others):
         assert of_scores < 1.1 * scores, f"scores with {constant}: {of_scores:.4f} for {scores:.4f}"
@@ -145,13 +141,13 @@ def test_rotated_biases(pair, first):
     place, shape = Place("cpu", torch.float32), Heads(labels=64)
     keys, queries = made(place, shape, 4096)
     values = torch.randn(keys.shape[2], 8, generator=place.generator).double()
-    scores, _ = errors(scored("reference", place, keys, queries, shape, first), keys, queries, values)
+    scores, _ = errors(scored("reference", place, keys, queries, 64, first), keys, queries, values)
     angle = torch.arange(4096) * 1e6 ** (-pair / 32)
     for constant in (20.0, 400.0):
         biased = keys.clone()
         biased[..., pair] += constant * angle.cos()
         biased[..., pair + 32] += constant * angle.sin()
-        found = scored("reference", place, biased, queries, shape, first)
+        found = scored("reference", place, biased, queries, 64, first)
         of_scores, of_attention = errors(found, biased, queries, values)
         _, best = errors(products(biased, queries), biased, queries, values)
         assert of_scores < (1.1 if first == 4096 else 8) * scores

@@ -34,13 +34,10 @@ class Case:
     ragged: bool = True
     exact: bool = True
     norms: bool = False
-    digits: int = 2  # in a byte
 
     def make(self, place) -> dict:
-        dim, physical = 2 * self.digits * self.width, self.batch * self.blocks + 5
-        channels = torch.stack(
-            [place.randperm(dim)[: self.digits * self.width] for _ in range(self.batch * self.heads)]
-        )
+        dim, physical = 4 * self.width, self.batch * self.blocks + 5
+        channels = torch.stack([place.randperm(dim)[: 2 * self.width] for _ in range(self.batch * self.heads)])
         channels = channels.int().view(self.batch, self.heads, -1)
         q = place.randint(-9, 10, self.batch, self.heads, self.group, dim).float()
         q = torch.where(place.rand(*q.shape) < 0.2, 1 + 1 / 128, q)
@@ -119,15 +116,10 @@ CASES = {
     "each query": Case(reduce="none", norms=True),
     "each of seven queries": Case(reduce="none", group=7, block_size=64, sinks=70),
     "each query, one": Case(reduce="none", group=1, width=32),
-    "each query, two bits": Case(reduce="none", digits=4, group=5, norms=True, dtype=torch.float16),
+    "each of five queries": Case(reduce="none", group=5, norms=True, dtype=torch.float16),
     "each query, latents": Case(reduce="none", group=20, width=64, heads=1, block_size=64, blocks=12),
     "a block": Case(blocks=1, batch=1, ragged=False),
     "with norms": Case(norms=True),
-    "two bits": Case(digits=4, norms=True),
-    "two bits, seven heads": Case(digits=4, norms=True, group=7, block_size=64, sinks=70),
-    "two bits, wide": Case(digits=4, group=4, width=32, dtype=torch.float16),
-    "two bits, latents": Case(digits=4, group=16, width=64, heads=1),
-    "two bits, the mean": Case(digits=4, norms=True, reduce="mean", group=8),
     "with norms, seven heads": Case(norms=True, group=7, width=32, block_size=64, dtype=torch.float16),
     "with norms, latents": Case(norms=True, group=20, width=64, heads=1),
     "with norms, the mean": Case(norms=True, reduce="mean", group=8),

@@ -340,7 +340,7 @@ def test_captured_audits_on_a_gpu(offload):
         ({"max_tokens": 0}, "max_tokens must be a positive integer"),
         ({"max_tokens": 100}, "max_tokens=100 is less than min_tokens=256"),
         ({"max_tokens": 1 << 31}, "max_tokens must be less than 2\\^31"),
-        ({"label_bits": 8}, "label_bits must be 2, 4 or 16"),
+        ({"label_bits": 8}, "label_bits must be 4 or 16"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),
         ({"audit_every": 2, "estimate": "bound"}, "audit_every needs estimate='labels'"),
     ],

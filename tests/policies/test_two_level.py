@@ -46,7 +46,6 @@ CASES = {
     "block-mean-keys": (False, {"level": "block", "metadata": "mean", "bound_tokens": 8}),
     "two_level-labels16": (True, {"label_bits": 16}),
     "two_level-mean-importance": (False, {"channel_importance": "mean", "label_channels": 2}),
-    "two_level-2 bits": (False, {"label_bits": 2, "label_channels": 8}),
     "two_level-wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "two_level-dense1": (False, {"dense_layers": 1}),
     "block": (False, {"level": "block"}),

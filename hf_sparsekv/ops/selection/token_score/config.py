@@ -45,35 +45,23 @@ def has_whole_words(q: Tensor, codes: Tensor, qparams: Tensor) -> bool:
     return q.dtype in (torch.float16, torch.bfloat16) and whole
 
 
-def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool, each: int = 2) -> bool:
-    """Whether Triton's tensor-core kernel supports these: :func:`has_whole_words`, and few enough queries.
-
-    ``each``: codes in a byte.
-    """
+def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) -> bool:
+    """Whether Triton's tensor-core kernel supports these: :func:`has_whole_words`, and few enough queries."""
     vectors = 1 if mean else q.shape[1] // codes.shape[1]
-    fits = vectors <= MOST_HEADS and each * codes.shape[-1] <= MOST_CHANNELS * (1 + (vectors <= FEW))
+    fits = vectors <= MOST_HEADS and 2 * codes.shape[-1] <= MOST_CHANNELS * (1 + (vectors <= FEW))
     return fits and has_whole_words(q, codes, qparams)
 
 
 def config(
-    q: Tensor,
-    codes: Tensor,
-    qparams: Tensor | None,
-    blocks: int,
-    mean: bool,
-    tensor_cores: bool | None = None,
-    each: int = 2,
+    q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, tensor_cores: bool | None = None
 ) -> Config:
-    """Launch parameters for ``blocks`` blocks per row and KV head; ``tensor_cores=False`` excludes that kernel.
-
-    ``each``: codes in a byte.
-    """
+    """Launch parameters for ``blocks`` blocks per row and KV head; ``tensor_cores=False`` excludes that kernel."""
     heads, block_size, width = codes.shape[1:]
     group, rows = q.shape[1] // heads, q.shape[0] * heads
-    if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean, each):
-        some = min(16, triton.next_power_of_2(max(1, rows * blocks // programs(PROGRAMS, q))))
+    if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):
+        each = min(16, triton.next_power_of_2(max(1, rows * blocks // programs(PROGRAMS, q))))
         columns = FEW if mean else max(FEW, triton.next_power_of_2(group))
-        return Config(True, columns, 1 if block_size <= 64 else 2, blocks=some)
+        return Config(True, columns, 1 if block_size <= 64 else 2, blocks=each)
     # Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory. Not
     # tuned yet, nor are the warps.
     columns = max(16, triton.next_power_of_2(width)) if width <= (256 if qparams is None else 128) else 64

@@ -49,12 +49,11 @@ def token_score(
     asked = asked.gather(-1, channels.long().view(heads, 1, -1).expand(-1, asked.shape[1], -1))
     if reduce == "mean":
         asked = asked.mean(1, keepdim=True)
-    labels = numbers(codes, qparams, blocks, channels.shape[-1] // codes.shape[-1])
     if norms is None:
-        score = asked @ labels  # [H, G or 1, sealed]
+        score = asked @ numbers(codes, qparams, blocks)  # [H, G or 1, sealed]
     else:
         centre, spread = norms[0, :, None].unbind(2)  # [H, 1, r]
-        score = torch.baddbmm((asked * centre).sum(-1, keepdim=True), asked * spread, labels)
+        score = torch.baddbmm((asked * centre).sum(-1, keepdim=True), asked * spread, numbers(codes, qparams, blocks))
     score = score.flatten(0, 1) if reduce == "none" else score.amax(1)
     if not math.isfinite(score.sum().item()):  # which of them count as -inf is the definition's business
         return by_definition()
@@ -77,23 +76,28 @@ class Numbers(NamedTuple):
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # Numbers of the last call, by the tensor of the codes
 
 
-def numbers(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...], each: int) -> Tensor:
-    """:attr:`Numbers.labels` of these blocks, of ``each`` codes in a byte.
+def numbers(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
+    """:attr:`Numbers.labels` of these blocks.
 
     Kept until codes are written: torch counts that. (Not of inference tensors.)
     """
     if codes.is_inference() or (qparams is not None and qparams.is_inference()):
-        return unpacked(codes, qparams, blocks, each)
+        return unpacked(codes, qparams, blocks)
     of = blocks, codes._version, 0 if qparams is None else qparams._version
     known = _known.get(codes)
     if known is None or known.of != of:
-        known = _known[codes] = Numbers(of, unpacked(codes, qparams, blocks, each))
+        known = _known[codes] = Numbers(of, unpacked(codes, qparams, blocks))
     return known.labels
 
 
 @no_inference_mode
-def unpacked(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...], each: int) -> Tensor:
+def unpacked(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
     """:attr:`Numbers.labels` from the codes."""
     at = list(blocks)
-    labels = reference.unpack_labels(codes[at], None if qparams is None else qparams[at], each)
+    held = codes[at]  # [n, H, block_size, r / 2]
+    if qparams is None:
+        labels = held.float()
+    else:
+        scale, zero = qparams[at].float().split(1, -1)
+        labels = torch.cat((held & 15, held >> 4), -1).float() * scale + zero
     return labels.permute(1, 3, 0, 2).flatten(2).contiguous()

@@ -1,7 +1,7 @@
 // Scores of tokens from packed labels, by 8-bit products of tensor cores (Hopper and later).
 //
-// As tensor_core.py: digits (2 of a byte are 0 to 15, 4 are 0 to 3) are the rows of a product, and a head's query in
-// fixed point is two columns, 128 a + b. Sums are exact, so all that is rounded are the queries, to a 32,512th of their largest number. The mean
+// As tensor_core.py: digits 0 to 15 are the rows of a product, and a head's query in fixed point is two columns,
+// 128 a + b. Sums are exact, so all that is rounded are the queries, to a 32,512th of their largest number. The mean
 // over a group is one query. Here a word of a token's codes is the register of the product that it is needed in.
 //
 // With EACH_QUERY the queries of a group keep scores of their own, rows of `out` that follow each other.
@@ -18,9 +18,7 @@
 #define WORDS (WIDTH / 4 / LANES)                // of a token's codes, in four bytes each, that a thread has
 #define VECTORS (MEAN ? 1 : GROUP)               // queries
 #define COLUMNS ((VECTORS + LANES - 1) / LANES)  // products of eight columns
-#define CHANNELS (DIGITS * WIDTH)
-#define BITS (8 / DIGITS)
-#define MASK (0x01010101 * ((1 << BITS) - 1))  // of a digit in each byte
+#define CHANNELS (2 * WIDTH)
 #define EACH (CHANNELS / 32)  // channels of a lane, while queries are made
 #define LARGEST (127 * 128.0f)
 #define SPAN (BLOCK < 64 ? BLOCK : 64)  // tokens of a tile that are in one block
@@ -174,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     load(0, token);
     make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel, relative);
     __syncthreads();
-    u32 column[COLUMNS][WORDS][DIGITS / 2][2];  // of the products' right side: what this thread holds
+    u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
     float unit[COLUMNS], total[COLUMNS], constant[COLUMNS];
     const bool its_token = row / 2 / LANES == quad / LANES;  // the column's token is that of these codes
 #pragma unroll
@@ -185,9 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int w = 0; w < WORDS; w++) {
             const signed char* part = queries.parts[LANES * c + row / 2 % LANES][row % 2];
             part += 4 * (quad % LANES * WORDS + w);
-#pragma unroll
-            for (int d = 0; d < DIGITS; d++)
-                column[c][w][d / 2][d % 2] = its_token ? *(const u32*)(part + d * WIDTH) : 0;
+            column[c][w][0] = its_token ? *(const u32*)part : 0;
+            column[c][w][1] = its_token ? *(const u32*)(part + WIDTH) : 0;
         }
     }
 
@@ -205,13 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int w = 0; w < WORDS; w++) {
                 const u32 upper = tile.codes[2 * m].word[w];
                 const u32 lower = tile.codes[2 * m + 1].word[w];
+                const u32 digits[4] = {upper & 0x0f0f0f0f, lower & 0x0f0f0f0f, (upper >> 4) & 0x0f0f0f0f,
+                                       (lower >> 4) & 0x0f0f0f0f};
 #pragma unroll
-                for (int d = 0; d < DIGITS; d += 2) {
-                    const u32 digits[4] = {(upper >> BITS * d) & MASK, (lower >> BITS * d) & MASK,
-                                           (upper >> BITS * (d + 1)) & MASK, (lower >> BITS * (d + 1)) & MASK};
-#pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) multiply(product[c], digits, column[c][w][d / 2]);
-                }
+                for (int c = 0; c < COLUMNS; c++) multiply(product[c], digits, column[c][w]);
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {

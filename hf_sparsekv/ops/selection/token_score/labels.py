@@ -10,8 +10,7 @@ from ..._operands import label_rows
 from .config import has_whole_words
 
 THREADS = 128
-# Codes in a byte, bytes of a token's codes -> heads of a group; more would spill.
-MOST_HEADS = {2: {16: 16, 32: 16, 64: 20}, 4: {16: 16, 32: 8, 64: 16}}
+MOST_HEADS = {16: 16, 32: 16, 64: 20}  # bytes of a token's codes -> heads of a group; more would spill
 LEAST_BLOCK = 16  # tokens
 LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 
@@ -21,17 +20,17 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, nor
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
     if qparams is None or not has_whole_words(q, codes, qparams):
         return False
-    group, each = q.shape[1] // heads, channels.shape[-1] // width
+    group = q.shape[1] // heads
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):
         return False
-    if not batch or group > MOST_HEADS[each].get(width, 0) or size < LEAST_BLOCK or size & (size - 1):
+    if not batch or group > MOST_HEADS.get(width, 0) or size < LEAST_BLOCK or size & (size - 1):
         return False
     # A load is of 8 or 16 bytes, and must be aligned. Triton's kernels read words.
     if any(place % min(width // 2, LOAD) for place in (codes.data_ptr(), *codes.stride()[:2])):
         return False
     if max(codes.stride(0), 2 * qparams.stride(0)) >= 1 << 32:
         return False
-    kernel = _kernel(q, size, width, each, group, reduce)
+    kernel = _kernel(q, size, width, group, reduce)
     if kernel is None:
         return False
     pairs = qparams.view(torch.int32)  # scale and zero point are read as one word
@@ -50,12 +49,12 @@ def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, nor
     return True
 
 
-def _kernel(q: Tensor, size: int, width: int, each: int, group: int, reduce: str) -> _cuda.Kernel | None:
-    defined = {"THREADS": THREADS, "BLOCK": size, "WIDTH": width, "DIGITS": each, "GROUP": group}
+def _kernel(q: Tensor, size: int, width: int, group: int, reduce: str) -> _cuda.Kernel | None:
+    defined = {"THREADS": THREADS, "BLOCK": size, "WIDTH": width, "GROUP": group}
     defined |= {"MEAN": int(reduce == "mean"), "EACH_QUERY": int(reduce == "none")}
     defined |= {
         "BFLOAT16": int(q.dtype == torch.bfloat16),
-        "RESIDENT": _resident(size, each * width // 2, 1 if reduce == "mean" else group, reduce == "none"),
+        "RESIDENT": _resident(size, width, 1 if reduce == "mean" else group, reduce == "none"),
     }
     return _cuda.load(q, __package__, "labels.cu", "token_score_labels_kernel", **defined)
 
@@ -65,8 +64,7 @@ def _resident(size: int, width: int, vectors: int, apart: bool) -> int:
 
     7 are 1 to 3 % faster than the compiler's choice of 5 (H200, blocks of 64 tokens, four heads). With small blocks a
     thread holds more addresses, with wide codes or many ``vectors`` (queries) more numbers; the latter two are left to
-    the compiler. ``width``: bytes of a token's codes, if they were of four bits. ``apart``: each query has scores of
-    its own, which takes more addresses.
+    the compiler. ``apart``: each query has scores of its own, which takes more addresses.
     """
     if width > 16 or vectors > 4:
         return 1

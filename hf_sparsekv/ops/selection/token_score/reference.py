@@ -8,24 +8,22 @@ from torch import Tensor
 from ..._dispatch import give
 
 
-def unpack_labels(codes: Tensor, qparams: Tensor | None, each: int = 2) -> Tensor:
+def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
     """Label channels as float32.
 
     Args:
-        codes: uint8 ``[..., r / each]``: byte ``i`` holds channels ``i``, ``i + r / each`` and so on, from its lowest
-            bits on; or floating point ``[..., r]`` (unquantised labels).
+        codes: uint8 ``[..., r / 2]`` holding channel ``i`` in the low and channel ``i + r / 2`` in the high
+            four bits of byte ``i``; or floating point ``[..., r]`` (unquantised labels).
         qparams: ``[..., 2]`` float16, scale and zero point of each token; ``None`` for unquantised labels.
-        each: codes in a byte: 2 of four bits, or 4 of two.
     """
     if qparams is None:
         return codes.float()
-    return unpack_digits(codes, each) * qparams[..., :1].float() + qparams[..., 1:].float()
+    return unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
 
 
-def unpack_digits(codes: Tensor, each: int = 2) -> Tensor:
-    """Digits of packed codes ``[..., r / each]`` as float32 ``[..., r]``: 0 to 15, or to 3."""
-    bits = 8 // each
-    return torch.cat([(codes >> (bits * i)) & ((1 << bits) - 1) for i in range(each)], dim=-1).float()
+def unpack_digits(codes: Tensor) -> Tensor:
+    """Digits 0 to 15 of packed codes ``[..., r / 2]`` as float32 ``[..., r]``."""
+    return torch.cat((codes & 15, codes >> 4), dim=-1).float()
 
 
 def token_score(
@@ -55,8 +53,7 @@ def token_score(
 
     Args:
         q: ``[batch, Hq, Dk]`` queries of this step.
-        codes: ``[num_blocks, H, block_size, r / 2]`` uint8 of four bits each, ``[..., r / 4]`` of two; or ``[..., r]``
-            floating point.
+        codes: ``[num_blocks, H, block_size, r / 2]`` uint8, or ``[..., r]`` floating point.
         qparams: ``[num_blocks, H, block_size, 2]`` float16, or ``None`` with floating point ``codes``.
         channels: ``[batch, H, r]`` int32, the label channels of each row and KV head.
         rows: int32 ``[batch, 2]``, length and sealed tokens (a multiple of ``block_size``) of each row.
@@ -99,8 +96,7 @@ def token_score(
     token = block_ids[..., None] * size + torch.arange(size, device=q.device)  # [batch, H, n, block_size]
     usable = (token >= sinks) & (token < rows[:, 1, None, None, None]) & (at >= 0)[..., None]
     at = at.masked_fill(~usable.any(-1), 0)  # blocks without a usable token may have any entry
-    each = channels.shape[-1] // codes.shape[-1]
-    held = unpack_digits(codes[at, head], each) if qparams is not None else codes[at, head].float()
+    held = unpack_digits(codes[at, head]) if qparams is not None else codes[at, head].float()
     score = q @ held.flatten(2, 3).transpose(-1, -2)  # [batch, H, G or 1, n * block_size]
     if qparams is not None:
         scale, zero = qparams[at, head].float().flatten(2, 3)[:, :, None].unbind(-1)

@@ -1,8 +1,8 @@
 """Approximate score of tokens from packed labels by tensor cores, for queries of 16 bits.
 
 A program scores block after block with the queries in registers. The queries of a group are the columns of one product
-of 8-bit integers: digits 0 to 15, or to 3, times queries in fixed point. A query has two columns, 128 a + b. Sums are
-exact, so only the queries are rounded, to a 32,512th of their largest number. The mean over a group is one query.
+of 8-bit integers: digits 0 to 15 times queries in fixed point. A query has two columns, 128 a + b. Sums are exact, so
+only the queries are rounded, to a 32,512th of their largest number. The mean over a group is one query.
 """
 
 from __future__ import annotations
@@ -38,32 +38,19 @@ def find_sealed(i, m, p_table, p_ids, blocks):
     return block, tl.load(p_table + block, mask=m & (block < blocks), other=-1)
 
 
-@triton.constexpr_function
-def _taking(bits, i):
-    """PTX that takes digit ``i``, of so many bits, out of each of four bytes."""
-    mask = f"{0x01010101 * ((1 << bits) - 1):#x}"
-    return f"shr.u32 $0, $1, {bits * i}; and.b32 $0, $0, {mask};" if i else f"and.b32 $0, $1, {mask};"
-
-
 @triton.jit
-def _digit(b_code, i: tl.constexpr, EACH: tl.constexpr):
-    """Digit ``i`` of each byte, int8."""
-    BITS: tl.constexpr = 8 // EACH
+def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bytes ``[ROWS, COLUMNS]`` as int8 ``[ROWS, 2 COLUMNS]``: a byte's low digit, its high one, the next byte's."""
     if COMPILED:  # four bytes at once; the compiler would take them one by one
-        TAKING: tl.constexpr = _taking(BITS, i)
-        b_digit = tl.inline_asm_elementwise(TAKING, "=r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4)
+        b_low = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4
+        )
+        b_high = tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, 4; and.b32 $0, $0, 0x0F0F0F0F;", "=r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4
+        )
     else:
-        b_digit = ((b_code >> (BITS * i)) & ((1 << BITS) - 1)).to(tl.int8)
-    return b_digit
-
-
-@triton.jit
-def _digits(b_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr):
-    """Bytes ``[ROWS, COLUMNS]`` as int8 ``[ROWS, EACH COLUMNS]``: a byte's digits, lowest first, the next byte's."""
-    b_low, b_high = _digit(b_code, 0, EACH), _digit(b_code, 1, EACH)
-    if EACH == 4:
-        b_low, b_high = tl.join(b_low, _digit(b_code, 2, EACH)), tl.join(b_high, _digit(b_code, 3, EACH))
-    return tl.reshape(tl.join(b_low, b_high), [ROWS, EACH * COLUMNS])
+        b_low, b_high = (b_code & 15).to(tl.int8), (b_code >> 4).to(tl.int8)
+    return tl.reshape(tl.join(b_low, b_high), [ROWS, 2 * COLUMNS])
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
@@ -85,14 +72,13 @@ def token_score_tensor_core_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    DIGITS: tl.constexpr,
     BG: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Scores of ``BLOCKS`` blocks of one row and KV head.
 
-    A token's codes are ``WIDTH`` bytes, one after the other, of ``DIGITS`` digits each.
+    A token's codes are ``WIDTH`` bytes, one after the other.
     """
     wait(PDL)
     BW: tl.constexpr = padded(WIDTH)
@@ -106,24 +92,22 @@ def token_score_tensor_core_kernel(
         if first >= end:
             return
 
-    # The queries in the order of _digits: a byte's low digit, then the next one, a channel of the next half or quarter.
-    R: tl.constexpr = DIGITS * WIDTH
-    BR: tl.constexpr = DIGITS * BW
-    o_c, o_g = tl.arange(0, BR), tl.arange(0, BG)
-    m_c, m_g = o_c // DIGITS < WIDTH, (o_g < GROUP)[None, :]
-    o_r = o_c // DIGITS + o_c % DIGITS * WIDTH
-    b_channel = tl.load(row_ptr(channels, i_batch, i_head) + o_r, mask=m_c, other=0)  # [BR]
+    # The queries in the order of _digits: a byte's low digit, then the high one, a channel of the second half.
+    o_c, o_g = tl.arange(0, 2 * BW), tl.arange(0, BG)
+    m_c, m_g = o_c // 2 < WIDTH, (o_g < GROUP)[None, :]
+    o_r = o_c // 2 + o_c % 2 * WIDTH
+    b_channel = tl.load(row_ptr(channels, i_batch, i_head) + o_r, mask=m_c, other=0)  # [2 BW]
     p_query = q.ptr + i_batch * q.batch + b_channel * q.dim
     if MEAN:  # in every column
-        b_mean = tl.zeros([BR], tl.float32)
+        b_mean = tl.zeros([2 * BW], tl.float32)
         for i in tl.static_range(0, GROUP):
             b_mean += tl.load(p_query + (i_head * GROUP + i) * q.head, mask=m_c, other=0.0).to(tl.float32)
-        b_q = (b_mean / GROUP)[:, None] + tl.zeros([BR, BG], tl.float32)
+        b_q = (b_mean / GROUP)[:, None] + tl.zeros([2 * BW, BG], tl.float32)
     else:
         p_query = p_query[:, None] + (i_head * GROUP + o_g)[None, :] * q.head
-        b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [BR, BG]
+        b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [2 BW, BG]
     if channels.norms is not None:
-        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_c, R)  # [BR]
+        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_c, 2 * WIDTH)  # [2 BW]
         b_constant = tl.sum(b_q * b_centre[:, None], 0)  # [BG]
         b_q *= b_spread[:, None]
     b_total = known(tl.sum(b_q, 0))  # [BG]
@@ -131,7 +115,7 @@ def token_score_tensor_core_kernel(
     b_whole = tl.floor(b_q / b_unit[None, :] + 0.5)  # -16256 .. 16256
     b_upper = tl.floor(b_whole * 0.0078125 + 0.5)  # -127 .. 127
     b_lower = b_whole - 128.0 * b_upper  # -64 .. 63
-    b_parts = tl.reshape(tl.join(b_upper.to(tl.int8), b_lower.to(tl.int8)), [BR, 2 * BG])
+    b_parts = tl.reshape(tl.join(b_upper.to(tl.int8), b_lower.to(tl.int8)), [2 * BW, 2 * BG])
 
     o_t, o_w = tl.arange(0, BLOCK_SIZE), tl.arange(0, BW)
     m_w = (o_w < WIDTH)[None, :]
@@ -152,7 +136,7 @@ def token_score_tensor_core_kernel(
         m_usable = (physical_id >= 0) & (o_t >= sinks - block * BLOCK_SIZE)  # [BLOCK_SIZE]
         b_scale = (b_pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
         b_zero = (b_pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [BLOCK_SIZE]
-        b_both = tl.dot(_digits(b_code, BLOCK_SIZE, BW, DIGITS), b_parts)  # [BLOCK_SIZE, 2 BG]
+        b_both = tl.dot(_digits(b_code, BLOCK_SIZE, BW), b_parts)  # [BLOCK_SIZE, 2 BG]
         b_first, b_second = tl.split(tl.reshape(b_both, [BLOCK_SIZE, BG, 2]))
         b_all = (b_first * 128 + b_second).to(tl.float32)  # below 2 ** 24: exact
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)

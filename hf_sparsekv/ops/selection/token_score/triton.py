@@ -38,12 +38,11 @@ def token_score_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    DIGITS: tl.constexpr,
     BW: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of ``BT`` tokens of one row and KV head. A token's codes: ``WIDTH`` entries of ``DIGITS`` digits."""
+    """Scores of ``BT`` tokens of one row and KV head. A token's codes are ``WIDTH`` entries."""
     wait(PDL)
     BG: tl.constexpr = padded(GROUP)
     i_row = tl.program_id(1)
@@ -77,29 +76,37 @@ def token_score_kernel(
             b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
         b_constant = tl.zeros([BG], tl.float32)
         for i in tl.static_range(0, WIDTH, BW):
+            # The query's label channels; packed codes hold the second half of them in the high four bits.
             o_w = i + tl.arange(0, BW)
             m_w = o_w < WIDTH
             m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+            b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
+            b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
+            b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+            if channels.norms is not None:
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w, m_w, 2 * WIDTH)  # [BW]
+                b_constant += tl.sum(b_low * b_centre[None, :], 1)
+                b_low *= b_spread[None, :]
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w + WIDTH, m_w, 2 * WIDTH)
+                b_constant += tl.sum(b_high * b_centre[None, :], 1)
+                b_high *= b_spread[None, :]
             # Tokens that are not live may hold anything, NaN included, and are not read.
             b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
-            for j in tl.static_range(0, DIGITS):  # digit j of a byte is of a channel of the j-th part
-                b_channel = tl.load(p_channels + o_w + j * WIDTH, mask=m_w, other=0)  # [BW]
-                b_q = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-                if channels.norms is not None:
-                    b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w + j * WIDTH, m_w, DIGITS * WIDTH)
-                    b_constant += tl.sum(b_q * b_centre[None, :], 1)
-                    b_q *= b_spread[None, :]
-                b_digit = (b_code >> (8 // DIGITS * j)) & ((1 << (8 // DIGITS)) - 1)  # [BT, BW]
-                if MEAN:
-                    b_mean = tl.sum(b_q, 0) / GROUP  # [BW]
-                    b_sum += b_mean
-                    b_s += tl.sum(b_digit.to(tl.float32) * b_mean[None, :], 1)
-                else:
-                    b_sum += tl.sum(b_q, 1)
-                    b_q = tl.trans(b_q)  # [BW, BG]
-                    if NATIVE:  # digits are exact in any 16-bit type
-                        b_q = b_q.to(q.ptr.dtype.element_ty)
-                    b_all = tl.dot(b_digit.to(b_q.dtype), b_q, b_all, input_precision="ieee")  # [BT, BG]
+            b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
+            if MEAN:
+                b_low_mean = tl.sum(b_low, 0) / GROUP  # [BW]
+                b_high_mean = tl.sum(b_high, 0) / GROUP  # [BW]
+                b_sum += b_low_mean + b_high_mean
+                b_both = b_low_code.to(tl.float32) * b_low_mean[None, :]
+                b_s += tl.sum(b_both + b_high_code.to(tl.float32) * b_high_mean[None, :], 1)
+            else:
+                b_sum += tl.sum(b_low + b_high, 1)
+                b_low_q, b_high_q = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
+                if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
+                    b_low_q, b_high_q = b_low_q.to(q.ptr.dtype.element_ty), b_high_q.to(q.ptr.dtype.element_ty)
+                b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
+                b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
         p_param = qparams.ptr + b_physical_id * qparams.block + i_head * qparams.head + o_in * qparams.token
         b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
         b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
@@ -182,15 +189,15 @@ def token_score(
     everything = q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill
     if config is None and block_ids is None and score_all(*everything):
         return out
-    group, mean, each = q_heads // heads, reduce == "mean", channels.shape[-1] // width
-    config = config or default(q, codes, qparams, blocks, mean, each=each)
+    group, mean = q_heads // heads, reduce == "mean"
+    config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
     labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), label_rows(channels, norms), rows
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "FILL": fill, "HEADS": heads, "GROUP": group}
-    fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width, "DIGITS": each}
+    fixed |= {"BLOCK_SIZE": block_size, "WIDTH": width}
     if config.tensor_cores:
         grid = triton.cdiv(blocks, config.blocks), batch * heads
         fixed |= {"BG": config.columns, "BLOCKS": config.blocks, "num_warps": config.warps}

@@ -8,11 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reference import BEST_STEP as _BEST_STEP
 from .reference import MOST_HALF as _MOST_HALF
 from .reference import MOST_SPREADS as _MOST_SPREADS
 
-BEST_STEP, MOST_HALF, MOST_SPREADS = (tl.constexpr(x) for x in (_BEST_STEP, _MOST_HALF, _MOST_SPREADS))
+MOST_HALF, MOST_SPREADS = tl.constexpr(_MOST_HALF), tl.constexpr(_MOST_SPREADS)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
 
 
@@ -45,33 +44,13 @@ def codes_4(b_x, b_y, m_r):
     b_high = tl.where(m_r[None, :], most(b_x, b_y), float("-inf"))
     b_high = tl.reduce(b_high, 1, most)
     b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
-    return (_digits(b_x, b_scale, b_zero, 15) | (_digits(b_y, b_scale, b_zero, 15) << 4)).to(tl.uint8), b_scale, b_zero
-
-
-@triton.jit
-def codes_2(b_x, b_y, b_z, b_w, m_r, R: tl.constexpr):
-    """Codes of 2 bits of the four quarters of ``R`` channels of labels, as :func:`codes_4`."""
-    b_x, b_y, b_z, b_w = _held(b_x), _held(b_y), _held(b_z), _held(b_w)
-    b_square = tl.where(m_r[None, :], b_x * b_x + b_y * b_y + b_z * b_z + b_w * b_w, 0.0)
-    b_scale = (tl.sqrt_rn(tl.sum(b_square, 1) / R) * BEST_STEP).to(tl.float16)  # [tokens]
-    b_zero = (-1.5 * b_scale.to(tl.float32)).to(tl.float16)
-    b_code = _digits(b_x, b_scale, b_zero, 3) | (_digits(b_y, b_scale, b_zero, 3) << 2)
-    b_code |= (_digits(b_z, b_scale, b_zero, 3) << 4) | (_digits(b_w, b_scale, b_zero, 3) << 6)
-    return b_code.to(tl.uint8), b_scale, b_zero
-
-
-@triton.jit
-def _held(b_x):
-    return least(most(b_x.to(tl.float32), -MOST_HALF / 2), MOST_HALF / 2)
-
-
-@triton.jit
-def _digits(b_x, b_scale, b_zero, MOST: tl.constexpr):
-    """Digits int32 of labels ``[tokens, channels]``."""
     b_step = b_scale.to(tl.float32)
     b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
     b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))
-    return tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 1.0 * MOST).to(tl.int32)
+    b_y = tl.math.div_rn(b_y - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_y))
+    b_x = tl.minimum(tl.maximum((b_x + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
+    b_y = tl.minimum(tl.maximum((b_y + ROUND) - ROUND, 0.0), 15.0).to(tl.int32)
+    return (b_x | (b_y << 4)).to(tl.uint8), b_scale, b_zero
 
 
 @triton.constexpr_function

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..quantise.reference import quantise
 
 MOST_HALF = torch.finfo(torch.float16).max
-BEST_STEP = 0.9957  # of four even steps for a normal distribution of size 1 (Max, 1960)
 MOST_SPREADS = 6.0  # a label's distance from its centre: one that drifts further may not take all steps of its token
 
 
@@ -24,8 +23,7 @@ class Index:
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
         norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, see :func:`standardised`; None: 0 and 1.
             Not with unquantised codes.
-        codes: uint8 ``[num_blocks, H, block_size, r / 2]`` of four bits each, ``[..., r / 4]`` of two; or ``[..., r]``
-            in the keys' dtype.
+        codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
         metadata: kind of ``bounds``.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
@@ -43,12 +41,6 @@ class Index:
     means: Tensor | None = None
     span: int = 1
     scales: Tensor | None = None
-
-    @property
-    def bits(self) -> int:
-        """Of a label channel's code; with ``qparams``."""
-        assert self.codes is not None and self.channels is not None
-        return 8 * self.codes.shape[-1] // self.channels.shape[-1]
 
 
 def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
@@ -116,38 +108,28 @@ def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
     return ((labels.float() - centre) / spread).clamp(-MOST_SPREADS, MOST_SPREADS)
 
 
-def quantise_labels(labels: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
-    """Codes of label channels, with a scale and a zero point per token.
+def quantise_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """INT4 codes of label channels, with a scale and a zero point per token.
 
-    With four bits they reach from the least label to the largest. With two they are the best even steps for labels of a
-    normal distribution about zero, of the token's own size: :func:`standardised` makes them so.
-
-    Labels are clamped such that scale and zero point are finite in float16. A token with NaN among its labels gets NaN
-    for both, and codes of 0.
+    Labels are clamped to the range of float16, so that scale and zero point are finite. A token with NaN among its
+    labels gets NaN for both, and codes of 0.
 
     Args:
-        labels: ``[..., r]``, r even, or a multiple of 4 with two bits.
-        bits: 4 or 2.
+        labels: ``[..., r]``, r even.
 
     Returns:
-        codes uint8 ``[..., r bits / 8]``, see :func:`...selection.token_score.reference.unpack_labels`, and float16
+        codes uint8 ``[..., r / 2]`` (channel ``i`` in the low, ``i + r / 2`` in the high four bits) and float16
         ``[..., 2]``: scale and zero point, so that ``label ~ code * scale + zero``.
     """
-    most = MOST_HALF if bits == 4 else MOST_HALF / 2
-    x = labels.float().clamp(-most, most)
-    if bits == 4:
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        scale, zero = ((high - low) / 15).half(), low.half()
-    else:
-        scale = (BEST_STEP * x.square().mean(-1, keepdim=True).sqrt()).half()
-        zero = (-1.5 * scale.float()).half()
+    x = labels.float().clamp(-MOST_HALF, MOST_HALF)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half()
+    zero = low.half()
     step = scale.float()
-    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round()
-    parts = digits.clamp(0, (1 << bits) - 1).nan_to_num(0.0).to(torch.uint8).chunk(8 // bits, -1)
-    codes = parts[0]
-    for i, part in enumerate(parts[1:], 1):
-        codes = codes | (part << (bits * i))
-    return codes, torch.cat((scale, zero), dim=-1)
+    digits = ((x - zero.float()) / torch.where(step == 0, 1.0, step)).round().clamp(0, 15)
+    digits = digits.nan_to_num(0.0).to(torch.uint8)
+    half = x.shape[-1] // 2
+    return digits[..., :half] | (digits[..., half:] << 4), torch.cat((scale, zero), dim=-1)
 
 
 def running_means(
@@ -249,7 +231,7 @@ def seal(
             index.codes[to] = labels
         else:
             norms = None if index.norms is None else index.norms[row]
-            index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, norms), index.bits)
+            index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, norms))
     if index.means is not None:
         start = (nth - nth % index.span) * size
         count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens in the preceding mean
@@ -330,7 +312,7 @@ def seal_range(
         if index.qparams is None:
             index.codes[ids] = labels
         else:
-            index.codes[ids], index.qparams[ids] = quantise_labels(standardised(labels, index.norms), index.bits)
+            index.codes[ids], index.qparams[ids] = quantise_labels(standardised(labels, index.norms))
     if index.means is not None:
         place = first % index.span
         earlier = max(start - max((first - place) * size, sinks), 0)  # tokens in the preceding mean

@@ -23,7 +23,7 @@ from ..._operands import (
 )
 from ..._overlap import begin, launch
 from ..._paged import load_row
-from .labels import codes_2, codes_4, largest, least, most, standardised
+from .labels import codes_4, largest, least, most, standardised
 from .reference import check, check_range
 
 TILE = 16  # tokens at once
@@ -118,7 +118,6 @@ def _seal_block(
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     R: tl.constexpr,
-    DIGITS: tl.constexpr,
     BT: tl.constexpr,
 ):
     """The block that begins at token ``sealed``: keys and values to block ``to``, the fields but means to their block.
@@ -137,15 +136,9 @@ def _seal_block(
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
         if qparams is not None:
             b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
-            if DIGITS == 4:
-                b_channel_3 = tl.load(p_channel + 2 * R + o_r, mask=m_r, other=0)
-                b_channel_4 = tl.load(p_channel + 3 * R + o_r, mask=m_r, other=0)
             if channels.norms is not None:
-                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, DIGITS * R)  # [BR]
-                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, DIGITS * R)
-                if DIGITS == 4:
-                    b_centre_3, b_spread_3 = load_norms(channels, i_batch, i_head, 2 * R + o_r, m_r, DIGITS * R)
-                    b_centre_4, b_spread_4 = load_norms(channels, i_batch, i_head, 3 * R + o_r, m_r, DIGITS * R)
+                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, 2 * R)  # [BR]
+                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, 2 * R)
     if scales is not None:
         p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head
         norms = store_norms(p_row + at.to(tl.int64) * recent.token, recent.token, p_scale, o_k, m_k, DK, BLOCK_SIZE, BT)
@@ -189,17 +182,7 @@ def _seal_block(
                     b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
                     if channels.norms is not None:
                         b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
-                    if DIGITS == 4:
-                        b_z = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_3, m_r, SPLIT, KEYS)
-                        b_w = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_4, m_r, SPLIT, KEYS)
-                        if channels.norms is not None:
-                            b_z, b_w = (
-                                standardised(b_z, b_centre_3, b_spread_3),
-                                standardised(b_w, b_centre_4, b_spread_4),
-                            )
-                        b_code, b_scale, b_zero = codes_2(b_x, b_y, b_z, b_w, m_r, DIGITS * R)
-                    else:
-                        b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
+                    b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
                     tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
                     p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
                     tl.store(p_param, b_scale)
@@ -278,7 +261,6 @@ def seal_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,
-    DIGITS: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -298,7 +280,7 @@ def seal_kernel(
     b_k, b_v = _seal_block(
         recent, p_row, None, None, None, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
         bounds, channels, codes, qparams, means, scales, ring, sinks,
-        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, DIGITS, BT,
+        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
     )  # fmt: skip
     if means is not None:
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
@@ -331,7 +313,6 @@ def seal_range_kernel(
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
     R: tl.constexpr,
-    DIGITS: tl.constexpr,
     STAGED: tl.constexpr,
     BT: tl.constexpr,
     PDL: tl.constexpr,
@@ -356,7 +337,7 @@ def seal_range_kernel(
         b_k, b_v = _seal_block(
             recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
             bounds, channels, codes, qparams, means, None, ring, sinks,
-            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, DIGITS, BT,
+            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
         )  # fmt: skip
         if means is not None:
             b_all_k += b_k
@@ -401,7 +382,6 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         DK=dk,
         DV=recent_kv.shape[3] - dk,
         R=0 if index.codes is None else index.codes.shape[-1],
-        DIGITS=0 if index.codes is None else index.channels.shape[-1] // index.codes.shape[-1],
         BT=tile,
         num_warps=8 if dk > WIDE or tile > TILE else 4,
     )
@@ -443,7 +423,6 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         DV=width - dk,
         SPLIT=k.shape[3],
         R=0 if index.codes is None else index.codes.shape[-1],
-        DIGITS=0 if index.codes is None else index.channels.shape[-1] // index.codes.shape[-1],
         STAGED=staged,
         BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
         num_warps=8 if dk > WIDE else 4,
