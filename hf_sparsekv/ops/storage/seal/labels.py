@@ -43,7 +43,8 @@ def codes_4(b_x, b_y, m_r):
     b_low = tl.reduce(b_low, 1, least)  # [tokens]
     b_high = tl.where(m_r[None, :], most(b_x, b_y), float("-inf"))
     b_high = tl.reduce(b_high, 1, most)
-    b_scale, b_zero = ((b_high - b_low) / 15.0).to(tl.float16), b_low.to(tl.float16)
+    b_span = b_high - b_low  # "/" on a GPU may be an ulp off, which float16 can round to another number
+    b_scale, b_zero = tl.math.div_rn(b_span, 15.0 + tl.zeros_like(b_span)).to(tl.float16), b_low.to(tl.float16)
     b_step = b_scale.to(tl.float32)
     b_step = tl.where(b_step == 0.0, 1.0, b_step)[:, None]
     b_x = tl.math.div_rn(b_x - b_zero.to(tl.float32)[:, None], b_step + tl.zeros_like(b_x))
