@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,23 @@ def test_files_of_earlier_releases_go_on(name):
         token = int(feed(cache, torch.tensor([[token]]), name="llama-mqa")[:, -1].argmax())
         found.append(token)
     assert found == expected
+
+
+@pytest.mark.parametrize("named", [{}, {"token_budget": 48}], ids=["nothing", "a budget"])
+def test_what_files_of_earlier_releases_left_open(named, tmp_path):
+    """They knew no ``mass``: no budget meant a fixed one of 1,024 tokens. Labels were a quarter of the channels."""
+    raw = (Path(__file__).parents[1] / "data" / "two_level.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    held = json.loads(header["__metadata__"]["state"])
+    assert "mass" not in held["config"] and held["config"]["label_channels"] is None
+    held["config"] |= {"token_budget": None, "num_blocks": 64} | named
+    header["__metadata__"]["state"] = json.dumps(held)
+    text = json.dumps(header).encode()
+    (tmp_path / "changed.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    config = SparseCache.load(tmp_path / "changed.safetensors").config
+    assert (config.mass, config.threshold) == (None, None)
+    assert (config.budget, config.label_channels) == (named.get("token_budget", 1024), 4)
 
 
 def test_shared_blocks_are_stored_once(tmp_path):
