@@ -8,6 +8,9 @@ cuDNN makes a plan for each new shape and its strides, which takes 55 to 75 ms o
 as 8k tokens take in all layers of an 8B model, and every thread makes its own plans (benchmarks/NOTES.md). So parts are
 padded to a few lengths. A length gets its plan when the flash kernels, which need none, have lost as much time on it as
 the plan takes. The flash kernels also take the rest of a past that ends between two lengths.
+
+Where torch's flash kernels are FlashAttention 3's (:func:`has_quick_flash`), they are faster than cuDNN's, need no plan
+and take a chunk with its past: they get everything.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
@@ -74,6 +78,12 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     return torch.lerp(other.float(), out.float(), weight).to(out.dtype)
 
 
+def has_quick_flash() -> bool:
+    """Torch's flash kernels are FlashAttention 3's: ``torch.nn.attention.activate_flash_attention_impl("FA3")``."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from torch 2.11 on
+    return current is not None and current() == "FA3"
+
+
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`chunk_attention` is possible for the last ``q`` of ``n`` columns, and faster."""
     past = key.shape[2] - query.shape[2]
@@ -105,10 +115,10 @@ def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
         query, key, value: ``[1, heads, 1, D]`` of the heads, dtype and device of a layer.
 
     Returns:
-        How many were made: none where :func:`chunk_attention` does not serve.
+        How many were made: none where :func:`chunk_attention` does not serve, or uses none.
     """
     made = 0
-    for n in lengths(longest):
+    for n in [] if has_quick_flash() else lengths(longest):
         parts = [t.new_empty(1, n, t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)]
         if not serves(*parts):
             break
@@ -170,7 +180,7 @@ def chunk_attention(
     """
     q, n = query.shape[2], key.shape[2]
     past, size = n - q, -(-q // grid(q)) * grid(q)
-    if not past and q <= SHORT:
+    if (not past and q <= SHORT) or has_quick_flash():
         return rest(query, key, value, True, scale)[0]
     before = past if not past or q * past > LONG else past // grid(past) * grid(past)
     if before and not planned(query, key, size, before, False):

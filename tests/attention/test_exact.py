@@ -108,6 +108,17 @@ def test_a_plan_is_made_when_it_would_have_paid(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(("q", "n"), [(1100, 1100), (700, 1500)])
+def test_flash_attention_3_takes_everything(q, n, monkeypatch):
+    """Padded and split for cuDNN it would be slower; no plan is made ahead."""
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    monkeypatch.setattr(parts, "PLAN", 0)
+    query, key, value = tensors(q, n)
+    found = chunk_attention(query, key, value, 0.3, lambda *given: pytest.fail("cuDNN"), on_cpu)
+    torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+    assert parts.make_plans(query[:1, :, :1], key[:1, :, :1], value[:1, :, :1], 9000) == 0
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (16, 24), (16, 16)])
 def test_without_a_plan_values_may_be_of_another_width(dim, value_dim, monkeypatch):
     """As MLA's: 192 channels of keys, 128 of values. The flash kernels take one width only."""
