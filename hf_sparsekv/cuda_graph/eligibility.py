@@ -98,6 +98,11 @@ class Eligibility:
         ids = given["input_ids"]
         return self.cannot or self._model(ids) or self._cache(cache, ids) or _call(given)
 
+    def why_no_prompt(self, ids: Tensor) -> str | None:
+        """Why a prompt cannot be captured, as far as the model is concerned; None: it can."""
+        ranked = None if self.ranks is None else "the model is tensor parallel"
+        return ranked or self.cannot or self._model(ids)
+
     def _model(self, ids: Tensor) -> str | None:
         """Reasons in the model: its weights, its attention, its mode."""
         devices, brought = self._weights()

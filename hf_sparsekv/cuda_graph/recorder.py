@@ -21,6 +21,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._captures_on: tuple[torch.cuda.Stream, Sides] | None = None
+        self._pool: tuple[int, int] | None = None
 
     @staticmethod
     def readable(t: Tensor) -> bool:
@@ -37,6 +38,10 @@ class Recorder:
             self._captures_on = main, (equal, torch.cuda.Stream(device))
         return self._captures_on
 
+    def _shared_pool(self) -> tuple[int, int]:
+        self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+        return self._pool
+
     def warm_up(self, run: Callable, device: torch.device) -> None:
         """Run once, which compiles the kernels. (Nothing to do for tests without a GPU.)"""
         if device.type == "cuda":
@@ -47,10 +52,14 @@ class Recorder:
             torch.cuda.current_stream(device).wait_stream(main)
 
     def record(self, run: Callable, device: torch.device, saved: list[Saved]) -> tuple[torch.cuda.CUDAGraph, object]:
-        """Capture ``run``. (Tests without a GPU put an imitation here.)"""
+        """Capture ``run``. (Tests without a GPU put an imitation here.)
+
+        Graphs that save no state share their memory: the results of each are taken before the next one is replayed.
+        """
         main, sides = self.streams(device)
         main.wait_stream(torch.cuda.current_stream(device))
-        graph, pool, first = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), None
+        graph, first = torch.cuda.CUDAGraph(), None
+        pool = torch.cuda.graph_pool_handle() if saved else self._shared_pool()
         how = {"pool": pool, "stream": main, "capture_error_mode": "thread_local"}
         try:
             # The outer context restores the stream: after a failed capture torch.cuda.graph raises before it does.
@@ -62,6 +71,7 @@ class Recorder:
                     raise
         except BaseException as error:
             _forget(pool, device, main)
+            self._pool = None
             if first is not None and isinstance(error, RuntimeError):
                 raise first from None  # the later one, at the end of the capture, says only that something failed
             raise

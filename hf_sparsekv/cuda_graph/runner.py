@@ -35,6 +35,7 @@ from .captured_step import CapturedStep, autocast_of, held_addresses
 from .eligibility import Eligibility
 from .inputs import graph_inputs, valid_rows
 from .late_stop import defer, wait
+from .prompts import Prompts
 from .recorder import Recorder
 from .replay import Replayer, Steady
 
@@ -80,6 +81,8 @@ class StepRunner:
         self.capturer = Capturer(model, self.ranks, recorder)
         self.replayer = Replayer(self.watch)
         self.graphs, self.steady = self.replayer.graphs, self.replayer.steady
+        keeps = "logits_to_keep" in self.signature.parameters
+        self.prompts = Prompts(model, self.original, self.eligibility, recorder, self.watch, keeps)
 
     @property
     def replays(self) -> int:
@@ -153,7 +156,12 @@ class StepRunner:
                 self.watch.refresh()
         if not new:
             self.replayer.watches.pop(cache, None)  # it has watched earlier tokens
-            return self._eagerly(*args, **kwargs)
+            with self.lock:
+                out = self.prompts.run(given, cache)
+            if out is None:
+                out = self._eagerly(*args, **kwargs)
+                self.prompts.learn(cache)
+            return out
         reason = self.eligibility.why_not(given, cache)
         if self.ranks and self.ranks.any(reason is not None):  # they sum in each layer: all or none
             reason = reason or "another rank of the model runs them eagerly"
@@ -189,6 +197,7 @@ class StepRunner:
         """Forget all captured steps and findings, because the model has changed."""
         self.replayer.forget()
         self.eligibility.forget()
+        self.prompts.forget()
 
     def _verify(self, given: dict, cache: SparseCache, rows: Rows):
         """Run a captured pass over drafts, of one row or in exact mode; None: it cannot be captured."""

@@ -26,7 +26,7 @@ def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
     like, layer.latent = other.store, other.latent
     nothing = torch.empty(1, dtype=like.dtype, device=like.device)
     k, v = (nothing.expand(batch, like.heads, 1, dim) for dim in (like.split, like.width - like.split))
-    layer._begin(Step(layer, k, v, 0), other.q_heads)
+    layer.begin(Step(layer, k, v, 0), other.q_heads)
     if layer.policy.labels is not None:
         assert other.policy.labels is not None
         layer.policy.labels.open_rows(other.policy.labels)

@@ -134,7 +134,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 f"this cache is incomplete after an error ({self.broken}): call reset() and prefill again"
             )
 
-    def _begin(self, step: Step, q_heads: int, valid: Tensor | None = None) -> None:
+    def begin(self, step: Step, q_heads: int, valid: Tensor | None = None) -> None:
         """Have a store for the layer's first tokens, those of ``step``."""
         if self.store is not None and self.store.length:
             return
@@ -257,7 +257,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None:
         """Store the tokens of a prompt, or of a piece of it."""
         step.touched = True
-        self._begin(step, (step.k if query is None else query).shape[1], valid)
+        self.begin(step, (step.k if query is None else query).shape[1], valid)
         store_columns(self.store, self.policy, step, query, valid)
         step.committed = True
         self.owner.passed(self.index)

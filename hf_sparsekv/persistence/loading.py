@@ -172,7 +172,7 @@ def _fill(
     layer.latent = record.latent
     q_heads = record.ring[0] if record.ring else record.query_heads or record.heads
     try:
-        layer._begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
+        layer.begin(Step(layer, *(nothing.expand(s) for s in shape), 0), q_heads)
     except ValueError as error:  # label channels that do not fit the model
         raise damaged(file.path, f"layer {layer.index}: {error}") from None
     store, policy = layer.store, layer.policy

@@ -147,10 +147,7 @@ class LabelIndex(State):
 
     def _relate(self, norms: Tensor | None) -> None:
         """Take :attr:`norms` from those of all channels, ``[batch, H, 2, Dk]``; None: labels are keys as they are."""
-        if norms is not None and self.config.label_bits != 16:
-            self.norms = norms.gather(-1, self.channels.long()[:, :, None].expand(-1, -1, 2, -1))
-        else:
-            self.norms = None
+        self.norms = None if self.config.label_bits == 16 else _of_channels(norms, self.channels)
 
     def open_rows(self, other: LabelIndex) -> None:
         """Rows that join bring their channels."""
@@ -219,6 +216,28 @@ class LabelIndex(State):
             self.stats = None
         if "channels" in found and "norms" not in found:  # an earlier release's
             self._relate(None)
+
+
+def calibrate_all(labels: Sequence[LabelIndex], stats: ChannelStats) -> None:
+    """Give the labels of several layers, which have seen nothing, their parts of ``stats``.
+
+    That has the rows of one layer after those of another. One call, because each layer would make ten small launches.
+    """
+    first, batch = labels[0], labels[0]._batch
+    whole = [slice(i * batch, (i + 1) * batch) for i in range(len(labels))]
+    if stats.tokens < first.config.calibration_tokens:
+        for one, rows in zip(labels, whole):
+            one.stats = stats.of_rows(rows)
+        return
+    channels = stats.ranking(first.r)
+    norms = None if first.config.label_bits == 16 else _of_channels(stats.norms(), channels)
+    for one, rows in zip(labels, whole):
+        one.channels, one.norms, one.stats = channels[rows], None if norms is None else norms[rows], None
+
+
+def _of_channels(norms: Tensor | None, channels: Tensor) -> Tensor | None:
+    """Of norms ``[batch, H, 2, Dk]`` of all channels those of ``channels [batch, H, r]``."""
+    return None if norms is None else norms.gather(-1, channels.long()[:, :, None].expand(-1, -1, 2, -1))
 
 
 def label_bytes(request: Request, layer: LayerShape) -> int:

@@ -138,19 +138,26 @@ class ChannelStats(State):
 
     def _added(self, held: Tensor | None, x: Tensor, valid: Tensor | None) -> Tensor:
         """The magnitudes ``held`` with those of ``x``. In place after the first time: a captured step repeats it."""
-        x = x.detach() if x.requires_grad else x
-        x = x.float() if x.itemsize > 4 else x
-        if valid is not None:
-            x = x.masked_fill(~valid[:, None, :, None], 0)
-        if self.importance == "max":
-            narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
-            now = torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
-            return now if held is None else torch.maximum(held, now, out=held)
-        if self.importance == "mean":
-            now = torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
-        else:
-            now = torch.linalg.vector_norm(x, 2, dim=2, dtype=torch.float32).square_()
-        return now if held is None else held.add_(now)
+        now = magnitudes(self.importance, x, valid)
+        if held is None:
+            return now
+        return torch.maximum(held, now, out=held) if self.importance == "max" else held.add_(now)
+
+    def take(self, q: Tensor, k: Tensor) -> None:
+        """Begin with ``k [batch, H, n, D]``, and with the :func:`magnitudes` of the queries ``q``."""
+        self.moments.update(k, None)
+        if self.importance != "spread":
+            self.k = magnitudes(self.importance, k, None)
+        self.q, self.tokens = q.clone(), k.shape[2]
+
+    def of_rows(self, rows: slice) -> ChannelStats:
+        """Those of some rows, over the same memory."""
+        new, mine = ChannelStats(self.importance), self.moments
+        new.q, new.k, new.tokens = self.q[rows], None if self.k is None else self.k[rows], self.tokens
+        new.moments.seen, new.moments.centre, new.moments.squares = (
+            held[rows] for held in (mine.seen, mine.centre, mine.squares)
+        )
+        return new
 
     def merge(self, other: ChannelStats) -> None:
         """Add what another one, of the same importance, has seen."""
@@ -183,6 +190,23 @@ class ChannelStats(State):
     def norms(self) -> Tensor | None:
         """:meth:`KeyMoments.norms`; None where an earlier release has begun."""
         return None if self.moments.seen is None else self.moments.norms()
+
+
+def magnitudes(importance: str, x: Tensor, valid: Tensor | None) -> Tensor:
+    """What :class:`ChannelStats` keeps of ``x [batch, heads, n, D]``, float32 ``[batch, heads, D]``.
+
+    ``valid [batch, n]``: False for padding, which is left out.
+    """
+    x = x.detach() if x.requires_grad else x
+    x = x.float() if x.itemsize > 4 else x
+    if valid is not None:
+        x = x.masked_fill(~valid[:, None, :, None], 0)
+    if importance == "max":
+        narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
+        return torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
+    if importance == "mean":
+        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, 2, dim=2, dtype=torch.float32).square_()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,280 @@
+"""Short prompts: captured in a few sizes, for every cache.
+
+A pass over some hundred tokens takes the GPU some 15 ms and the host 100. No graph of it can hold the addresses of a
+cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own, from where all layers
+of the cache take it at once (:mod:`..layers.adopting`) while the GPU still computes.
+
+Apart from steps because those are captured for one cache, at a length that the device knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import SparseCache
+from ..cache_name import NAMES, output_name, over, without_cache
+from ..layers.adopting import Computed, adopt, adopts
+from ..layers.sparse_layer import SparseLayer
+from ..model_watch import ModelWatch
+from ..tensors import any_autocast, no_inference_mode
+from .eligibility import Eligibility
+from .inputs import OF_DRAFTS, STATIC, all_tokens
+from .prompt_tape import Kept, Shape, Tape
+from .recorder import Recorder, Sides
+
+SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens, all rows together; prompts are padded to one of these
+QUICK = 512  # of these, what takes no longer than a turn between decode steps
+EAGER = 2  # prompts of a size that run eagerly: a capture takes as long as three
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # their code waits for the host, or reads all weights
+
+
+class Kind(NamedTuple):
+    """What determines the graph of a prompt: see :class:`.prompt_tape.Tape`; ``observing`` layers calibrate."""
+
+    shape: Shape
+    batch: int
+    size: int
+    observing: int
+    importance: str | None
+    observed: int | None
+
+
+class _Here(threading.local):
+    paused = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def paused_passes() -> Iterator[None]:
+    """Inside, in this thread, passes may pause between layers: none is captured, and only quick ones are replayed."""
+    before, _here.paused = _here.paused, True
+    try:
+        yield
+    finally:
+        _here.paused = before
+
+
+class CapturedPrompt:
+    """The graph of one kind of prompt, and the memory that it reads and writes."""
+
+    graph: Any
+    output: Any
+
+    def __init__(self, kind: Kind, kept: Kept, device: torch.device) -> None:
+        self.kind, self.kept = kind, kept
+        self.ids = torch.zeros(kind.batch, kind.size, dtype=torch.long, device=device)
+        self.columns = torch.arange(kind.size, device=device)
+        self.positions = self.columns.expand(kind.batch, -1).clone()
+        self.last = torch.full((1,), kind.size - 1, dtype=torch.long, device=device)
+
+    def run(self, model: torch.nn.Module, forward: Callable) -> Any:
+        """The model's forward over these inputs; its output without the cache."""
+        self.kept.params = []
+        valid, kind = (self.columns <= self.last)[None], self.kind
+        tape = Tape(self.kept, self.last, valid, kind.importance, kind.observed, kind.shape.layers)
+        given = {"input_ids": self.ids, "position_ids": self.positions, **over(model, tape)}
+        out = forward(**given, use_cache=True, logits_to_keep=self.last)
+        if tape.reached != kind.shape.layers:
+            raise RuntimeError("a prompt's pass has not come to all layers")
+        return type(out)(**without_cache(out))
+
+    def give(self, ids: Tensor, positions: Tensor | None) -> None:
+        """Write the inputs of a prompt. What follows it is padding, which nothing before it sees."""
+        n = ids.shape[1]
+        self.ids[:, :n].copy_(ids)
+        self.last.fill_(n - 1)
+        if positions is None:
+            self.positions.copy_(self.columns.expand_as(self.positions))
+        else:
+            self.positions[:, :n].copy_(positions)
+            if n < self.kind.size:  # none is further on than the prompt's: rotary factors may follow the furthest
+                self.positions[:, n:].copy_(positions[:, -1:].expand(len(ids), self.kind.size - n))
+
+
+class Prompts:
+    """Captures and replays the short prompts of one model.
+
+    Args:
+        model: the model. forward: its own. keeps: it can be asked for the logits of one token.
+        eligibility: says whether the model can be captured. recorder: captures. watch: of the model's changes.
+
+    Attributes:
+        graphs: by kind.
+        captures, replays: counted.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable,
+        eligibility: Eligibility,
+        recorder: Recorder,
+        watch: ModelWatch,
+        keeps: bool,
+    ) -> None:
+        self.model, self.forward, self.eligibility, self.watch = model, forward, eligibility, watch
+        self.recorder, self._keeps = recorder, keeps
+        self.graphs: dict[Kind, CapturedPrompt] = {}
+        self.captures = self.replays = 0
+        self._memory: tuple[Tensor, Tensor] | None = None  # of keys and values, which all graphs share
+        self.forget()
+
+    def forget(self) -> None:
+        """The model has changed."""
+        self.graphs.clear()
+        self._met: Counter[Kind] = Counter()
+        self._config: Any = None  # of its attention modules, once a prompt has run
+        self._shape: Shape | None = None
+        self._able = self._keeps
+
+    def learn(self, cache: SparseCache) -> None:
+        """A prompt has run eagerly: what layers the model has, if that is not known."""
+        if self._shape is not None or not self._able or cache.row_batch is not None:
+            return
+        layers, found = cache.sparse_layers, set()
+        for layer in layers:
+            if type(layer) is SparseLayer and not layer.latent and (store := layer.store) is not None:
+                dims = store.split, store.width - store.split, layer.q_heads
+                found.add(Shape(len(layers), store.heads, *dims, store.dtype, store.device))
+            else:
+                found.clear()
+                break
+        config = cache.model_config
+        self._able = len(found) == 1 and len(layers) == len(cache.layers) and config is not None and self._plain(config)
+        if self._able:
+            (self._shape,), self._config = found, config
+
+    def _plain(self, config: Any) -> bool:
+        """No experts are chosen, and no module has hooks of others, which a replay would not call."""
+        text = config.get_text_config(decoder=True)
+        if any(getattr(text, name, None) for name in _EXPERTS):
+            return False
+        for module in self.model.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                if any(not getattr(hook, "__module__", "").startswith("hf_sparsekv.") for hook in hooks.values()):
+                    return False
+        return True
+
+    # ------------------------------------------------------------------ a prompt
+
+    def run(self, given: dict, cache: SparseCache) -> Any:
+        """What the model gives for a prompt into an empty cache; None: it has to run eagerly."""
+        kind = self._kind(given, cache)
+        if kind is None:
+            return None
+        step = self.graphs.get(kind)
+        if step is None:
+            self._met[kind] += not _here.paused
+            if _here.paused or self._met[kind] <= EAGER:
+                return None
+        elif _here.paused and kind.batch * kind.size > QUICK:
+            return None
+        ids = given["input_ids"]
+        if not all_tokens(given.get("attention_mask"), ids.shape[1]):
+            return None
+        step = self._capture(kind) if step is None else step
+        if step is None:
+            return None
+        step.give(ids, given.get("position_ids"))
+        step.graph.replay()
+        self.replays += 1
+        kept = step.kept
+        adopt(cache, Computed(ids.shape[1], kept.k, kept.v, kept.last, kept.queries, kept.params))
+        kind_of = type(step.output)
+        return kind_of(**{**step.output, "logits": step.output["logits"].clone(), output_name(kind_of): cache})
+
+    def _kind(self, given: dict, cache: SparseCache) -> Kind | None:
+        """The kind of a prompt that can be captured, else None."""
+        ids, shape = given.get("input_ids"), self._shape
+        if shape is None or not isinstance(ids, Tensor) or ids.ndim != 2 or cache.row_batch is not None:
+            return None
+        batch, n = ids.shape
+        size = next((size for size in SIZES if batch * n <= size), 0) // max(1, batch)
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if (
+            n < 2
+            or size < n
+            or ids.device != shape.device
+            or cache.get_seq_length()
+            or (mask is not None and tuple(mask.shape) != (batch, n))
+            or (positions is not None and (positions.ndim != 2 or positions.shape[1] != n))
+            or given.get("logits_to_keep") != 1
+            or given.get("return_dict") is False
+            or any(value not in (None, False) for name, value in given.items() if name not in _KNOWN)
+            or any_autocast()
+            or self.eligibility.why_no_prompt(ids) is not None
+        ):
+            return None
+        if cache.model_config is None:
+            cache.bind(self._config)
+        layers = cache.sparse_layers
+        if len(layers) != len(cache.layers) or any(layer.broken or layer.pending is not None for layer in layers):
+            return None
+        policies = [layer.policy for layer in layers]
+        if len(layers) != shape.layers or not all(type(layer) is SparseLayer for layer in layers):
+            return None
+        observing = [i for i, policy in enumerate(policies) if policy.observes]
+        if not all(map(adopts, policies)) or observing != [*range(shape.layers)][shape.layers - len(observing) :]:
+            return None
+        labels = policies[-1].labels if observing else None
+        if labels is None:
+            return Kind(shape, batch, size, 0, None, None)
+        return Kind(shape, batch, size, len(observing), labels.config.channel_importance, labels.wanted)
+
+    # ------------------------------------------------------------------ its graph
+
+    @no_inference_mode
+    def _capture(self, kind: Kind) -> CapturedPrompt | None:
+        """Capture this kind of prompt. None, and a warning says why, if that cannot be."""
+        shape = kind.shape
+        try:
+            step = CapturedPrompt(kind, self._room(kind), shape.device)
+            with self.watch.ignoring():
+
+                def run(sides: Sides | None) -> Any:
+                    return step.run(self.model, self.forward)
+
+                self.recorder.warm_up(run, shape.device)
+                step.graph, step.output = self.recorder.record(run, shape.device, [])
+        except RuntimeError as error:  # no memory among them
+            self.forget()
+            self._able, self._memory = False, None
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            warnings.warn(f"short prompts run eagerly ({why})", stacklevel=5)
+            return None
+        self.captures += 1
+        self.graphs[kind] = step
+        return step
+
+    def _room(self, kind: Kind) -> Kept:
+        """Memory for the keys and values of a prompt. All graphs share it, for the cache takes them at once."""
+        shape = kind.shape
+        places = shape.layers * shape.heads
+        if self._memory is None:
+            self._memory = tuple(
+                torch.zeros(places * SIZES[-1] * dim, dtype=shape.dtype, device=shape.device)
+                for dim in (shape.k_dim, shape.v_dim)
+            )  # type: ignore[assignment]
+        assert self._memory is not None
+        k, v = (
+            held[: places * kind.batch * kind.size * dim].view(shape.layers, kind.batch, shape.heads, kind.size, dim)
+            for held, dim in zip(self._memory, (shape.k_dim, shape.v_dim))
+        )
+        return Kept(shape, k, v, kind.observing)
+
+
+_KNOWN = (*STATIC, *OF_DRAFTS, *NAMES)
