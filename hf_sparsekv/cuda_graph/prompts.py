@@ -171,6 +171,11 @@ class Prompts:
 
     # ------------------------------------------------------------------ a prompt
 
+    def is_short(self, given: dict) -> bool:
+        """The tokens of a pass are few enough for a graph."""
+        ids = given.get("input_ids")
+        return self._able and isinstance(ids, Tensor) and 0 < ids.numel() <= SIZES[-1]
+
     def run(self, given: dict, cache: SparseCache) -> Any:
         """What the model gives for a prompt into an empty cache; None: it has to run eagerly."""
         kind = self._kind(given, cache)
@@ -199,15 +204,15 @@ class Prompts:
 
     def _kind(self, given: dict, cache: SparseCache) -> Kind | None:
         """The kind of a prompt that can be captured, else None."""
-        ids, shape = given.get("input_ids"), self._shape
-        if shape is None or not isinstance(ids, Tensor) or ids.ndim != 2 or cache.row_batch is not None:
+        ids: Any = given.get("input_ids")
+        shape = self._shape
+        if shape is None or not self.is_short(given) or ids.ndim != 2 or cache.row_batch is not None:
             return None
         batch, n = ids.shape
-        size = next((size for size in SIZES if batch * n <= size), 0) // max(1, batch)
+        size = next(size for size in SIZES if batch * n <= size) // batch
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if (
             n < 2
-            or size < n
             or ids.device != shape.device
             or cache.get_seq_length()
             or (mask is not None and tuple(mask.shape) != (batch, n))

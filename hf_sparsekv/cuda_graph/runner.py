@@ -153,6 +153,7 @@ class StepRunner:
                 self._forget()
             if new:
                 self.eligibility.restless = self.eligibility.restless + 1 if changed else 0
+            if new or self.prompts.is_short(given):
                 self.watch.refresh()
         if not new:
             self.replayer.watches.pop(cache, None)  # it has watched earlier tokens
