@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-# They remember the calls before, and drafts are further calls.
+# They remember the calls before, or call a function of the caller's; drafts are further calls.
 _REMEMBER = (
+    "PrefixConstrainedLogitsProcessor",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",

@@ -24,7 +24,7 @@ from ..layers.sliding import SlidingRing
 from .choice import Choice
 from .pace import Pace
 from .ragged import Ragged, can_be_ragged
-from .text import Text
+from .text import Text, Until
 
 
 class _Unended(BaseStreamer):
@@ -99,7 +99,7 @@ class Loop:
 
     def _run(self) -> Any:
         text, pace = self.text, self.pace
-        self._segment(1)
+        self._segment(text.until(1))
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
         use_rings(self.cache)
@@ -110,11 +110,14 @@ class Loop:
             drafts, steps = pace.next(self._selects())
             room = text.room
             drafts = drafts if room is None else min(drafts, room - 1)
-            if drafts > 0 or self.choice.ahead or text.some_ended:
-                self._round(max(0, drafts))
+            if drafts > 0:
+                self._round(drafts)
+            elif self.choice.ahead or (kept and text.some_ended):
+                self._single(max(1, steps))
             else:
-                begin = time.perf_counter()
-                pace.stepped(self._segment(steps or 1), time.perf_counter() - begin)
+                began, until = time.perf_counter(), text.until(max(1, steps))
+                added = self._segment(until)
+                pace.stepped(until.step_seconds or (time.perf_counter() - began) / added)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -128,11 +131,19 @@ class Loop:
         with self.cache.row_table.exactness.drafting():
             return not plan_of(layer.store, layer.policy).dense
 
-    def _segment(self, steps: int) -> int:
-        """Some dense steps by ``generate()``'s own loop. Returns how many there were."""
-        text, until = self.text, self.text.until(steps)
+    def _segment(self, until: Until) -> int:
+        """Dense steps by ``generate()``'s own loop. Returns how many there were."""
         streamer = None if self.streamer is None else _Unended(self.streamer)
-        return text.add_segment(self.dense(text.ids, until, self.config, streamer, **text.kwargs), until)
+        out = self.dense(self.text.ids, until, self.config, streamer, **self.text.kwargs)
+        return self.text.add_segment(out, until)
+
+    def _single(self, steps: int) -> None:
+        """Dense steps one by one: that loop would draw other numbers, or write into rows that have ended."""
+        begun, done = time.perf_counter(), 0
+        while done < steps and not self.text.ended:
+            self._round(0)
+            done += 1
+        self.pace.stepped((time.perf_counter() - begun) / done)
 
     # ------------------------------------------------------------------ a round
 

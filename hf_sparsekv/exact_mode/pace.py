@@ -5,6 +5,7 @@ Apart from the loop because it sees times and counts only.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,9 @@ _SEGMENTS = (4, 8)  # steps of the first dense segments: one warms up, one measu
 _LONG, _LONGEST = 64, 512  # steps of later ones: each next one is twice as long
 _KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
 _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
+_NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
+_HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
+_LOSES = 0.02  # share of the time of dense steps that the trials before them may have lost
 
 
 class Next(NamedTuple):
@@ -29,7 +33,7 @@ class Next(NamedTuple):
 
 @dataclass
 class Seconds:
-    """What something takes: the shortest of the latest measurements, without the first, which warms up."""
+    """What something takes: the median of the latest measurements, without the first, which warms up."""
 
     seen: int = 0
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=6))
@@ -40,8 +44,8 @@ class Seconds:
             self.latest.append(seconds)
 
     @property
-    def least(self) -> float | None:
-        return min(self.latest, default=None)
+    def usual(self) -> float | None:
+        return statistics.median(self.latest) if self.latest else None
 
 
 class Pace:
@@ -62,6 +66,7 @@ class Pace:
         self._accepted, self._tried = 0.0, 0.0
         self._segments = 0
         self._long = _LONG
+        self._lost = 0.0  # seconds since the last long segment, beyond those of dense steps
 
     @property
     def acceptance(self) -> float:
@@ -72,14 +77,16 @@ class Pace:
         """A round of so many drafts a row is over."""
         self.draft.add(draft_seconds / drafts)
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
+        if self._ran(drafts) and self.dense.usual is not None:
+            self._lost += self._round(drafts) - (added.accepted / added.rows + 1) * self.dense.usual
         accepted, tried = (count / added.rows for count in (added.accepted, added.accepted + added.rejected))
         self._accepted = _KEEPS * self._accepted + accepted
         self._tried = _KEEPS * self._tried + tried
 
-    def stepped(self, steps: int, seconds: float) -> None:
-        """A segment of dense steps is over."""
+    def stepped(self, seconds: float) -> None:
+        """A segment of dense steps is over; ``seconds``: of each."""
         self._segments += 1
-        self.dense.add(seconds / steps)
+        self.dense.add(seconds)
 
     def next(self, sparse: bool) -> Next:
         """What comes next; ``sparse``: steps would select, so that drafts are not dense steps."""
@@ -94,27 +101,42 @@ class Pace:
         if known is None or known.seen < _TRIALS:
             return Next(first)
         rates = {drafts: self.rate(drafts) for drafts in range(1, self.most + 1)}
-        best = max(rates, key=lambda drafts: rates[drafts])
-        if rates[best] > _GAIN * self.rate(0):
-            self._long = _LONG
+        ran = [drafts for drafts in rates if self._ran(drafts)]
+        best = max(rates, key=lambda drafts: rates[drafts] / (1.0 if drafts in ran else _NEW_WIDTH))
+        dense = self.rate(0)
+        if rates[best] > _GAIN * dense:
+            self._long, self._lost = _LONG, 0.0
             return Next(best)
-        steps, self._long = self._long, min(2 * self._long, _LONGEST)
+        if max(self.rate(drafts, _HOPED) for drafts in ran) < _GAIN * dense:
+            self._long = _LONGEST
+        steps = max(self._long, int(self._lost * dense / _LOSES))
+        self._long, self._lost = min(2 * self._long, _LONGEST), 0.0
         self.verify[self._width(first)].seen = _TRIALS - 1  # one more round comes after these steps
         return Next(0, steps)
 
-    def rate(self, drafts: int) -> float:
+    def rate(self, drafts: int, acceptance: float | None = None) -> float:
         """Expected tokens a second of rounds with so many drafts; 0: of dense steps."""
         if not drafts:
-            return 1.0 / (self.dense.least or float("inf"))
-        tokens = sum(self.acceptance**i for i in range(drafts + 1))
-        return tokens / (drafts * (self.draft.least or 0.0) + self._verification(self._width(drafts)))
+            return 1.0 / (self.dense.usual or float("inf"))
+        accepts = self.acceptance if acceptance is None else acceptance
+        tokens = sum(accepts**i for i in range(drafts + 1))
+        return tokens / self._round(drafts)
+
+    def _round(self, drafts: int) -> float:
+        """Seconds of a round with so many drafts."""
+        return drafts * (self.draft.usual or 0.0) + self._verification(self._width(drafts))
 
     def _verification(self, width: int) -> float:
-        """Seconds of a pass of this width. One that never ran is taken for as quick as the widest below, to try it."""
-        known = {w: cost.least for w, cost in self.verify.items() if cost.least is not None}
+        """Seconds of a pass of this width. One that never ran is taken for as fast as the widest below, to try it."""
+        known = {w: cost.usual for w, cost in self.verify.items() if cost.usual is not None}
         below = [w for w in known if w <= width]
         found = known[max(below)] if below else min(known.values(), default=0.0)
         return found or 0.0
+
+    def _ran(self, drafts: int) -> bool:
+        """Whether verifications of so many drafts were measured."""
+        known = self.verify.get(self._width(drafts))
+        return known is not None and known.usual is not None
 
     def _width(self, drafts: int) -> int:
         return draft_width(drafts + 1, self.most + 1)

@@ -5,7 +5,10 @@ Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -43,24 +46,36 @@ class Added(NamedTuple):
 class Until(StoppingCriteriaList):
     """Criteria of a segment, which ends by them or at ``length`` tokens.
 
+    Args:
+        ended: bool ``[batch]``, rows that had ended before it; None: none.
+
     Attributes:
         done: bool ``[batch]`` after each token, which rows had ended by them.
     """
 
-    def __init__(self, criteria: Sequence, length: int) -> None:
+    def __init__(self, criteria: Sequence, length: int, ended: Tensor | None = None) -> None:
         super().__init__(criteria)
-        self._length = length
+        self._length, self._ended = length, ended
+        self._times: list[float] = []
         self.done: list[Tensor] = []
 
     def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
+        self._times.append(time.perf_counter())
         done = super().__call__(input_ids, scores, **kwargs)
-        self.done.append(done | self.done[-1] if self.done else done)
-        return done | (input_ids.shape[1] >= self._length)
+        before = self.done[-1] if self.done else self._ended
+        self.done.append(done if before is None else done | before)
+        return self.done[-1] | (input_ids.shape[1] >= self._length)
 
     @property
     def max_length(self) -> int:
         most = super().max_length
         return self._length if most is None else min(most, self._length)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What a step took, without what comes before and after all of them; None: there were too few."""
+        taken = [after - before for before, after in pairwise(self._times[1:])]
+        return statistics.median(taken) if taken else None
 
 
 class Text:
@@ -114,7 +129,11 @@ class Text:
 
     def until(self, steps: int) -> Until:
         """Criteria that end a segment after so many steps."""
-        return Until(self.criteria, self.ids.shape[1] + steps)
+        return Until(self.criteria, self.ids.shape[1] + steps, self._over())
+
+    def _over(self) -> Tensor | None:
+        """Rows that have ended, bool ``[batch]``; None: none has."""
+        return ~self.unfinished if self.some_ended else None
 
     def add_segment(self, out: Any, until: Until) -> int:
         """Add what ``generate()``'s own loop has returned. Returns how many tokens that is. Waits for the device."""
@@ -128,6 +147,8 @@ class Text:
             if self.logits is not None:
                 self.logits += out.logits
         added = self.ids.shape[1] - had
+        if self.some_ended:  # the loop took their first token for one of the text
+            self.ids[:, had] = self.filled(self.ids[:, had])
         self._tell(added)
         self._end(until.done[-1])
         return added

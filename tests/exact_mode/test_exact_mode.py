@@ -167,6 +167,24 @@ def test_rounds_and_dense_steps_in_any_order(monkeypatch, sample, kept, seed):
     assert torch.equal(out.sequences if kept else out, expected)
 
 
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
+def test_rows_that_have_ended_do_not_slow_dense_steps_down(monkeypatch, sample):
+    """They go on in ``generate()``'s own loop, and how many drafts pay is not asked before each token."""
+    asked = []
+    monkeypatch.setattr(Pace, "next", lambda *_: asked.append(1) or Next(0, 16))
+    inputs = prompt(4, 130, (0, 40, 7, 0))
+    go = {"max_new_tokens": 60, "eos_token_id": list(range(2, 97, 9)), "pad_token_id": 0, "do_sample": sample}
+    expected = plain_text("llama", inputs, **go)
+    assert len({*(expected == 0)[:, 130:].sum(1).tolist()}) > 1, "rows end at different times"
+    for kept in (False, True):
+        asked.clear()
+        torch.manual_seed(11)
+        with sparse(model("llama"), CACHES["device-default"](**TIGHT).config, exact=True):
+            out = model("llama").generate(**inputs, **go, return_dict_in_generate=kept)
+        assert torch.equal(out.sequences if kept else out, expected)
+        assert len(asked) <= -(-(expected.shape[1] - 131) // 16) + 1
+
+
 def spy(watch) -> list:
     """The caches of the calls that are watched from here on."""
     seen, gets = [], watch.gets

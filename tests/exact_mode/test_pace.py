@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -20,10 +21,11 @@ def run(pace: Pace, accepts: float, draft: float, dense: float, more: float, tok
     chance, seen, counts, seconds, made = random.Random(0), set(), {}, 0.0, 0.0
     while made < tokens:
         drafts, steps = pace.next(sparse=True)
+        steps = min(steps, math.ceil(tokens - made))
         counts[drafts] = counts.get(drafts, 0) + 1
         if not drafts:
             cost = steps * dense
-            pace.stepped(steps, cost * (1 if "dense" in seen else 10))
+            pace.stepped(dense * (1 if "dense" in seen else 10))
             seen.add("dense")
             seconds, made = seconds + cost, made + steps
             continue
@@ -75,3 +77,19 @@ def test_as_many_as_are_asked_for_if_steps_select():
 def test_no_more_than_there_is_room_for():
     found = run(Pace(2), 0.99, draft=0.001, dense=0.02, more=0.0001, tokens=500)
     assert max(found["counts"]) == 2
+
+
+@pytest.mark.parametrize("dense", [0.002, 0.005, 0.02])
+@pytest.mark.parametrize("more", [0.0001, 0.002])
+@pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.3])
+@pytest.mark.parametrize("accepts", [0.0, 0.5, 0.8, 0.9])
+def test_never_much_slower_than_dense(accepts, share, more, dense):
+    """However wrong and slow drafts are: after the first rounds, which any call has to make."""
+    pace, costs = Pace(16), {"draft": share * dense, "dense": dense, "more": more}
+    run(pace, accepts, **costs, tokens=40)
+    assert run(pace, accepts, **costs, tokens=6000)["seconds"] < 1.03 * 6000 * dense
+
+
+def test_drafts_that_cannot_pay_are_tried_rarely():
+    found = run(Pace(16), 1.0, draft=0.0049, dense=0.005, more=0.001, tokens=5000)
+    assert found["counts"][3] <= 3 + 5000 // 512
