@@ -278,7 +278,7 @@ class SparseCache(Cache):
         self.changes += 1
         if self.replays.pending is not None:
             self.replays.settle(self.sparse_layers)
-        if self.row_batch is not None and key_states.shape[-2] != 1:
+        if self.row_batch is not None and key_states.shape[-2] != 1 and self.row_table.exactness.counts is None:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")
         if not self._checked:  # before anything is stored, whatever attention function there is
             check_first(self, getattr(caller(), "config", None))

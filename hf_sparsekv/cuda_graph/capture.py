@@ -22,6 +22,7 @@ from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..policies.plan import Plan
 from ..ranks import Ranks
+from ..tensors import sent
 from .captured_step import CapturedStep, Saved, gathered_experts, uncached_autocast
 from .recorder import Recorder, Sides
 
@@ -132,7 +133,8 @@ class Trial:
         ids, valid, drafts = wanted.ids, wanted.valid, wanted.drafts
         self.model, self.forward, self.wanted, self.table = model, forward, wanted, cache.row_table
         self.cache = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
-        self.count = None if drafts is None else torch.full((1,), drafts.tokens, dtype=torch.int32, device=ids.device)
+        counts = None if drafts is None else (drafts.counts or (drafts.tokens,))[: len(ids)]
+        self.count = None if counts is None else sent(counts, torch.int32, ids.device)
         masked = (self.table.rows.valid is not None or self.table.managed) and drafts is None
         if masked:  # trial steps must not change rows that get no token
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()

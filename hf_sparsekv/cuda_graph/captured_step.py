@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ..cache import SparseCache
+from ..kv.rows import Drafts
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
+from ..tensors import sent
 
 
 @contextmanager
@@ -73,7 +75,7 @@ class CapturedStep:
     """A graph and the buffers that it reads and writes.
 
     In a pass over drafts, ``input_ids`` and ``position_ids`` may be padded. ``count``, int32 ``[1]``, is the number of
-    tokens.
+    tokens; of rows that come and go, int32 ``[rows]``.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -92,6 +94,14 @@ class CapturedStep:
             self._given = False
             self.valid.fill_(True) if valid is None else self.valid.copy_(valid[: len(self.valid)])
             self._given = valid
+
+    def give_counts(self, drafts: Drafts) -> None:
+        """Write :attr:`count`."""
+        assert self.count is not None
+        if drafts.counts is None:
+            self.count.fill_(drafts.tokens)
+        else:
+            self.count.copy_(sent(drafts.counts[: len(self.count)], torch.int32, self.count.device))
 
 
 class Saved:

@@ -77,7 +77,8 @@ class Eligibility:
             return 1
         alone = self.ranks is None or not self.ranks.captures
         alone &= len(ids) == 1 or cache.row_table.exactness.everything
-        few = 1 < new <= cache.config.max_draft + 1 and cache.row_batch is None and alone
+        fixed = cache.row_batch is None or cache.row_table.exactness.counts is not None
+        few = 1 < new <= cache.config.max_draft + 1 and fixed and alone
         return new if few and are_drafts(cache, new) else 0
 
     def drafts(self, given: dict, cache: SparseCache, new: int) -> bool:

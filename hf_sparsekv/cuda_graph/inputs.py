@@ -33,7 +33,7 @@ def graph_inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Te
     ids, rest = given["input_ids"], {name: value for name, value in given.items() if name not in STATIC}
     if cache.row_batch is not None:
         n = cache.row_batch.width
-        return ids[:n], positions[:n], rest, 0
+        ids, positions = ids[:n], positions[:n]
     if (new := ids.shape[1]) == 1:
         return ids, positions, rest, 0
     more = draft_width(new, cache.config.max_draft + 1) - new

@@ -182,7 +182,7 @@ class Replayer:
             step.give(valid)
         if drafts is not None:
             queries = drafts.queries
-            step.count.fill_(drafts.tokens)
+            step.give_counts(drafts)
         try:
             # After the replay the device is one step ahead of the host's state, so the layers count as broken. Set
             # this first: an interrupt during the replay is raised after it, and a second one may follow.

@@ -40,7 +40,7 @@ from .recorder import Recorder
 from .replay import Replayer, Steady
 
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the least recently used one is evicted first
-_KINDS = 3  # kinds of steps of one width: dense as all is selected, dense as it is as fast, sparse
+_KINDS = 5  # kinds of steps of one width: dense as all is selected or as it is as fast, sparse, two of verifications
 
 
 class StepRunner:
@@ -222,7 +222,7 @@ class StepRunner:
         rows, new = table.rows, ids.shape[1]
         if drafts is not None:
             mask = None  # checked already
-        valid = valid_rows(cache, rows, mask, ids.device)
+        valid = valid_rows(cache, rows, mask, ids.device) if drafts is None else None
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         if (rings or isinstance(layers[0], IndexedLayer)) and valid is not None:

@@ -17,11 +17,13 @@ class Exactness:
     Attributes:
         everything: each pass attends to all tokens, decode steps and drafts too.
         most: drafts a round, fixed; None: as many as pay.
+        counts: of rows that come and go: tokens of each in the verification under way; None: there is none.
         drafted, accepted: drafts of sparse steps so far, and those that full attention chose too.
     """
 
     everything: bool = False
     most: int | None = None
+    counts: tuple[int, ...] | None = None
     drafted: int = 0
     accepted: int = 0
 
@@ -41,6 +43,16 @@ class Exactness:
             yield
         finally:
             self.everything = True
+
+    @contextmanager
+    def exactly(self, counts: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Inside, passes attend to everything; ``counts``: of a verification."""
+        before = self.everything
+        self.everything, self.counts = True, counts
+        try:
+            yield
+        finally:
+            self.everything, self.counts = before, None
 
     def clear(self) -> None:
         """Nothing was drafted."""

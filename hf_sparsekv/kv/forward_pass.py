@@ -5,6 +5,7 @@ Apart from the row table, which says what rows become: here is what layers of on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -74,6 +75,11 @@ class Pass:
         return drafts_together(self._table, self.before, self.columns)
 
     @cached_property
+    def at_once(self) -> Drafts:
+        """Drafts that attend to everything, which is read once for all of a row."""
+        return drafts_of(self._table, self.before, self.columns)
+
+    @cached_property
     def each(self) -> tuple[Taken, ...]:
         """Drafts that are decoded one after the other, with ids for the blocks that become full."""
         return drafts_each(self._table, self.before, self.columns)
@@ -81,7 +87,7 @@ class Pass:
 
 def drafts_together(table: RowTable, rows: Rows, columns: int) -> Drafts:
     """``columns`` more tokens of the only row, decoded in one go, with ids for the blocks that become full."""
-    (length,), after = rows.lengths, _longer(table, rows, columns)
+    (length,), after = rows.lengths, _longer(table, rows, (columns,))
     blocks = tuple([rows.full((length + i,), table.recent)[0] for i in range(columns)])
     queries = Rows(rows.block_size, after.columns, tuple(range(length + 1, length + columns + 1)), blocks)
     now = after if blocks[-1:] == after.sealed else replace(after, sealed=blocks[-1:])
@@ -91,30 +97,37 @@ def drafts_together(table: RowTable, rows: Rows, columns: int) -> Drafts:
 def drafts_of(table: RowTable, rows: Rows, columns: int) -> Drafts:
     """``columns`` more tokens of each row for a captured pass: :func:`drafts_together`, unless they are verified.
 
-    In exact mode they attend to everything, and there may be several rows.
+    In exact mode they attend to everything, and there may be several rows. Of rows that come and go some get fewer
+    tokens, or none: those hold nothing in the pass.
     """
-    if not table.exactness.everything:
+    exactness, batch = table.exactness, rows.batch
+    if not exactness.everything:
         return drafts_together(table, rows, columns)
-    after = _longer(table, rows, columns)
+    after, asked = _longer(table, rows, exactness.counts or (columns,) * batch), rows
     now = after if after.sealed == rows.sealed else replace(after, sealed=rows.sealed)
-    return Drafts(columns, Taken(rows, now, after), rows)
+    if exactness.counts is not None and not all(exactness.counts):
+        of = rows.lengths, rows.sealed, after.lengths
+        lengths, sealed, longer = (tuple(n * (count > 0) for n, count in zip(one, exactness.counts)) for one in of)
+        asked = Rows(rows.block_size, rows.columns, lengths, sealed)
+        now = replace(after, lengths=longer, sealed=sealed)
+    return Drafts(columns, Taken(rows, now, after), asked, True, exactness.counts)
 
 
 def drafts_each(table: RowTable, rows: Rows, columns: int) -> tuple[Taken, ...]:
     """``columns`` more tokens of each row, decoded one after the other, with ids for the blocks that become full."""
     steps = []
     for _ in range(columns):
-        after = _longer(table, rows, 1)
+        after = _longer(table, rows, (1,) * rows.batch)
         now = after if after.sealed == rows.sealed else replace(after, sealed=rows.sealed)
         steps.append(Taken(rows, now, after))
         rows = after
     return tuple(steps)
 
 
-def _longer(table: RowTable, rows: Rows, columns: int) -> Rows:
+def _longer(table: RowTable, rows: Rows, counts: Sequence[int]) -> Rows:
     """The rows with so many more tokens each, with ids for the blocks that become full."""
-    lengths = tuple([length + columns for length in rows.lengths])
+    lengths = tuple([length + count for length, count in zip(rows.lengths, counts)])
     sealed = rows.full(lengths, table.recent)
     if sealed != rows.sealed:
         table.blocks.reserve(range(rows.batch), rows.sealed, sealed)
-    return Rows(rows.block_size, rows.columns + columns, lengths, sealed, rows.valid)
+    return Rows(rows.block_size, rows.columns + max(counts), lengths, sealed, rows.valid)

@@ -186,14 +186,13 @@ class Drafts(NamedTuple):
         tokens: how many.
         taken: the rows before, as the last of them attends, and when what became old is sealed.
         queries: of a table of one row: each of the tokens as a row that ends with it, with the full blocks that a step
-            of that token would find. Of tokens that attend to everything: the rows before.
+            of that token would find. Of tokens that attend to everything: the rows before that get any.
+        at_once: they attend to everything, which is read once for all of a row.
+        counts: tokens of each row, where some get fewer; None: all get all.
     """
 
     tokens: int
     taken: Taken
     queries: Rows
-
-    @property
-    def at_once(self) -> bool:
-        """They attend to everything, which is read once for all of a row."""
-        return self.queries is self.taken.before
+    at_once: bool = False
+    counts: tuple[int, ...] | None = None

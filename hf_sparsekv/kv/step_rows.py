@@ -83,13 +83,14 @@ class StepRows:
     def begin_at_once(self, count: Tensor, width: int, block_size: int, recent: int) -> list[Tensor]:
         """A pass over ``count`` of at most ``width`` tokens of each row begins, all of which attend to everything.
 
-        :attr:`now` says what there is before it.
+        :attr:`now` says what there is before it; rows without tokens have none there. ``count``: int32 ``[1]`` or
+        ``[batch]``.
 
         Returns:
             The rows before each block that may have to be sealed, and after the last one, int32 ``[batch, 2]`` each.
         """
-        self.now.copy_(self.after)
-        length, sealed = self.now.unbind(1)
+        torch.mul(self.after, (count > 0)[:, None], out=self.now)
+        length, sealed = self.after.unbind(1)
         self.past.copy_(length)
         longer = length + count
         full = torch.div(longer - recent, block_size, rounding_mode="floor") * block_size

@@ -27,7 +27,9 @@ def begin_pass(owner: Owner, store: LayerStore | None, step: Step, mask: Tensor 
         known = None
     if known is not None and known.mask is mask and known.device in (None, step.k.device):
         return known
-    if owner.row_batch is not None:
+    if owner.row_table.exactness.counts is not None:
+        valid = None  # rows get some of the tokens: see :func:`..kv.forward_pass.drafts_of`
+    elif owner.row_batch is not None:
         valid = owner.row_batch.valid(step.k.device)
     else:
         valid = new_tokens(mask, step.past, step.length, len(step.k))

@@ -19,6 +19,7 @@ from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
 from .decode import attend, plan_of
+from .dense_drafts import attend_at_once
 from .next_step import NextStep
 
 
@@ -50,12 +51,18 @@ def verify(
     """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
     Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
-    batch, if the policy can.
+    batch, if the policy can. Those of rows that come and go attend to everything.
     """
     next_step.begin(store, policy)
+    if store.table_of_rows.exactness.counts is not None:
+        _, taken, asked, *_ = step.under_way.at_once
+        out = attend_at_once(store, query, *step.kept, asked.on[store.device], params)
+        store_together(store, policy, step, query, taken)
+        policy.account(query[:, :, -1], store, plan_of(store, policy), tally_of(taken, store.sinks, asked))
+        return out
     policy.begin_drafts()
     if policy.drafts == "together" and store.batch == 1:
-        _, taken, queries = step.under_way.together
+        _, taken, queries, *_ = step.under_way.together
         store_together(store, policy, step, query, taken)
         plan = policy.plan(store)
         out = attend_together(store, policy, query, plan, params, queries)

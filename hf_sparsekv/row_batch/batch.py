@@ -6,6 +6,7 @@ Apart from its parts (places, slots, prompts, shared blocks) because here they c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -413,12 +414,13 @@ class RowBatch:
         return self._valid[0]
 
     @torch.no_grad()
-    def step(self, model: nn.Module, tokens: Sequence[int] | Tensor) -> Tensor:
+    def step(self, model: nn.Module, tokens: Sequence[int] | Tensor, exactly: bool = False) -> Tensor:
         """Decode one token of each active row.
 
         Args:
             model: the model that read the prompts.
             tokens: each row's token, ``[max_rows]``. Values for inactive rows are ignored.
+            exactly: the step attends to everything.
 
         Returns:
             Logits ``[width, vocabulary]`` of the first rows (:attr:`width`), valid until the next step. Logits of
@@ -440,5 +442,6 @@ class RowBatch:
         if len(ids) != self.max_rows:
             raise ValueError(f"{len(ids)} tokens were given for {self.max_rows} rows: give one for each, active or not")
         positions = sent(lengths, torch.long, device)[:, None]
-        out = model(input_ids=ids, position_ids=positions, **over(model, self.cache), use_cache=True)
+        with self.cache.row_table.exactness.exactly() if exactly else nullcontext():
+            out = model(input_ids=ids, position_ids=positions, **over(model, self.cache), use_cache=True)
         return out.logits[: self.width, -1]

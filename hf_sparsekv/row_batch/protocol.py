@@ -5,6 +5,7 @@ Apart from the rows because their parts hand these to each other.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
@@ -52,6 +53,10 @@ class Batch(Protocol):
 
     def bind(self, model_config) -> None:
         """Make the layers that the model's configuration asks for."""
+        ...
+
+    def drafts(self) -> AbstractContextManager[None]:
+        """Inside, passes of several tokens verify drafts."""
         ...
 
     def reset(self) -> None:
