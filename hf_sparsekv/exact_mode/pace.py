@@ -96,23 +96,26 @@ class Pace:
             return Next(self.fixed)
         if self._segments < len(_SEGMENTS):
             return Next(0, _SEGMENTS[self._segments])
-        first = min(_FIRST, self.most)
+        first, best, dense = min(_FIRST, self.most), self.beside(), self.rate(0)
         known = self.verify.get(self._width(first))
         if known is None or known.seen < _TRIALS:
             return Next(first)
-        rates = {drafts: self.rate(drafts) for drafts in range(1, self.most + 1)}
-        ran = [drafts for drafts in rates if self._ran(drafts)]
-        best = max(rates, key=lambda drafts: rates[drafts] / (1.0 if drafts in ran else _NEW_WIDTH))
-        dense = self.rate(0)
-        if rates[best] > _GAIN * dense:
+        if self.rate(best) > _GAIN * dense:
             self._long, self._lost = _LONG, 0.0
             return Next(best)
+        ran = (drafts for drafts in range(1, self.most + 1) if self._ran(drafts))
         if max(self.rate(drafts, _HOPED) for drafts in ran) < _GAIN * dense:
             self._long = _LONGEST
         steps = max(self._long, int(self._lost * dense / _LOSES))
         self._long, self._lost = min(2 * self._long, _LONGEST), 0.0
         self.verify[self._width(first)].seen = _TRIALS - 1  # one more round comes after these steps
         return Next(0, steps)
+
+    def beside(self) -> int:
+        """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
+        if not self._ran(min(_FIRST, self.most)):
+            return min(_FIRST, self.most)
+        return max(range(1, self.most + 1), key=lambda n: self.rate(n) / (1.0 if self._ran(n) else _NEW_WIDTH))
 
     def rate(self, drafts: int, acceptance: float | None = None) -> float:
         """Expected tokens a second of rounds with so many drafts; 0: of dense steps."""

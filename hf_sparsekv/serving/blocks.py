@@ -68,6 +68,8 @@ class Blocks:
         if request.channels is None:
             request.channels = self.work.channels(request.row)
         ids, known = self.rows.blocks(request.row), request.ids + request.tokens
+        if self.work.serving.exact and not request.exact:  # sparse steps' keys are not those of exact requests
+            known = request.ids
         n = min(len(ids), len(known) // self.rows.cache.config.block_size)
         if n > len(request.keys):
             request.keys += self.index.keys(known, n, request.keys)

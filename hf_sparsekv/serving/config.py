@@ -33,6 +33,9 @@ class ServingConfig:
         working_set: hold a request back while its working set does not fit the GPU together with those of the others
             (SparseServe, section 3.3). Offloaded caches only.
 
+        exact: the tokens of requests are those of full attention (docs/exact.md), unless a request says
+            ``exact=False``. Resident caches only.
+
     Raises:
         ValueError: a field has another value or type than allowed.
     """
@@ -47,6 +50,7 @@ class ServingConfig:
     layer_segments: bool = True
     prefix_cache: bool = True
     working_set: bool = True
+    exact: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_rows": 1, "max_length": 1, "max_tokens": 1, "max_waiting": 0, "chunk": 3}
@@ -67,6 +71,6 @@ class ServingConfig:
             and not math.isnan(self.prefill_ms),
             f"prefill_ms must be a number > 0, got {self.prefill_ms!r}",
         )
-        for name in ("layer_segments", "prefix_cache", "working_set"):
+        for name in ("layer_segments", "prefix_cache", "working_set", "exact"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -6,9 +6,10 @@ The host reads them one step late, after the device has written them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -29,6 +30,31 @@ def on_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def logprobs_on_host(found: Logprobs) -> Logprobs:
+    """A copy, as :func:`on_host`."""
+    return replace(found, values=on_host(found.values), ids=on_host(found.ids))
+
+
+def written(device: torch.device) -> torch.cuda.Event | None:
+    """When the device's stream has come so far; None: it always has."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def logprobs_of(tokens: list[int], found: Logprobs | None) -> dict[int, Logprob]:
+    """Log probabilities of ``tokens`` by place, from a copy that is there."""
+    if found is None:
+        return {}
+    values, ids = found.values.tolist(), found.ids.tolist()
+    return {
+        place: Logprob(tokens[place], drawn, tuple(zip(best, likeliest)))
+        for place, (drawn, *likeliest), best in zip(found.places, values, ids)
+    }
+
+
 @dataclass
 class Record:
     """Tokens in flight to the host, and the requests that they belong to."""
@@ -38,6 +64,7 @@ class Record:
     event: torch.cuda.Event | None
     marks: tuple | None = None  # clock marks of the step's start and end
     logprobs: Logprobs | None = None  # on the host
+    took: Callable[[float], None] | None = None  # hears the seconds between the marks
 
     def token(self, place: int) -> int:
         """The token in a place. Waits for the device."""
@@ -47,14 +74,7 @@ class Record:
 
     def told(self) -> dict[int, Logprob]:
         """Log probabilities by place, once the device has written the record."""
-        if self.logprobs is None:
-            return {}
-        tokens, found = self.host[0].tolist(), self.logprobs
-        values, ids = found.values.tolist(), found.ids.tolist()
-        return {
-            place: Logprob(tokens[place], drawn, tuple(zip(best, likeliest)))
-            for place, (drawn, *likeliest), best in zip(found.places, values, ids)
-        }
+        return {} if self.logprobs is None else logprobs_of(self.host[0].tolist(), self.logprobs)
 
 
 class DrawnTokens:
@@ -75,45 +95,59 @@ class DrawnTokens:
     def __len__(self) -> int:
         return len(self._records)
 
-    def step(self, active: dict[int, Request]) -> None:
-        """Launch a step of all active rows, whose requests these are."""
+    def step(
+        self,
+        active: Mapping[int, Request],
+        ahead: Mapping[int, int] = MappingProxyType({}),
+        took: Callable[[float], None] | None = None,
+    ) -> None:
+        """Launch a step of all active rows, whose requests these are.
+
+        Args:
+            ahead: rows that draft, and how many drafts they have. The host gets none of their tokens.
+            took: hears the seconds that a step takes which attends to everything; None: it may select.
+        """
         began = self.work.clock.mark()
-        logits = self.work.step()
+        logits = self.work.step() if took is None else self.work.dense_step()
         n = len(logits)
+        told = {row: request for row, request in active.items() if row not in ahead} if ahead else active
         # After the step was launched: the tokens before it are read meanwhile.
-        drawn = self.sampler(logits, [row if row in active else -1 for row in range(n)], self._allowed(active))
+        rows = [row if row in active else -1 for row in range(n)]
+        drawn = self.sampler(logits, rows, self.allowed(told), ahead)
         valid = self.rows.valid(self.device)
         if valid is None:
             self.tokens[:n].copy_(drawn)
         else:
             torch.where(valid[:n, 0], drawn, self.tokens[:n], out=self.tokens[:n])
         self.work.tokens_are_there()
-        self._record(self.sampler.last, list(active.items()), (began, self.work.clock.mark()))
+        if told:
+            self._record(list(told.items()), None if ahead else (began, self.work.clock.mark()), took)
 
     def first(self, request: Request, logits: Tensor) -> None:
         """Draw the first token of a request that has just joined; ``logits`` are those of the prompt's last token."""
         row = request.row
         self.sampler.set(row, request.sampling, request.ids)
-        self.sampler(logits, [row], self._allowed({0: request}))
+        self.sampler(logits, [row], self.allowed({0: request}))
         self.tokens[row : row + 1].copy_(self.sampler.last[0])
         self.work.tokens_are_there()
-        self._record(self.sampler.last, [(0, request)])
+        self._record([(0, request)])
 
-    def _allowed(self, active: dict[int, Request]) -> Allowed | None:
+    def allowed(self, active: Mapping[int, Request]) -> Allowed | None:
         """Masks for the places whose answers follow a grammar."""
         found = {place: one.constraint for place, one in active.items() if one.constraint is not None}
         return self.grammars.allowed(found, self.tokens.device)
 
-    def _record(self, last: Tensor, requests: list[tuple[int, Request]], marks: tuple | None = None) -> None:
-        """Copy ``last [2, n]`` and log probabilities to the host, without waiting for them."""
+    def _record(
+        self,
+        requests: list[tuple[int, Request]],
+        marks: tuple | None = None,
+        took: Callable[[float], None] | None = None,
+    ) -> None:
+        """Copy what was drawn last, and log probabilities, to the host, without waiting for them."""
         told = self.sampler.logprobs
-        if told is not None:
-            told = replace(told, values=on_host(told.values), ids=on_host(told.ids))
-        host, event = on_host(last), None
-        if last.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        record = Record(requests, host, event, marks, told)
+        told = told if told is None else logprobs_on_host(told)
+        host = on_host(self.sampler.last)
+        record = Record(requests, host, written(self.device), marks, told, took)
         for place, request in requests:
             if request.constraint is not None:
                 request.constraint.unread.append(partial(record.token, place))

@@ -172,6 +172,11 @@ class Engine:
                 f"it would wait some {wait:.1f} s, more than max_wait_s={self.serving.max_wait_s:g}",
                 wait - self.serving.max_wait_s,
             )
+        exact = self.serving.exact if sampling.exact is None else sampling.exact
+        if exact and not self.serving.exact:
+            raise ValueError(
+                "exact is not there: open the engine with ServingConfig(exact=True), or the server with --exact"
+            )
         constraint = self._grammars.constraint(sampling)
         handle = Handle(f"request-{next(self._ids)}", len(ids), self._intake.look)
         text = None
@@ -183,11 +188,12 @@ class Engine:
         index = self._loop.blocks.index
         if index is not None:  # blocks that are full before the last tokens, which are recomputed
             config = self._cache.config
-            keys = index.keys(ids, max(0, (len(ids) - config.window - config.max_draft) // size))
+            last = max(2, config.window + config.max_draft)  # a single token would be a decode step
+            keys = index.keys(ids, max(0, (len(ids) - last) // size))
+        request = Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text, constraint=constraint)
+        request.exact = exact
         try:
-            self._loop.submit(
-                Request(handle, ids, sampling, time.perf_counter(), blocks, keys, text=text, constraint=constraint)
-            )
+            self._loop.submit(request)
         except (Busy, Closed) as error:
             self._refused["waiting" if isinstance(error, Busy) else "closed"] += 1
             raise
@@ -333,6 +339,8 @@ class Engine:
             steps=counts.steps,
             step_s=counts.step_s,
             prefill_s=1e-3 * loop.work.pace.spent_ms,
+            drafted=self._cache.row_table.exactness.drafted,
+            accepted=self._cache.row_table.exactness.accepted,
             captures=0 if runner is None else runner.captures,
             device_tokens=rows.slots,
             device_tokens_used=rows.slots - rows.free_slots,

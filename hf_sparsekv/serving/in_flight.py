@@ -14,6 +14,8 @@ from .request import Handle, Logprob
 from .sampling import Sampling
 from .text import TextStream
 
+MOST = 7  # drafts of an exact request: with the token before them they fill the second graph of verifications
+
 
 @dataclass(eq=False)
 class Request:
@@ -33,6 +35,7 @@ class Request:
     channels: Channels | None = None
     text: TextStream | None = None
     constraint: Constraint | None = None  # the grammar that the answer follows
+    exact: bool = False  # its tokens are those of full attention
     order: int = 0
     row: int | None = None
     launched: int = 0  # tokens of the answer whose steps were launched

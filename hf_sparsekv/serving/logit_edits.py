@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,19 @@ class Plan:
     def empty(self) -> bool:
         """Whether no logit changes."""
         return self.repeated is None and self.counted is None and self.biased is None
+
+
+class Counted(NamedTuple):
+    """What was counted of some rows.
+
+    Args:
+        rows: int64 ``[n]``.
+        seen, counts: the tables of :class:`LogitEdits` for these; None: there is none.
+    """
+
+    rows: Tensor
+    seen: Tensor | None
+    counts: Tensor | None
 
 
 class LogitEdits:
@@ -151,6 +164,21 @@ class LogitEdits:
             self._seen.index_put_((plan.rows, tokens), self._true)
         if plan.counted is not None and self._counts is not None:
             self._counts.index_put_((plan.rows, tokens), self._one, accumulate=True)
+
+    def counted(self, rows: Tensor) -> Counted:
+        """What was counted of rows, int64 ``[n]``."""
+        return Counted(rows, *(None if table is None else table[rows] for table in (self._seen, self._counts)))
+
+    def count_again(self, before: Counted, tokens: Tensor, used: Tensor) -> None:
+        """Rows have counted what they had ``before``, and the first ``used [n]`` of ``tokens [n, k]``, int64."""
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        rows = torch.where(at < used[:, None], before.rows[:, None], self.max_rows)
+        if self._seen is not None and before.seen is not None:
+            self._seen.index_copy_(0, before.rows, before.seen)
+            self._seen.index_put_((rows, tokens), self._true)
+        if self._counts is not None and before.counts is not None:
+            self._counts.index_copy_(0, before.rows, before.counts)
+            self._counts.index_put_((rows, tokens), self._one, accumulate=True)
 
 
 def repeats(asked: Asked) -> bool:

@@ -30,6 +30,7 @@ from .output import Teller
 from .reading_order import ReadingOrder
 from .request import Logprob
 from .room import Room
+from .rounds import Rounds
 from .stats import Counts
 from .work import Work
 
@@ -57,6 +58,7 @@ class Loop:
         self.blocks = Blocks(work, blocks)
         self.drawn = DrawnTokens(work, vocabulary, grammars)
         self.room = Room(work, self.drawn.sampler)
+        self.rounds = Rounds(work, self.drawn)
         self.order = ReadingOrder(work, self.intake, self.blocks, self.room)
         self.teller = Teller(self.counts, self.intake.look, self.intake.told)
         self._threads = [
@@ -183,7 +185,15 @@ class Loop:
         active = self.room.active()
         if not active:
             return False
-        self.drawn.step(active)
+        if any(request.exact for request in active.values()):
+            drafts = self.rounds.drafts(active)
+            if drafts is not None:
+                self.rounds.launch(self.room.active, drafts, self._launched)
+                self.counts.steps += drafts + 1
+                return True
+            self.rounds.dense_step(active)
+        else:
+            self.drawn.step(active)
         for request in active.values():
             self._launched(request)
         self.counts.steps += 1
@@ -197,13 +207,23 @@ class Loop:
 
     def _collect(self, keep: int) -> None:
         """Read tokens that the device has written. Wait for all but the last ``keep`` records."""
-        for record in self.drawn.written(keep):
+        round_over = self.rounds.in_flight is not None
+        for record in self.drawn.written(0 if round_over else keep):
             now = time.perf_counter()
             if record.marks is not None:
-                self.counts.step_s += 1e-3 * (self.work.clock.between(*record.marks) or 0.0)
+                seconds = 1e-3 * (self.work.clock.between(*record.marks) or 0.0)
+                self.counts.step_s += seconds
+                if record.took is not None:
+                    record.took(seconds)
             (tokens, bad), told = record.host.tolist(), record.told()
             for place, request in record.requests:
                 self._heard(request, tokens[place], bad[place], now, told.get(place))
+        if round_over:
+            heard, seconds = self.rounds.settle()
+            self.counts.step_s += seconds
+            now = time.perf_counter()
+            for one in heard:
+                self._heard(one.request, one.token, one.bad, now, one.logprob)
 
     def _heard(self, request: Request, token: int, bad: int, now: float, logprob: Logprob | None) -> None:
         """Handle a token that the host has read. ``bad``: its logits were NaN or infinite."""
@@ -279,6 +299,7 @@ class Loop:
         clear_frames(error)
         self.intake.waiting.clear()
         self.drawn.clear()
+        self.rounds.in_flight = None
         self.order.reading, self.room.running = None, []
         # Requests fail first: the calls below may fail too, or wait for a prefill thread that does not return.
         self._fail_open(error)

@@ -19,13 +19,16 @@ from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
+from ..exact_mode.install import Exact
 from ..generating import settings_of, sparse
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
+from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
 from .config import ServingConfig
+from .in_flight import MOST
 
 SHARE = 0.9  # share of the free memory at the start that keys and values get; the rest is for prompts
 CPU_SHARE = 0.5
@@ -94,6 +97,8 @@ def opened(
     model.eval()
     stack.callback(model.train, was_training)
     cache = settings.cache(model)
+    if serving.exact:
+        _check_exact(cache, ranks)
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
@@ -107,10 +112,24 @@ def opened(
     if runner_of(model) is None:
         rows.leave(row)
     else:
-        capture_all(model, rows, row)
+        capture_all(model, rows, row, serving.exact)
     held = (blocks - 1) * cache.config.block_size
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
+
+
+def _check_exact(cache: SparseCache, ranks: Ranks | None) -> None:
+    """Raise ``ValueError`` if requests cannot be exact."""
+    Exact().check(cache)
+    if ranks is not None:
+        raise ValueError("exact=True is not for tensor parallel models: each rank would draft by its own times")
+    if cache.foresight is not None:
+        raise ValueError(
+            "exact=True of an engine is not for methods that expect queries of the layer before: rows that take drafts "
+            "back would leave them without. Use TokenConfig() or ProgressiveConfig()"
+        )
+    if cache.config.max_draft < 1:
+        raise ValueError("exact=True needs room for drafts: give max_draft=1 or more")
 
 
 def _say_what_is_fixed(model: PreTrainedModel, fixed: list[Switch], max_length: int) -> None:
@@ -185,11 +204,13 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
     return rows.join(first), first.logits.shape[-1]
 
 
-def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:
     """Capture every kind of step in every width, so that no request waits for a capture; ``row`` leaves.
 
     There are three kinds of steps: dense because the context is short, dense because that is as fast, and sparse. Long
     contexts are made by repeating one block. They leave room for one step of each width.
+
+    ``exact``: verifications too, and steps that attend to everything.
     """
     config, blocks, channels = rows.cache.config, rows.blocks(row), rows.channels(row)
     budget = config.budget // config.block_size
@@ -198,17 +219,30 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
     for cache in longer:
         rows.adopt(cache)
-    _all_widths(model, rows, row)
+    _all_widths(model, rows, row, exact)
     for cache in longer:
         _all_widths(model, rows, rows.join(cache))
 
 
-def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:
     """Capture steps of each width with copies of ``row``. All rows leave."""
     tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=model.device)
     while len(rows.rows) < rows.max_rows:
         rows.fork(row)
     for last in reversed(range(rows.max_rows)):
         if last + 1 == rows.width:
+            if exact:
+                _exact_passes(model, rows, tokens)
             rows.step(model, tokens)
         rows.leave(last)
+
+
+def _exact_passes(model: PreTrainedModel, rows: RowBatch, tokens: torch.Tensor) -> None:
+    """Capture verifications, and a step that attends to everything. What the rows hold stays."""
+    before = {row: rows.lengths[row] for row in rows.active}
+    counts = [int(row in before) for row in range(rows.max_rows)]
+    for n in sorted({min(n, rows.cache.config.max_draft + 1) for n in (4, MOST + 1)}):
+        verify(rows, model, tokens[:, None].repeat(1, n), counts)
+        take_back(rows, before)
+    rows.step(model, tokens, exactly=True)
+    take_back(rows, before)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..row_batch import WorkingSets, width
 from ..telemetry.working_set import STEPS
 from .admission import admit, room_for
-from .in_flight import Request
+from .in_flight import MOST, Request
 from .sampler import Sampler
 from .work import Work
 
@@ -86,7 +86,8 @@ class Room:
         provisional = [one for one in self.running if one.provisional and one.candidate.runs]
         if not provisional:
             return []
-        due = max(self.rows.calibration_tokens, self.rows.whole_tokens - SOON)
+        soon = SOON + (MOST if self.serving.exact else 0)  # steps of a round
+        due = max(self.rows.calibration_tokens, self.rows.whole_tokens - soon)
         return [one for one in provisional if len(one.ids) + len(one.tokens) >= due]
 
     # ------------------------------------------------------------------ who decodes

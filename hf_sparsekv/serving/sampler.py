@@ -17,14 +17,19 @@ tokens, on one kind of device with one version of torch. Logits may differ in th
 different sizes, because products of different shapes round differently. This changes a token only if the two best
 ``p / e`` are that close. Rows without a seed draw from the device's generator.
 
+**Drafts.** A draft and the token that replaces it draw with the same noise, which is kept until the token is certain
+(:meth:`Sampler.keep`). So a seed gives the same text with and without drafts.
+
 **Invalid logits.** A row whose largest logit is NaN, infinite, or -inf (all are masked) gets some valid token and a 1
 in ``last[1]``. Its request fails when the host reads the tokens. Other rows are not affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -34,6 +39,7 @@ from ..tensors import no_inference_mode, sent
 from . import logit_edits
 from .logit_edits import Allowed, LogitEdits
 
+_PLANS = 8  # of rows that alternate
 GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
 
@@ -57,7 +63,7 @@ class Plan:
         told: places whose log probabilities are asked for.
         told_index: the same, ``[t]``.
         told_most: the most log probabilities of one place, beside that of the drawn token.
-        drawn: ``[d]`` places that are not greedy; None if all are drawn, or none is.
+        drawn: ``[d]`` places that are not greedy; None if all are drawn, or none is. drawn_rows: their rows.
         any_drawn: whether any place is drawn.
         settings: ``[d, 4]`` temperature, top-p, top-k, min-p of the drawn places.
         few: ``[k]`` places among the drawn ones with a top-k.
@@ -74,6 +80,7 @@ class Plan:
     told_index: Tensor | None
     told_most: int
     drawn: Tensor | None
+    drawn_rows: tuple[int, ...]
     any_drawn: bool
     settings: Tensor
     few: Tensor | None
@@ -127,7 +134,8 @@ class Sampler:
         # Temperature, top-p, top-k, min-p. One additional row is for logits of inactive rows.
         self._settings = torch.ones(max_rows + 1, 4, device=self.device)
         self._edits = LogitEdits(max_rows, vocabulary, self.device)
-        self._plan: tuple[tuple[int, ...], Plan] | None = None
+        self._plans: dict[tuple[int, ...], Plan] = {}  # of the latest rows
+        self._noise: list[deque[Tensor]] = [deque() for _ in range(max_rows)]  # of next tokens, [vocabulary] each
         self.last = torch.zeros(2, 0, dtype=torch.long, device=self.device)
         self.logprobs: Logprobs | None = None
 
@@ -159,7 +167,8 @@ class Sampler:
         if sampling.seed is not None and not _greedy(sampling):
             self._generators[row] = torch.Generator(self.device).manual_seed(sampling.seed)
         self._asked[row] = sampling
-        self._plan = None
+        self._noise[row] = deque()
+        self._plans.clear()
 
     @torch.no_grad()
     def move(self, row: int, to: int) -> None:
@@ -174,13 +183,15 @@ class Sampler:
         self._edits.move(row, to)
         self._generators[to] = self._generators[row]
         self._asked[to] = self._asked[row]
+        self._noise[to] = self._noise[row]
         self.clear(row)
 
     def clear(self, row: int) -> None:
         """Clear the settings of a row. Raises ValueError if there is no such row."""
         self._check(row)
         self._asked[row] = self._generators[row] = None
-        self._plan = None
+        self._noise[row] = deque()
+        self._plans.clear()
 
     def _check(self, row: int) -> None:
         if not 0 <= row < self.max_rows:
@@ -198,13 +209,20 @@ class Sampler:
     # ------------------------------------------------------------------ tokens
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, rows: Sequence[int], allowed: Allowed | None = None) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        allowed: Allowed | None = None,
+        ahead: Mapping[int, int] = MappingProxyType({}),
+    ) -> Tensor:
         """Draw one token for each row.
 
         Args:
             logits: ``[n, vocabulary]``, of any dtype; not changed.
             rows: their rows; -1 for inactive ones, whose tokens are meaningless.
             allowed: the only tokens that may follow in some places. None: all may everywhere.
+            ahead: rows whose token may be taken back, and how many such tokens they have before it.
 
         Returns:
             int64 ``[n]``: row 0 of :attr:`last`.
@@ -215,9 +233,11 @@ class Sampler:
         key = tuple(rows)
         if logits.shape != (len(key), self.vocabulary):
             raise ValueError(f"logits of {len(key)} rows are [{len(key)}, {self.vocabulary}], got {list(logits.shape)}")
-        if self._plan is None or self._plan[0] != key:
-            self._plan = key, self._planned(key)
-        plan = self._plan[1]
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._planned(key)
         most, tokens = logits.max(-1)
         bad = ~most.isfinite()  # before the penalty: a client's penalty must not make a row fail
         given = logits
@@ -229,7 +249,7 @@ class Sampler:
         if plan.any_drawn:
             picked = logits if plan.drawn is None else logits[plan.drawn]
             best = most if plan.drawn is None else most[plan.drawn]
-            drawn = self._draw(picked.float(), best.float(), plan)
+            drawn = self._draw(picked.float(), best.float(), plan, ahead)
             tokens.copy_(drawn) if plan.drawn is None else tokens.index_copy_(0, plan.drawn, drawn)
         self._edits.drawn(tokens, plan.edits)
         self.logprobs = None if plan.told_index is None else self._tell(given, tokens, plan)
@@ -261,6 +281,7 @@ class Sampler:
             told_index=self._index(list(told)) if told else None,
             told_most=min(self.vocabulary, max((one.logprobs or 0 for one in asked if one is not None), default=0)),
             drawn=self._index(places) if 0 < len(places) < len(rows) else None,
+            drawn_rows=tuple(rows[place] for place in places),
             any_drawn=bool(places),
             settings=self._settings[self._index([rows[i] for i in places])],
             few=self._index(few) if few else None,
@@ -275,7 +296,7 @@ class Sampler:
     def _index(self, numbers: list[int]) -> Tensor:
         return sent(numbers, torch.long, self.device)
 
-    def _draw(self, logits: Tensor, best: Tensor, plan: Plan) -> Tensor:
+    def _draw(self, logits: Tensor, best: Tensor, plan: Plan, ahead: Mapping[int, int]) -> Tensor:
         """Tokens ``[d]`` of ``logits [d, vocabulary]``, float32, whose largest are ``best [d]``."""
         temperature, _, _, min_p = plan.settings.unbind(1)
         # From the largest one: no temperature makes it overflow.
@@ -291,9 +312,41 @@ class Sampler:
         if plan.unseeded:
             noise.exponential_()
         for place, row in plan.seeded:
-            noise[place].exponential_(generator=self._generators[row])
+            if row not in ahead and not self._noise[row]:
+                noise[place].exponential_(generator=self._generators[row])
+        if ahead or any(self._noise[row] for row in plan.drawn_rows):
+            for place, row in enumerate(plan.drawn_rows):
+                if row in ahead or self._noise[row]:
+                    noise[place] = self._kept(row, ahead.get(row))
         # The largest p / e, as its logarithm: exponential_() never gives 0.
         return scores.sub_(noise.log_()).argmax(-1)
+
+    # ------------------------------------------------------------------ tokens that may be taken back
+
+    def _kept(self, row: int, ahead: int | None) -> Tensor:
+        """Noise ``[vocabulary]`` of a row's token after ``ahead`` uncertain ones; None: of its next one, for good."""
+        noise = self._noise[row]
+        while len(noise) <= (ahead or 0):
+            new = torch.empty(self.vocabulary, device=self.device)
+            noise.append(new.exponential_(generator=self._generators[row]))
+        return noise.popleft() if ahead is None else noise[ahead]
+
+    def keep(self, row: int, tokens: int) -> None:
+        """The row's first ``tokens`` uncertain tokens are certain."""
+        noise = self._noise[row]
+        for _ in range(min(tokens, len(noise))):
+            noise.popleft()
+
+    def counted(self, rows: Sequence[int]) -> logit_edits.Counted | None:
+        """What was counted of these rows' answers, for :meth:`count_again`; None: none asks for it."""
+        asked = [self._asked[row] for row in rows]
+        if not any(one is not None and (logit_edits.repeats(one) or logit_edits.counts(one)) for one in asked):
+            return None
+        return self._edits.counted(self._index([*rows]))
+
+    def count_again(self, before: logit_edits.Counted, tokens: Tensor, used: Tensor) -> None:
+        """Count the first ``used [n]`` of ``tokens [n, k]`` of rows, int64, after what was counted ``before``."""
+        self._edits.count_again(before, tokens, used)
 
 
 def _greedy(sampling: Settings) -> bool:

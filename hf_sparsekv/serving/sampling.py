@@ -79,6 +79,8 @@ class Sampling:
             ``structured``, as the next one.
         grammar: the answer follows this grammar, in llguidance's dialect of Lark.
         ignore_eos: continue after the end-of-sequence token, up to ``max_tokens``.
+        exact: the tokens are those of full attention (docs/exact.md), of an engine with ``ServingConfig(exact=True)``.
+            None: as that says.
 
     Raises:
         ValueError: a field has a value or type that is not allowed.
@@ -99,6 +101,7 @@ class Sampling:
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     ignore_eos: bool = False
+    exact: bool | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -161,6 +164,9 @@ class Sampling:
                 f"{name} may have {MAX_GRAMMAR:,} characters at most, got {len(given or ''):,}",
             )
         require(self.grammar is None or self.json_schema is None, "grammar and json_schema are both given: take one")
+        require(
+            self.exact is None or isinstance(self.exact, bool), f"exact must be true or false, got {shown(self.exact)}"
+        )
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         require(
             not self.ignore_eos or (self.grammar is None and self.json_schema is None),

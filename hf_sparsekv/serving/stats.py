@@ -114,6 +114,7 @@ class EngineStats:
         steps: decode steps.
         step_s: seconds in decode steps.
         prefill_s: seconds in prefill.
+        drafted: drafts of exact requests; accepted: those that full attention chose too.
         captures: captured graphs, including those at the start.
         device_tokens: slots for copies of tokens on the device, now (offloaded).
         device_tokens_used: slots that rows have, now.
@@ -143,6 +144,8 @@ class EngineStats:
     steps: int
     step_s: float
     prefill_s: float
+    drafted: int
+    accepted: int
     captures: int
     device_tokens: int
     device_tokens_used: int

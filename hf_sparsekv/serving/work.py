@@ -17,6 +17,7 @@ from ..attention.parts import make_plans
 from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
 from ..row_batch import Batch, RowBatch, positions
+from ..row_batch.verifying import verify
 from ..tensors import sent
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
@@ -221,6 +222,14 @@ class Work:
     def step(self) -> Tensor:
         """Run a step of all active rows. Returns logits ``[n, vocabulary]`` of the first rows."""
         return self.rows.step(self.model, self.tokens)
+
+    def dense_step(self) -> Tensor:
+        """As :meth:`step`, but it attends to everything."""
+        return self.rows.step(self.model, self.tokens, exactly=True)
+
+    def verify(self, ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """As :func:`..row_batch.verifying.verify`."""
+        return verify(self.rows, self.model, ids, counts)
 
     def tokens_are_there(self) -> None:
         """Called when :attr:`tokens` has been written after a step or a join."""

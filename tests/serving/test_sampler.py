@@ -88,13 +88,13 @@ def warped(logits: torch.Tensor, asked: Asked, ids: list[int]) -> torch.Tensor:
 class Watched(Sampler):
     """Notes the probabilities that tokens are drawn by."""
 
-    def _draw(self, logits, best, plan):
+    def _draw(self, logits, best, plan, *more):
         noise = torch.Tensor.exponential_
         torch.Tensor.exponential_ = lambda held, generator=None: held.fill_(1.0)
         argmax, found = torch.Tensor.argmax, []
         torch.Tensor.argmax = lambda held, dim: found.append(held.clone()) or argmax(held, dim)
         try:
-            tokens = super()._draw(logits, best, plan)
+            tokens = super()._draw(logits, best, plan, *more)
         finally:
             torch.Tensor.exponential_, torch.Tensor.argmax = noise, argmax
         self.probabilities = found[0].softmax(-1)

@@ -33,6 +33,8 @@ COUNTS = {
     "decode_steps": ("steps", "Decode steps."),
     "decode_seconds": ("step_s", "Seconds in decode steps."),
     "prefill_seconds": ("prefill_s", "Seconds in prompts."),
+    "drafted_tokens": ("drafted", "Drafts of exact requests."),
+    "accepted_tokens": ("accepted", "Drafts of exact requests that full attention chose too."),
     "graph_captures": ("captures", "CUDA graphs captured."),
     "link_bytes": ("link_bytes", "Keys and values that crossed between host and device, bytes, as of the time before."),
 }

@@ -22,7 +22,7 @@ from .values import all_whole, empty, json_kind, parsed, whole
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "stop", "ignore_eos"),
+    *("seed", "stop", "ignore_eos", "exact"),
 )
 # User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
 LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
