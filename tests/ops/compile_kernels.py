@@ -42,6 +42,8 @@ from triton.runtime.jit import JITFunction
 
 from hf_sparsekv import ops
 from hf_sparsekv.ops import _cuda, _device, _overlap
+from hf_sparsekv.ops._prompts import key_means
+from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode import cluster as decode
@@ -58,6 +60,8 @@ from hf_sparsekv.ops.selection.block_score.triton import block_score
 from hf_sparsekv.ops.selection.mass_select import cluster as mass_clusters
 from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS, TOTALS
 from hf_sparsekv.ops.selection.mass_select.triton import mass_select
+from hf_sparsekv.ops.selection.prompt_choice.triton import prompt_choice
+from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
 from hf_sparsekv.ops.selection.query_predict.triton import query_predict
 from hf_sparsekv.ops.selection.query_ring.triton import push
 from hf_sparsekv.ops.selection.token_score import labels
@@ -330,7 +334,17 @@ def in_cuda() -> None:
                 lookup.multiply(x, eight, None, out)
 
 
-CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers)
+def prompts() -> None:
+    """Sparse prompts: estimates, choice and attention."""
+    for heads, dim in ((8, 128), (1, 256)):
+        q, k = (place().randn(1, 256, n * heads, dim).transpose(1, 2) for n in (4, 1))
+        for start in (None, torch.ones(1, dtype=torch.int32)):
+            pooled, exact = prompt_mass(q, k, key_means(k), 0.1, 0, start)
+            lists = prompt_choice(pooled, exact, torch.ones(1, 4 * heads), 0, 256, 256, start)
+            block_attention(q, k, k, *lists[:2], 0.1, 0, start)
+
+
+CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers, prompts)
 
 
 @cache

@@ -1,0 +1,200 @@
+"""Attention of a prompt's queries to chosen blocks of keys: the kernel."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..._dispatch import require_dense_rows
+from ..._operands import Tokens, operand, padded
+from ..._overlap import begin, launch
+from ..._prompts import BLOCK, TILE
+from .config import config as default
+
+
+@triton.jit
+def _rows(t, i_batch, i_head, row, last, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DESCRIPTORS: tl.constexpr,
+          MASKED: tl.constexpr):  # fmt: skip
+    """``BN`` keys or values from ``row`` on, ``[BN, BD]``; zeros after ``last``, where that is asked for."""
+    if DESCRIPTORS:
+        return t.load([i_batch.to(tl.int32), i_head.to(tl.int32), row, 0]).reshape(BN, BD)
+    else:
+        o_n, o_d = row + tl.arange(0, BN), tl.arange(0, BD)
+        p = t.ptr + i_batch * t.batch + i_head * t.head + o_n.to(tl.int64)[:, None] * t.token + o_d[None, :]
+        if MASKED:
+            return tl.load(p, mask=(o_n <= last)[:, None] & (o_d < D)[None, :], other=0.0)
+        elif BD == D:
+            return tl.load(p)
+        else:
+            return tl.load(p, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _rescale(b_top, b_max, b_sum, b_acc):
+    """With a new maximum: what there is, and the maximum as it may be subtracted."""
+    b_new = tl.maximum(b_max, b_top)
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_less = tl.exp2(b_max - b_safe)
+    return b_new, b_safe, b_sum * b_less, b_acc * b_less[:, None]
+
+
+@triton.jit(do_not_specialize=["past", "rows", "nb"])
+def block_attention_kernel(
+    q,
+    k,
+    v,
+    ids,
+    counts,
+    start,
+    out,
+    past,
+    rows,
+    nb,
+    binary,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MANY: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPECIALISED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile of queries of one query head: whole blocks first, then those that only some of its queries see."""
+    begin(PDL)
+    BK: tl.constexpr = padded(DK)
+    BV: tl.constexpr = padded(DV)
+    if HEADS_FIRST:
+        tiles = tl.num_programs(0) // GROUP
+        i_tile = tiles - 1 - tl.program_id(0) // GROUP
+        i_row = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
+    else:
+        tiles = tl.num_programs(0)
+        i_tile = tiles - 1 - tl.program_id(0)  # later tiles have more to do
+        i_row = tl.program_id(1)
+    i_batch, i_head = (i_row // Q_HEADS).to(tl.int64), (i_row % Q_HEADS).to(tl.int64)
+    i_kv = i_head // GROUP
+    first = 0
+    if start is not None:
+        first = tl.load(start + i_batch)
+    o_m = i_tile * BM + tl.arange(0, BM)
+    o_at = past + o_m
+    m_m = o_m < rows
+    o_k = tl.arange(0, BK)
+    p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64)[:, None] * q.token + o_k[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None] & (o_k < DK)[None, :], other=0.0)  # [BM, BK]
+
+    i_list = i_row.to(tl.int64) * tiles + i_tile
+    count = tl.load(counts + i_list)
+    p_ids = ids + i_list * nb
+    last = past + tl.minimum(i_tile * BM + BM, rows) - 1
+    whole = tl.maximum(count - (last // BN - (past + i_tile * BM + 1) // BN + 1), 0)
+    whole = whole // MANY * MANY
+
+    b_max = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BV], tl.float32)
+    for i in tl.range(0, whole, MANY, num_stages=STAGES, warp_specialize=SPECIALISED):
+        row = tl.load(p_ids + i) * BN
+        b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, False)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary  # [BM, BN]
+        if start is not None:
+            b_s = tl.where((row + tl.arange(0, BN) >= first)[None, :], b_s, float("-inf"))
+        if MANY == 2:
+            row_2 = tl.load(p_ids + i + 1) * BN
+            b_k2 = _rows(k, i_batch, i_kv, row_2, last, DK, BK, BN, DESCRIPTORS, False)
+            b_s2 = tl.dot(b_q, tl.trans(b_k2), input_precision="ieee") * binary
+            if start is not None:
+                b_s2 = tl.where((row_2 + tl.arange(0, BN) >= first)[None, :], b_s2, float("-inf"))
+            b_top = tl.max(tl.maximum(b_s, b_s2), 1)
+        else:
+            b_top = tl.max(b_s, 1)
+        b_max, b_safe, b_sum, b_acc = _rescale(b_top, b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, False)
+        if MANY == 2:
+            b_p2 = tl.exp2(b_s2 - b_safe[:, None])
+            b_sum += tl.sum(b_p + b_p2, 1)
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+            b_v2 = _rows(v, i_batch, i_kv, row_2, last, DV, BV, BN, DESCRIPTORS, False)
+            b_acc = tl.dot(b_p2.to(b_v2.dtype), b_v2, b_acc, input_precision="ieee")
+        else:
+            b_sum += tl.sum(b_p, 1)
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+    for i in tl.range(whole, count, num_stages=1):
+        row = tl.load(p_ids + i) * BN
+        o_n = row + tl.arange(0, BN)
+        b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, True)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+        b_s = tl.where((o_n[None, :] <= o_at[:, None]) & (o_n >= first)[None, :], b_s, float("-inf"))
+        b_max, b_safe, b_sum, b_acc = _rescale(tl.max(b_s, 1), b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_sum += tl.sum(b_p, 1)
+        b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, True)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    o_v = tl.arange(0, BV)
+    p_out = out.ptr + i_batch * out.batch + i_head * out.head + o_m.to(tl.int64)[:, None] * out.token + o_v[None, :]
+    tl.store(p_out, b_acc.to(out.ptr.dtype.element_ty), mask=m_m[:, None] & (o_v < DV)[None, :])
+
+
+def describable(*kept) -> bool:
+    """Whether tensor descriptors can address these: strides and address are whole 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0 and t.numel() and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in kept
+    )
+
+
+def block_attention(query, key, value, ids, counts, scale, past, start=None, out=None, *, config=None):
+    """As ``reference.block_attention``; ``config`` replaces the default for these shapes."""
+    batch, q_heads, r, dk = query.shape
+    dv, nb = value.shape[3], ids.shape[3]
+    require_dense_rows(query=query, key=key, value=value, ids=ids, out=out)
+    if out is None:
+        out = query.new_empty(batch, r, q_heads, dv).transpose(1, 2)
+    config = config or default(query, dk, dv)
+    descriptors = config.descriptors and describable(key, value)
+    kv = [
+        TensorDescriptor.from_tensor(t, [1, 1, BLOCK, padded(t.shape[3])]) if descriptors else operand(Tokens, t)
+        for t in (key, value)
+    ]
+    group, grid = q_heads // key.shape[1], (ids.shape[2], batch * q_heads)
+    if config.heads_first:
+        grid = grid[0] * group, grid[1] // group
+    launch(
+        block_attention_kernel,
+        grid,
+        query,
+        operand(Tokens, query),
+        *kv,
+        ids.contiguous(),
+        counts.contiguous(),
+        start,
+        operand(Tokens, out),
+        past,
+        r,
+        nb,
+        scale * math.log2(math.e),
+        Q_HEADS=q_heads,
+        GROUP=group,
+        DK=dk,
+        DV=dv,
+        BM=TILE,
+        BN=BLOCK,
+        MANY=config.many,
+        DESCRIPTORS=descriptors,
+        SPECIALISED=config.specialised,
+        HEADS_FIRST=config.heads_first,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    return out

@@ -1,0 +1,64 @@
+"""Estimates of the attention mass that tiles of a prompt's queries give to blocks of keys: the definition."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._prompts import BLOCK, POOL, STEP, TILE, blocks_of, pool_counts, tiles_of
+
+
+def prompt_mass(
+    query: Tensor, key: Tensor, means: Tensor, scale: float, past: int, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Two estimates: means of keys against all queries, and all keys against every ``STEP``-th query.
+
+    A mean stands for as many keys as it is of. A query sees it if it sees its first key.
+
+    Args:
+        query: ``[batch, Hq, r, Dk]``, of columns ``past .. past + r - 1``.
+        key: ``[batch, H, n, Dk]``, ``n >= past + r``.
+        means: ``[batch, H, ceil(n / POOL), Dk]``, :func:`..._prompts.key_means` of ``key``.
+        scale: softmax scaling.
+        start: int32 ``[batch]``, the first column that is no padding. None: 0.
+
+    Returns:
+        float32 ``[batch, Hq, tiles, blocks]``: the share of each block by the means, the mean over the tile's queries
+        that see anything; and float32 ``[batch, Hq, tiles * ROWS, blocks]``: of queries ``STEP - 1``, ``2 STEP - 1``
+        and so on the binary logarithm of the sum of the exponentials of a block's logits, ``-inf`` where there is none.
+        Nobody may read entries of blocks that no query of a tile sees.
+    """
+    batch, q_heads, r, _ = query.shape
+    group, n, nb, tiles = q_heads // key.shape[1], key.shape[2], blocks_of(past + r), tiles_of(r)
+    binary = scale * math.log2(math.e)
+    first = torch.zeros(1, dtype=torch.int32, device=query.device) if start is None else start
+    at = torch.arange(past, past + r, device=query.device)
+    live = at >= first[:, None]  # [batch or 1, r]
+
+    def logits(q: Tensor, k: Tensor) -> Tensor:
+        k = k.float()[:, :, None].transpose(-1, -2)
+        return (q.float().unflatten(1, (-1, group)) @ k).flatten(1, 2) * binary
+
+    width = min(means.shape[2], -(-(past + r) // POOL))
+    counts = pool_counts(n, start, query.device)[:, :width]
+    group_at = torch.arange(width, device=query.device) * POOL
+    s = logits(query, means[:, :, :width]) + counts.log2()[:, None, None]
+    s = s.masked_fill(~((group_at <= at[:, None])[None] & live[..., None])[:, None], float("-inf"))
+    share = torch.softmax(s * math.log(2), dim=-1).nan_to_num(0.0)
+    share = F.pad(share, (0, nb * BLOCK // POOL - width, 0, tiles * TILE - r))
+    share = share.view(batch, q_heads, tiles, TILE, nb, BLOCK // POOL).sum((3, 5))
+    seeing = F.pad(live.float(), (0, tiles * TILE - r)).view(-1, tiles, TILE).sum(-1).clamp_min(1)
+    pooled = share / seeing[:, None, :, None]
+
+    rows = torch.arange(STEP - 1, r, STEP, device=query.device)
+    columns = torch.arange(nb * BLOCK, device=query.device)
+    s = F.pad(logits(query[:, :, rows], key[:, :, : past + r]), (0, nb * BLOCK - past - r), value=float("-inf"))
+    seen = (columns <= at[rows][:, None])[None] & (columns >= first[:, None, None])
+    s = s.masked_fill(~seen[:, None], float("-inf")).unflatten(-1, (nb, BLOCK))
+    top = s.amax(-1, keepdim=True)
+    exact = (s - top).nan_to_num(float("-inf")).exp2().sum(-1).log2() + top[..., 0]
+    missing = tiles * (TILE // STEP) - len(rows)
+    return pooled, F.pad(exact, (0, 0, 0, missing), value=float("-inf"))

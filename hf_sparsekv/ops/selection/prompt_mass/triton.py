@@ -1,0 +1,227 @@
+"""Estimates of the attention mass that tiles of a prompt's queries give to blocks of keys: the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..._dispatch import require_dense_rows
+from ..._operands import Tokens, operand, padded
+from ..._overlap import begin, launch
+from ..._prompts import BLOCK, POOL, ROWS, STEP, TILE, blocks_of, tiles_of
+from .config import config as default
+
+
+@triton.jit
+def _load(p_rows, o_d, m_rows, D: tl.constexpr):
+    return tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _pooled_logits(
+    b_q, p_k, stride, j, hi, o_at, first, n, binary, DK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    POOL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile against the means ``j`` and after, ``[BM, BN]``; a mean of fewer keys counts as these."""
+    o_n = j + tl.arange(0, BN)
+    b_k = _load(p_k + o_n.to(tl.int64) * stride, tl.arange(0, BK), o_n < hi, DK)  # [BN, BK]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+    if MASKED:
+        count = tl.minimum(n, o_n * POOL + POOL) - tl.maximum(first, o_n * POOL)
+        b_s += tl.log2(tl.maximum(count, 1).to(tl.float32) / POOL)[None, :]
+        m_s = (o_n * POOL)[None, :] <= o_at[:, None]
+        b_s = tl.where(m_s & ((o_n < hi) & (count > 0))[None, :], b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def _sum_exp(b_s, b_max, b_sum):
+    """A running maximum and sum of exponentials, with more logits."""
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    return b_new, b_sum * tl.exp2(b_max - b_safe) + tl.sum(tl.exp2(b_s - b_safe[:, None]), 1)
+
+
+@triton.jit(do_not_specialize=["past", "rows", "n", "nb"])
+def pooled_mass_kernel(
+    q,
+    k,
+    start,
+    out,
+    past,
+    rows,
+    n,
+    nb,
+    binary,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PER: tl.constexpr,
+    POOL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Shares of all blocks, by the means of keys, for one tile and query head: once for the sums, once for the shares.
+
+    ``PER``: means of a block.
+    """
+    begin(PDL)
+    BK: tl.constexpr = padded(DK)
+    tiles = tl.num_programs(0)
+    i_tile = tiles - 1 - tl.program_id(0)  # those with most to do first
+    i_batch, i_head = (tl.program_id(1) // Q_HEADS).to(tl.int64), (tl.program_id(1) % Q_HEADS).to(tl.int64)
+    first = 0
+    if start is not None:
+        first = tl.load(start + i_batch)
+    o_m = i_tile * BM + tl.arange(0, BM)
+    o_at = past + o_m
+    m_m = o_m < rows
+    p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64) * q.token
+    b_q = _load(p_q, tl.arange(0, BK), m_m, DK)  # [BM, BK]
+    p_k = k.ptr + i_batch * k.batch + i_head // GROUP * k.head
+    lo = first // (PER * POOL) * PER
+    last = past + tl.minimum(i_tile * BM + BM, rows) - 1
+    hi = last // POOL + 1
+    whole = (past + i_tile * BM) // POOL  # means of `POOL` keys that all queries see
+    middle = lo
+    if start is None:
+        middle = whole // BN * BN
+
+    b_max = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    for j in tl.range(lo, middle, BN, num_stages=STAGES):
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
+        b_max, b_sum = _sum_exp(b_s, b_max, b_sum)
+    for j in tl.range(middle, hi, BN, num_stages=1):
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, True)
+        b_max, b_sum = _sum_exp(b_s, b_max, b_sum)
+    m_live = m_m & (o_at >= first)
+    b_lse = tl.where(m_live & (b_sum > 0), b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), float("inf"))
+    scale = 1.0 / tl.maximum(tl.sum(m_live.to(tl.float32), 0), 1.0)
+
+    p_out = out + (tl.program_id(1).to(tl.int64) * tiles + i_tile) * nb
+    o_b = tl.arange(0, BN // PER)
+    for j in tl.range(lo, middle, BN, num_stages=STAGES):
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
+        b_share = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)  # [BN]
+        tl.store(p_out + j // PER + o_b, tl.sum(tl.reshape(b_share, [BN // PER, PER]), 1) * scale)
+    for j in tl.range(middle, hi, BN, num_stages=1):
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, True)
+        b_share = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
+        m_b = j // PER + o_b < nb
+        tl.store(p_out + j // PER + o_b, tl.sum(tl.reshape(b_share, [BN // PER, PER]), 1) * scale, mask=m_b)
+
+
+@triton.jit(do_not_specialize=["past", "rows", "nb", "exact_rows"])
+def exact_rows_kernel(
+    q,
+    k,
+    start,
+    out,
+    past,
+    rows,
+    nb,
+    exact_rows,
+    binary,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MANY: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Log-sum-exps of ``MANY`` blocks of ``BN`` keys for ``BM`` exact rows of one query head."""
+    begin(PDL)
+    BK: tl.constexpr = padded(DK)
+    lo = tl.program_id(0) * MANY
+    i_batch, i_head = (tl.program_id(2) // Q_HEADS).to(tl.int64), (tl.program_id(2) % Q_HEADS).to(tl.int64)
+    first = 0
+    if start is not None:
+        first = tl.load(start + i_batch)
+    o_e = tl.program_id(1) * BM + tl.arange(0, BM)
+    o_m = o_e * STEP + STEP - 1
+    o_at = past + o_m
+    m_m = o_m < rows
+    last = past + tl.minimum((tl.program_id(1) * BM + BM) * STEP, rows) - 1
+    if (lo * BN > last) | ((lo + MANY) * BN <= first):
+        return
+    p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64) * q.token
+    b_q = _load(p_q, tl.arange(0, BK), m_m, DK)  # [BM, BK]
+    p_k = k.ptr + i_batch * k.batch + i_head // GROUP * k.head
+    o_b = tl.arange(0, MANY)
+    b_out = tl.full([BM, MANY], float("-inf"), tl.float32)
+    for i in tl.range(0, MANY, num_stages=STAGES):
+        o_n = (lo + i) * BN + tl.arange(0, BN)
+        b_k = _load(p_k + o_n.to(tl.int64) * k.token, tl.arange(0, BK), o_n <= last, DK)  # [BN, BK]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+        m_s = (o_n[None, :] <= o_at[:, None]) & m_m[:, None]
+        if start is not None:
+            m_s = m_s & (o_n >= first)[None, :]
+        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_max = tl.max(b_s, 1)
+        b_safe = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_lse = b_safe + tl.log2(tl.sum(tl.exp2(b_s - b_safe[:, None]), 1))
+        b_out = tl.where((o_b == i)[None, :], b_lse[:, None], b_out)
+    p_out = out + (tl.program_id(2).to(tl.int64) * exact_rows + o_e)[:, None] * nb + (lo + o_b)[None, :]
+    tl.store(p_out, b_out, mask=(o_e < exact_rows)[:, None] & (lo + o_b < nb)[None, :])
+
+
+def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
+    """As ``reference.prompt_mass``; ``config`` replaces the default for these shapes."""
+    batch, q_heads, r, dk = query.shape
+    require_dense_rows(query=query, key=key, means=means)
+    config = config or default(query, dk)
+    tiles, nb = tiles_of(r), blocks_of(past + r)
+    pooled = torch.empty(batch, q_heads, tiles, nb, dtype=torch.float32, device=query.device)
+    exact = torch.empty(batch, q_heads, tiles * ROWS, nb, dtype=torch.float32, device=query.device)
+    sizes = {"Q_HEADS": q_heads, "GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE}
+    binary, queries = scale * math.log2(math.e), operand(Tokens, query)
+    launch(
+        pooled_mass_kernel,
+        (tiles, batch * q_heads),
+        query,
+        queries,
+        operand(Tokens, means),
+        start,
+        pooled,
+        past,
+        r,
+        key.shape[2],
+        nb,
+        binary,
+        **sizes,
+        BN=config.means,
+        PER=BLOCK // POOL,
+        POOL=POOL,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    launch(
+        exact_rows_kernel,
+        (triton.cdiv(nb, config.blocks), triton.cdiv(tiles * ROWS, TILE), batch * q_heads),
+        query,
+        queries,
+        operand(Tokens, key),
+        start,
+        exact,
+        past,
+        r,
+        nb,
+        tiles * ROWS,
+        binary,
+        **sizes,
+        BN=BLOCK,
+        MANY=config.blocks,
+        STEP=STEP,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    return pooled, exact
