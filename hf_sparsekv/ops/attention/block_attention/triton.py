@@ -104,23 +104,23 @@ def block_attention_kernel(
     for i in tl.range(0, whole, MANY, num_stages=STAGES, warp_specialize=SPECIALISED):
         row = tl.load(p_ids + i) * BN
         b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, False)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary  # [BM, BN]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
         if start is not None:
             b_s = tl.where((row + tl.arange(0, BN) >= first)[None, :], b_s, float("-inf"))
         if MANY == 2:
             row_2 = tl.load(p_ids + i + 1) * BN
             b_k2 = _rows(k, i_batch, i_kv, row_2, last, DK, BK, BN, DESCRIPTORS, False)
-            b_s2 = tl.dot(b_q, tl.trans(b_k2), input_precision="ieee") * binary
+            b_s2 = tl.dot(b_q, tl.trans(b_k2), input_precision="ieee")
             if start is not None:
                 b_s2 = tl.where((row_2 + tl.arange(0, BN) >= first)[None, :], b_s2, float("-inf"))
             b_top = tl.max(tl.maximum(b_s, b_s2), 1)
         else:
             b_top = tl.max(b_s, 1)
-        b_max, b_safe, b_sum, b_acc = _rescale(b_top, b_max, b_sum, b_acc)
-        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_max, b_safe, b_sum, b_acc = _rescale(b_top * binary, b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s * binary - b_safe[:, None])
         b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, False)
         if MANY == 2:
-            b_p2 = tl.exp2(b_s2 - b_safe[:, None])
+            b_p2 = tl.exp2(b_s2 * binary - b_safe[:, None])
             b_sum += tl.sum(b_p + b_p2, 1)
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
             b_v2 = _rows(v, i_batch, i_kv, row_2, last, DV, BV, BN, DESCRIPTORS, False)
@@ -132,10 +132,10 @@ def block_attention_kernel(
         row = tl.load(p_ids + i) * BN
         o_n = row + tl.arange(0, BN)
         b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, True)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_s = tl.where((o_n[None, :] <= o_at[:, None]) & (o_n >= first)[None, :], b_s, float("-inf"))
-        b_max, b_safe, b_sum, b_acc = _rescale(tl.max(b_s, 1), b_max, b_sum, b_acc)
-        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_max, b_safe, b_sum, b_acc = _rescale(tl.max(b_s, 1) * binary, b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s * binary - b_safe[:, None])
         b_sum += tl.sum(b_p, 1)
         b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, True)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")

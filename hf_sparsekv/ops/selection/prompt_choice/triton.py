@@ -45,7 +45,7 @@ def prompt_choice_kernel(
     """The list of one tile and query head."""
     begin(PDL)
     i_row = tl.program_id(1)
-    if only is not None:
+    if only is not None:  # noqa: SIM102 (Triton would look at both)
         if tl.load(only + i_row) == 0:
             return
     tiles = tl.num_programs(0)
