@@ -32,6 +32,7 @@ from .row_trial import check_rows
 from .serving import Sampling, ServingConfig
 from .serving.engine import Engine
 from .telemetry.monitor import StepMonitor, StepReport
+from .telemetry.prompt_stats import PromptStats
 from .telemetry.stats import CacheStats
 from .telemetry.watch import BlockMap
 from .version import __version__
@@ -49,6 +50,7 @@ __all__ = [
     "PrefixCache",
     "ProgressiveCache",
     "ProgressiveConfig",
+    "PromptStats",
     "QueryTap",
     "Sampling",
     "ServingConfig",

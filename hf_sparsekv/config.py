@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
-from .option_checks import flag, flag_or_none, is_int, not_negative, positive, power_of_two, require
+from .option_checks import flag, flag_or_none, is_int, not_negative, positive, power_of_two, require, share
 from .option_names import Options, guess
 
 Config = TypeVar("Config", bound="SparseConfig")
@@ -43,9 +43,14 @@ class SparseConfig(Options):
             host memory that a GPU reads, for predicted queries over keys and values (over latents it is measured), or
             with progressive selection, which takes as long as the data want. ``None``: never. A number
             holds for offloaded blocks, too; with blocks on a second device it is an error.
+        prefill: sparse prompts: each tile of 128 queries attends to the blocks of 64 keys that hold this share of its
+            attention mass, as 0.98 (docs/sparse-prompts.md). Layers before ``dense_layers`` and the last 256 queries of
+            a pass attend to everything. ``None``: prompts are exact.
+        prefill_below: with ``prefill``, prompts are exact up to so many tokens, those cached before included; and
+            pieces of fewer than 1,024 new ones.
     """
 
-    FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length")
+    FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length", "prefill", "prefill_below")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     UNNAMED: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # what files mean that do not name a newer option
 
@@ -56,12 +61,17 @@ class SparseConfig(Options):
     max_draft: int = 16
     max_length: int | None = None
     dense_below: int | Literal["auto"] | None = "auto"
+    prefill: float | None = None
+    prefill_below: int = 16384  # a guess: the length from which it pays is not measured yet
 
     def __post_init__(self) -> None:
         power_of_two("block_size", self.block_size)
         require(16 <= self.block_size <= 128, f"block_size must lie in [16, 128], got {self.block_size}")
         for name in ("sinks", "window", "dense_layers", "max_draft"):
             not_negative(name, getattr(self, name))
+        not_negative("prefill_below", self.prefill_below)
+        if self.prefill is not None:
+            share("prefill", self.prefill)
         require(self.window >= 1, "window must be at least 1: the newest token is always attended")
         if self.max_length is not None:
             positive("max_length", self.max_length)

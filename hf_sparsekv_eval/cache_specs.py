@@ -17,8 +17,8 @@ from hf_sparsekv.policies.registry import Method, names
 from . import reference_policies as _references  # noqa: F401 (registers them)
 
 FULL = "full"
-# Quality is asked for, so steps select at any length; a spec may say otherwise.
-_ALWAYS = {"dense_below": None}
+# Quality is asked for, so steps, and prompts that are sparse, select at any length; a spec may say otherwise.
+_ALWAYS = {"dense_below": None, "prefill_below": 0}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,6 +275,7 @@ class Absorbed:
         columns: Tensor | None = None,
         mask: Tensor | None = None,
         dropout: float = 0.0,
+        attend: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Exact attention of the last ``q`` columns over all ``n``, see :func:`.exact.exact_attention`.
 
@@ -282,6 +285,8 @@ class Absorbed:
         Args:
             query: ``[batch, H, q, dn + dr]``.
             latent, rotary: ``[batch, 1, n, r]`` and ``[batch, 1, n, dr]``.
+            attend: takes the place of :func:`.exact.exact_attention` over expanded keys; with ``first``, the first row
+                and head that it gets. None: none does.
 
         Returns:
             ``[batch, H, q, dv]``.
@@ -296,9 +301,8 @@ class Absorbed:
         n_heads = min(heads, max(1, _PIECE // (batch * size)))
         n_rows = batch if n_heads > 1 else min(batch, max(1, _PIECE // size))
         if n_heads == heads and n_rows == batch:
-            return exact_attention(
-                query, *self.expand(latent, rotary), params, columns=columns, mask=mask, dropout=dropout
-            )
+            kv = self.expand(latent, rotary)
+            return (attend or exact_attention)(query, *kv, params, columns=columns, mask=mask, dropout=dropout)
         out = query.new_empty(batch, heads, q, self.value)
         for row in range(0, batch, n_rows):
             rows = slice(row, row + n_rows)
@@ -312,9 +316,8 @@ class Absorbed:
                     here = mask[rows] if mask.shape[0] > 1 else mask
                     here = here[:, some] if mask.shape[1] > 1 else here
                 kv = self.expand(latent[rows], rotary[rows], some)
-                out[rows, some] = exact_attention(
-                    query[rows, some], *kv, part, columns=seen, mask=here, dropout=dropout
-                )
+                here_too = exact_attention if attend is None else partial(attend, first=(row, lo))
+                out[rows, some] = here_too(query[rows, some], *kv, part, columns=seen, mask=here, dropout=dropout)
         return out
 
     def expand(self, latent: Tensor, rotary: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,7 @@ def forget(cache: Emptied) -> None:
     cache.row_table.clear()
     for layer in layers:
         layer.empty()
+        layer.audit.clear()
     cache.copy_streams.release()
     if cache.device_pools is not None:
         cache.device_pools.reset()

@@ -128,6 +128,10 @@ class CacheOptions:
         _of_cache(help="Predictive: who chooses: stream, host, or a second GPU: cuda:1."),
     ] = None
     sinks: Annotated[int | None, _field("sinks", "First tokens, always attended.")] = None
+    prefill: Annotated[
+        float | None,
+        _of_cache(help="Sparse prompts: attend to the blocks that hold this share of the mass, as 0.98; default: all."),
+    ] = None
     window: Annotated[int | None, _field("window", "Recent tokens, always attended.")] = None
     dense_layers: Annotated[int | None, _field("dense_layers", "First layers that attend densely.")] = None
     label_channels: Annotated[

@@ -44,6 +44,10 @@ class Exact:
                 "exact=True is not for keys and values in host memory: each verification would read all of them over "
                 "the link, which takes longer than drafts save. Leave offload out, or exact"
             )
+        if cache.config.prefill is not None:
+            raise ValueError(
+                "exact=True gives full attention's text, which a sparse prompt changes: leave prefill out, or exact"
+            )
         policy = cache.shared.of_layer(cache.config.dense_layers)
         if policy.drafts == "exact" and type(policy) is not Policy:
             raise ValueError(

@@ -50,6 +50,7 @@ class Pass:
         self.before: Any = before  # never None where a step or drafts are asked for
         self.mask, self.valid, self.drafts = mask, valid, drafts
         self.device: torch.device | None = None if valid is None else valid.device
+        self._starts: tuple[Tensor | None] | None = None
 
     def begins_with(self, rows: Rows | None, columns: int) -> bool:
         """It is a pass of so many columns over ``rows``."""
@@ -58,6 +59,18 @@ class Pass:
             return before is rows and self.columns == columns
         same = before is rows or (before.same(rows) and before.valid is rows.valid)
         return same and self.columns == columns
+
+    def starts(self, columns: Tensor) -> Tensor | None:
+        """Where each row's tokens begin, int32 ``[batch]``; None if padding is elsewhere, too. Waits once for the mask.
+
+        Args:
+            columns: which columns are tokens, bool ``[batch, n]``: the same in all layers.
+        """
+        if self._starts is None:
+            in_front = bool((columns[:, 1:] >= columns[:, :-1]).all())
+            self._starts = ((~columns).sum(1, dtype=torch.int32) if in_front else None,)
+        (starts,) = self._starts
+        return starts if starts is None else starts.to(columns.device)
 
     @cached_property
     def taken(self) -> Taken:

@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
-from ..attention.indices import exact_of
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
 from ..kv.read_back import materialise
@@ -33,6 +32,7 @@ from .drafts import attend_as_steps, verify
 from .next_step import NextStep
 from .owned import Owned, Owner, end_pass, is_first, new_rows, next_layer
 from .prefill import leave_device_pools, new_store, read_ahead, store_columns
+from .sparse_prompt import PromptAudit, attention_of
 
 passes_on(__name__)
 
@@ -49,6 +49,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         pending: from :meth:`update` to the attention of the same pass: its tokens.
         next_step: how the next decode step begins.
         captured: while a step is being captured: this layer's part of it.
+        audit: what sparse prompts have covered.
     """
 
     is_sliding = False
@@ -63,7 +64,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.latent, self.q_heads = False, 0
         self.broken: str | None = None
         self.pending: Step | None = None
-        self.next_step = NextStep()
+        self.next_step, self.audit = NextStep(), PromptAudit()
         self.captured: CapturedLayer | None = None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
@@ -77,7 +78,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         copy_streams = copy.deepcopy(self.owner.copy_streams, memo)
         pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
         new.store = self.store if self.store is None else self.store.copy(table, pools, copy_streams)
-        new.owner = copy.deepcopy(self.owner, memo)
+        new.owner, new.audit = copy.deepcopy((self.owner, self.audit), memo)
         return new
 
     def __repr__(self) -> str:
@@ -225,7 +226,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     ) -> Tensor:
         """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
         own, owner, absorbed = not step.committed, self.owner, step.absorbed
-        exact = exact_of(step)
+        exact = attention_of(step, owner.config, self.index, self.audit, query, params)
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
             out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)

@@ -12,6 +12,7 @@ from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
 from ..policies.shared import Shared
+from .prompt_stats import PromptStats, prompt_stats
 from .working_set import working_set_bytes
 
 
@@ -55,6 +56,7 @@ class CacheStats:
         draft_queries: draft queries of a row in decode steps, beyond the first query. Tokens and bytes count for each
             query.
         drafted, accepted: tokens that sparse steps drafted in exact mode, and those that full attention chose too.
+        prompts: what sparse prompts covered, per layer; empty without (``SparseConfig(prefill=...)``).
     """
 
     layers: int
@@ -87,6 +89,18 @@ class CacheStats:
     draft_queries: int = 0
     drafted: int = 0
     accepted: int = 0
+    prompts: tuple[PromptStats, ...] = ()
+
+    @property
+    def prompt_density(self) -> float | None:
+        """Share of the visible blocks that sparse prompts attended to, mean over layers that had some."""
+        return sum(p.density for p in self.prompts) / len(self.prompts) if self.prompts else None
+
+    @property
+    def prompt_covered(self) -> float | None:
+        """Share of the attention mass that sparse prompts covered, mean over audited rows. None without any."""
+        audited = sum(p.audited for p in self.prompts)
+        return sum(p.covered * p.audited for p in self.prompts if p.covered is not None) / audited if audited else None
 
     @property
     def tokens_per_walk(self) -> float | None:
@@ -108,7 +122,7 @@ class CacheStats:
     def since(self, earlier: CacheStats) -> CacheStats:
         """Counters of the steps after ``earlier``, which are earlier statistics of the same cache.
 
-        Allocated and cached sizes, and the working set, are current values.
+        Allocated and cached sizes, the working set, and what prompts covered are current values.
 
         Raises:
             ValueError: ``earlier`` counts more steps: it belongs to another cache, or there was a ``reset()``.
@@ -136,6 +150,11 @@ class CacheStats:
             where += f", {readable(self.host_bytes)} in host memory"
         if self.second_bytes:
             where += f", {readable(self.second_bytes)} on a second device"
+        if self.prompt_density is not None:
+            where += f"; sparse prompts attended to {self.prompt_density:.1%} of what they could see"
+            if self.prompt_covered is not None:
+                worst = min((share, p.layer, head) for p in self.prompts for head, share in _audited(p))
+                where += f", covered mass {self.prompt_covered:.2%} (layer {worst[1]}, head {worst[2]}: {worst[0]:.2%})"
         if not self.decode_steps:
             what = "no decode step yet"
             if self.materialised:
@@ -223,6 +242,11 @@ def allocated(layers: list[SparseLayer], shared: Shared, pools: DevicePools | No
     }
 
 
+def _audited(prompts: PromptStats) -> list[tuple[int, float]]:
+    """Heads with audited rows, and what of these was covered."""
+    return [(head, share) for head, share in enumerate(prompts.heads) if share is not None]
+
+
 def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     audits = sum(w.audits for w in walks)
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
@@ -286,4 +310,5 @@ def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None
         draft_queries=max((c.drafts for c in total), default=0),
         drafted=table.exactness.drafted,
         accepted=table.exactness.accepted,
+        prompts=prompt_stats(layers),
     )

@@ -1,0 +1,110 @@
+"""Sparse attention of a prompt, or of a piece of it: some tiles of queries at a time, and an audit of what they cover.
+
+Apart from :mod:`.exact`, because it leaves keys out: only those who ask for it get it (``SparseConfig(prefill=...)``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops._prompts import BLOCK, ROWS, STEP, TILE, blocks_of, key_means, seen_blocks, tiles_of
+from ..ops.attention.block_attention import block_attention
+from ..ops.selection.prompt_choice import prompt_choice
+from ..ops.selection.prompt_mass import prompt_mass
+from ..tensors import no_inference_mode
+
+LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
+WIDEST = 256  # channels of a head that the kernels hold
+_BYTES = 1 << 28  # of the estimates of the tiles that are taken at once
+_AT_ONCE = STEP  # exact rows of so many tiles make a tile
+
+
+class PromptAudit:
+    """What the sparse prompts of one layer have attended to, and truly covered, by query head.
+
+    Attributes:
+        sums: float64 ``[Hq, 4]`` on the layer's device: rows audited, the sum of their covered mass, blocks attended
+            to, blocks that could be seen. None: there was no such prompt.
+        least: float32 ``[Hq]``, the least covered mass of a row; 1 without any.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.least: Tensor | None = None
+
+    def clear(self) -> None:
+        self.sums = self.least = None
+
+    @no_inference_mode
+    def add(self, covered: Tensor, counts: Tensor, seen: Tensor, first_head: int, heads: int) -> None:
+        """Count the tiles of some heads.
+
+        Args:
+            covered, counts: of ``prompt_choice``, ``[batch, h, tiles]``.
+            seen: blocks that each tile sees, ``[batch or 1, tiles]``.
+            first_head, heads: which query heads they are, from where on and of how many.
+        """
+        if self.sums is None or self.least is None or self.sums.device != covered.device:
+            self.sums = torch.zeros(heads, 4, dtype=torch.float64, device=covered.device)
+            self.least = torch.ones(heads, device=covered.device)
+        audited = ~covered.isnan()
+        known = covered.masked_fill(~audited, 1.0)
+        seen = seen[:, None].expand_as(counts)
+        parts = audited, known * audited, counts, seen
+        some = slice(first_head, first_head + covered.shape[1])
+        self.sums[some] += torch.stack([part.sum((0, 2), dtype=torch.float64) for part in parts], dim=-1)
+        self.least[some] = self.least[some].minimum(known.amin((0, 2)))
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mass: float,
+    audit: PromptAudit,
+    *,
+    start: Tensor | None = None,
+    first_head: int = 0,
+    heads: int | None = None,
+) -> Tensor:
+    """Causal softmax attention of the last ``q`` columns to the blocks of keys that hold ``mass`` of their attention.
+
+    Tiles of queries choose by estimates (``prompt_mass``, ``prompt_choice``). Heads whose audited rows are covered by
+    less than ``mass`` choose again for half of what they left out, and attend to everything if that is too little.
+
+    Args:
+        query: ``[batch, Hq, q, Dk]``, the queries of columns ``n - q .. n - 1``.
+        key, value: ``[batch, H, n, D]``.
+        mass: share to cover, at most 1.
+        audit: counts what is chosen.
+        start: int32 ``[batch]``, the first column that is no padding. None: 0.
+        first_head, heads: of a layer of ``heads`` query heads these are the ones from ``first_head`` on.
+
+    Returns:
+        ``[batch, Hq, q, Dv]``.
+    """
+    batch, q_heads, q, _ = query.shape
+    n = key.shape[2]
+    means = key_means(key, start)
+    out = query.new_empty(batch, q, q_heads, value.shape[3]).transpose(1, 2)
+    wanted = torch.full((batch, q_heads), mass, dtype=torch.float32, device=query.device)
+    each = 4 * batch * q_heads * blocks_of(n) * (ROWS + 2)
+    step = max(1, min(_BYTES // each, tiles_of(q)) // _AT_ONCE) * _AT_ONCE * TILE
+    for lo in range(0, q, step):
+        some, past = query[:, :, lo : lo + step], n - q + lo
+        rows = some.shape[2]
+        made = prompt_mass(some, key, means, scale, past, start)
+        lists = prompt_choice(*made, wanted, past, rows, n - LAST, start)
+        for more in () if mass >= 1 else (1 - (1 - mass) / 2, 1.0):
+            low = lists[2].nanmean(-1) < mass  # False where nothing is left out
+            lists = prompt_choice(*made, wanted.masked_fill(low, more), past, rows, n - LAST, start, low, lists)
+        ids, counts, covered = lists
+        seen = seen_blocks(past, rows, start, query.device)
+        audit.add(covered, counts, seen, first_head, q_heads if heads is None else heads)
+        block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + step])
+    return out
+
+
+assert _AT_ONCE * ROWS == TILE and TILE % BLOCK == 0

@@ -1,0 +1,100 @@
+"""Which attention a layer's prompt gets: exact, or sparse where that was asked for and can be had.
+
+Apart from :mod:`.prefill`, which stores a prompt's tokens whatever attention they got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..attention.exact import exact_attention
+from ..attention.handle import Step
+from ..attention.indices import exact_of
+from ..attention.sparse_prompt import LAST, WIDEST, PromptAudit, sparse_attention
+from ..config import SparseConfig
+from ..types import AttentionParams
+
+LEAST = 1024  # new tokens; fewer are exact, as launches would cost more than they save. Not measured yet
+
+
+def attention_of(
+    step: Step, config: SparseConfig, index: int, audit: PromptAudit, query: Tensor, params: AttentionParams
+) -> Callable[..., Tensor]:
+    """Attention of ``query [batch, Hq, q, Dk]`` to all that layer ``index`` holds, as :func:`.exact.exact_attention`.
+
+    Raises:
+        ValueError: ``config`` asks for sparse prompts, and the model cannot have them.
+    """
+    exact = exact_of(step)
+    if config.prefill is None:
+        return exact
+    _check(step, query, params)
+    few = min(config.prefill_below, LEAST)
+    exactly = (
+        index < config.dense_layers
+        or step.length < config.prefill_below
+        or query.shape[2] <= max(LAST, few - 1)
+        or (params.sliding_window is not None and params.sliding_window < step.length)
+        or (torch.is_grad_enabled() and query.requires_grad)
+    )
+    if exactly:
+        return exact
+    attend = partial(_attend, step, config.prefill, audit, query.shape[1])
+    return attend if step.absorbed is None else partial(step.absorbed.attention, attend=attend)
+
+
+def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
+    """Raise for a model whose prompts are never sparse: that would not be what was asked for."""
+    why = None
+    if params.softcap is not None:
+        why = "caps its attention logits"
+    elif params.sink_logits is not None:
+        why = "has learned attention sinks"
+    elif step.indices is not None:
+        why = "chooses tokens by an indexer of its own"
+    elif query.shape[3] > WIDEST or (step.absorbed is None and step.v.shape[3] > WIDEST):
+        why = f"has heads of more than {WIDEST} channels"
+    if why is not None:
+        raise ValueError(f"prefill=... is not for this model, which {why}: leave prefill out")
+
+
+def _attend(
+    step: Step,
+    mass: float,
+    audit: PromptAudit,
+    heads: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: AttentionParams,
+    *,
+    columns: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    first: tuple[int, int] = (0, 0),
+) -> Tensor:
+    """Sparse attention, or exact attention under masks that are more than padding in front.
+
+    Args:
+        first: which row and query head of the layer's are the first ones here.
+    """
+    row, head = first
+    start = None if columns is None else step.under_way.starts(columns)
+    if mask is not None or dropout or (columns is not None and start is None):
+        return exact_attention(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
+    start = None if start is None else start[row : row + len(query)]
+    return sparse_attention(
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        params.scale,
+        mass,
+        audit,
+        start=start,
+        first_head=head,
+        heads=heads,
+    )

@@ -1,0 +1,214 @@
+"""Sparse prompts: everything chosen is exact attention; what is audited is true; who cannot have them is told."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from caches import CACHES, FULL
+from models import model, plain_text, prompt
+from transformers import DynamicCache
+
+from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
+from hf_sparsekv.attention import mla
+from hf_sparsekv.attention.exact import exact_attention
+from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
+from hf_sparsekv.ops._prompts import BLOCK, ROWS, STEP, TILE
+from hf_sparsekv.types import AttentionParams
+
+ALL = {"prefill": 1.0, "prefill_below": 0}
+SOME = {"prefill": 0.7, "prefill_below": 0, "dense_layers": 0}
+
+
+def tensors(q, n, heads=(4, 2), dim=16, batch=1):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(batch, h, rows, dim, generator=generator) for h, rows in zip((heads[0], *heads[1:] * 2), (q, n, n))
+    ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name",
+    ["device", "host-default", "device-tail", "need", "progressive", "predictive", "predictive-host-dense1"],
+)
+def test_everything_is_exact(name):
+    """Greedy text, of rows with padding."""
+    inputs = prompt(3, 400, (0, 5, 261))
+    cache = CACHES[name](**FULL, **ALL)
+    found = model("llama").generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=12)
+    assert torch.equal(found, plain_text("llama", inputs, max_new_tokens=12))
+    stats = cache.stats()
+    assert [p.layer for p in stats.prompts] == [0, 1][cache.config.dense_layers :]
+    assert all(p.density == 1 and not p.audited and p.covered is None for p in stats.prompts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "glm4-moe-lite"])
+@torch.no_grad()
+def test_pieces(name, monkeypatch):
+    """Of a prompt, on the device and in host memory, over latents some heads at a time."""
+    ids = prompt(1, 900)["input_ids"]
+    expected = model(name)(ids, past_key_values=DynamicCache(config=model(name).config)).logits[:, -1]
+    monkeypatch.setattr(mla, "_PIECE", 1 << 18)
+    for make in ("device-default", "host-default"):
+        cache = CACHES[make](**FULL, **ALL)
+        for piece in ids.split(450, dim=1):
+            logits = model(name)(piece, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, expected, atol=5e-4, rtol=1e-4)
+        assert all(p.densities == (1.0,) * 4 for p in cache.stats().prompts)
+        assert cache.stats().prompts
+
+
+@torch.no_grad()
+def test_what_is_counted():
+    """Of rows with padding; a copy counts on, a reset begins again."""
+    inputs = prompt(2, 800, (0, 100))
+    cache = OffloadedSparseCache(TokenConfig(**SOME), offload=None)
+    model("llama")(**inputs, past_key_values=cache)
+    stats = cache.stats()
+    assert len(stats.prompts) == 2
+    for layer in stats.prompts:
+        assert 0 < layer.density < 1
+        assert len(layer.heads) == len(layer.least) == 4
+        assert 0.7 <= layer.covered <= 1
+        assert layer.least[0] <= layer.heads[0]
+    assert "sparse prompts attended to" in str(stats)
+    assert stats.prompt_covered >= 0.7
+    other = copy.deepcopy(cache)
+    cache.reset()
+    assert not cache.stats().prompts
+    assert other.stats().prompts == stats.prompts
+
+
+def test_a_pass_that_is_short_is_exact():
+    cache = OffloadedSparseCache(TokenConfig(prefill=0.5), offload=None)
+    with torch.no_grad():
+        model("llama")(**prompt(1, 700), past_key_values=cache)
+    assert not cache.stats().prompts
+
+
+@pytest.mark.parametrize("hidden", [slice(690, 700), slice(300, 310)], ids=["behind", "within"])
+@torch.no_grad()
+def test_other_padding_is_exact(hidden):
+    inputs = prompt(2, 700)
+    inputs["attention_mask"][1, hidden] = 0
+    logits = []
+    for changes in (SOME, {"dense_layers": 0}):
+        cache = OffloadedSparseCache(TokenConfig(**changes), offload=None)
+        logits.append(model("llama")(**inputs, past_key_values=cache).logits)
+        assert not cache.stats().prompts
+    assert torch.equal(*logits)
+
+
+# ---------------------------------------------------------------------- the audit
+
+
+def shares(query, key, scale):
+    """True shares of blocks, ``[batch, Hq, q, blocks]``."""
+    q, n, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    s = query.double() @ key.repeat_interleave(group, 1).double().transpose(-1, -2) * scale
+    seen = torch.arange(n) <= torch.arange(n - q, n)[:, None]
+    share = s.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.nn.functional.pad(share, (0, -n % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
+
+
+def audited_rows(past, q):
+    """The row of each tile that is held back."""
+    return [tile * TILE + ((past // TILE + tile) % ROWS + 1) * STEP - 1 for tile in range(q // TILE)]
+
+
+def test_audit_is_true(monkeypatch):
+    """What attention got, against what is counted."""
+    from hf_sparsekv.attention import sparse_prompt
+
+    query, key, value = tensors(1024, 1536)
+    key[:, :, ::29] *= 6
+    lists = []
+
+    def attend(*args, **named):
+        lists.append(args[3:5])
+        return real(*args, **named)
+
+    real = sparse_prompt.block_attention
+    monkeypatch.setattr(sparse_prompt, "block_attention", attend)
+    audit = PromptAudit()
+    sparse_attention(query, key, value, 0.4, 0.8, audit)
+    ((ids, counts),) = lists
+    true, rows = shares(query, key, 0.4), audited_rows(512, 1024)
+    for head in range(4):
+        covered = []
+        for tile, row in enumerate(rows[: -LAST // TILE]):
+            chosen = ids[0, head, tile, : counts[0, head, tile]].long()
+            if len(chosen) < (512 + (tile + 1) * TILE) // BLOCK:
+                covered.append(true[0, head, row, chosen].sum())
+        assert int(audit.sums[head, 0]) == len(covered) > 0
+        torch.testing.assert_close(audit.sums[head, 1], torch.stack(covered).sum(), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(audit.least[head].double(), torch.stack(covered).amin(), atol=1e-5, rtol=1e-5)
+    assert audit.sums[:, 2].sum() == counts.sum()
+    assert (audit.sums[:, 3] == sum((512 + (tile + 1) * TILE) // BLOCK for tile in range(8))).all()
+    assert (audit.sums[:, 1] / audit.sums[:, 0]).min() >= 0.8
+
+
+def test_heads_that_miss_their_share_become_dense():
+    """The audited rows of one head look up what no other row does, so no estimate finds it."""
+    query, key, value = tensors(1024, 2048)
+    query[:, 0] *= 0.1
+    query[:, 0, :, 0] = -8.0
+    key[:, 0, :, 0] = torch.rand(2048, generator=torch.Generator().manual_seed(1))
+    for row in audited_rows(1024, 1024):
+        query[:, 0, row] = 0
+        query[:, 0, row, 1] = 40.0
+    audit = PromptAudit()
+    out = sparse_attention(query, key, value, 1.0, 0.8, audit)
+    params = AttentionParams(1.0)
+    exact = exact_attention(query, key, value, params)
+    assert audit.sums[0, 0] == 0, "nothing of this head is left out"
+    assert audit.sums[0, 2] == audit.sums[0, 3]
+    assert (audit.sums[1:, 2] < audit.sums[1:, 3]).all()
+    torch.testing.assert_close(out[:, 0], exact[:, 0])
+    torch.testing.assert_close(out[:, :, -LAST:], exact[:, :, -LAST:])
+
+
+def test_covered_mass_bounds_the_error():
+    query, key, value = tensors(1024, 1024)
+    exact = exact_attention(query, key, value, AttentionParams(0.6))
+    errors, densities = [], []
+    for mass in (0.5, 0.8, 0.95):
+        audit = PromptAudit()
+        out = sparse_attention(query, key, value, 0.6, mass, audit)
+        errors.append((out - exact).norm() / exact.norm())
+        densities.append((audit.sums[:, 2] / audit.sums[:, 3]).mean())
+    assert errors == sorted(errors, reverse=True)
+    assert densities == sorted(densities)
+    assert errors[2] < 0.1
+
+
+# ---------------------------------------------------------------------- who cannot have them
+
+
+@pytest.mark.parametrize(("name", "why"), [("gemma2", "caps its attention"), ("gpt-oss", "learned attention sinks")])
+def test_models_that_cannot(name, why):
+    """At once, however short the prompt is."""
+    with sparse(model(name), prefill=0.9), pytest.raises(ValueError, match=why):
+        model(name).generate(**prompt(1, 20), max_new_tokens=2, do_sample=False)
+
+
+def test_wrong_values():
+    for bad in (0, 1.5, True, "much"):
+        with pytest.raises(ValueError, match="prefill must lie in"):
+            TokenConfig(prefill=bad)
+    with pytest.raises(ValueError, match="prefill_below must be an integer"):
+        TokenConfig(prefill=0.9, prefill_below=-1)
+    with pytest.raises(ValueError, match="which a sparse prompt changes"):
+        sparse(model("llama"), exact=True, prefill=0.9)
+
+
+def test_gradients_are_exact():
+    net, inputs = model("llama"), prompt(1, 400)
+    cache = OffloadedSparseCache(TokenConfig(**SOME), offload=None)
+    loss = net(**inputs, past_key_values=cache).logits.square().mean()
+    expected = net(**inputs, past_key_values=DynamicCache(config=net.config)).logits.square().mean()
+    torch.testing.assert_close(loss, expected)
+    assert loss.requires_grad
+    assert not cache.stats().prompts
