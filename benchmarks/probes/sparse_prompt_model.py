@@ -1,0 +1,95 @@
+"""What a sparse prompt costs in a whole model, at given densities: seconds until its first token.
+
+    python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3 --at 128k:0.12] [--chunk 16k]
+
+With random weights attention is flat, and no share of its mass says what a real model would choose. So everything that
+chooses runs, and lists of the given density take the place of its own. ``--mass`` adds a row with what it chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize, unoptimize
+from hf_sparsekv.attention import sparse_prompt
+from hf_sparsekv.cache_name import over
+from hf_sparsekv.ops.selection.prompt_choice import prompt_choice
+
+from ..shapes import known_config, parse_model, parse_tokens, random_model
+from .sparse_prompts import drawn_lists
+
+
+class Drawn:
+    """Choices of a density in place of those that were made, the same in all layers."""
+
+    def __init__(self, density: float) -> None:
+        self.density, self.lists = density, {}
+
+    def __call__(self, pooled, exact, mass, past, rows, *args):
+        covered = prompt_choice(pooled, exact, mass, past, rows, *args)[2]
+        key = past, rows, pooled.shape[1]
+        if key not in self.lists:
+            self.lists[key] = drawn_lists(pooled.shape[1], rows, past + rows, self.density)
+        return *self.lists[key], covered.fill_(float("nan"))
+
+
+@torch.no_grad()
+def passed(model, config: TokenConfig, offload: OffloadConfig | None, tokens: int, chunk: int):
+    """Seconds of a prompt in a new cache, and the cache's statistics."""
+    ids = torch.randint(0, 1000, (1, tokens), device=model.device)
+    cache = OffloadedSparseCache(config, offload)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for piece in ids.split(chunk, dim=1):
+        model(piece, **over(model, cache), use_cache=True, logits_to_keep=1)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, cache.stats()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=parse_model, default="qwen3-8b")
+    parser.add_argument("--at", action="append", default=[], metavar="TOKENS:DENSITY", help="32k:0.3")
+    parser.add_argument("--chunk", type=parse_tokens, default=None, help="tokens of a pass; default: all")
+    parser.add_argument("--layers", type=int, default=None, help="of the model; default: all")
+    parser.add_argument("--mass", type=float, default=None)
+    parser.add_argument("--offload", action="store_true")
+    args = parser.parse_args()
+    model = random_model(known_config(args.model, args.layers), torch.bfloat16, torch.device("cuda"))
+    model.set_attn_implementation("sparsekv")
+    optimize(model)
+    offload = OffloadConfig() if args.offload else None
+    print(torch.cuda.get_device_name(), args.model, "offloaded" if args.offload else "")
+    by_length: dict[int, list[float]] = {}
+    for text in args.at or ["32k:0.3", "128k:0.12"]:
+        tokens, _, density = text.partition(":")
+        by_length.setdefault(parse_tokens(tokens), []).append(float(density))
+    for tokens, densities in by_length.items():
+        chunk = min(tokens, args.chunk or tokens)
+
+        def show(name: str, config: TokenConfig, tokens: int = tokens, chunk: int = chunk) -> None:
+            found = [passed(model, config, offload, tokens, chunk) for _ in range(3)]
+            seconds, stats = found[-1]
+            taken = "" if stats.prompt_density is None else f", density {stats.prompt_density:.1%}"
+            print(
+                f"{tokens:7} tokens, chunks of {chunk:7}, {name:14}: {seconds:7.3f} s (first {found[0][0]:.2f}){taken}",
+                flush=True,
+            )
+
+        show("exact", TokenConfig())
+        config = TokenConfig(prefill=0.9, prefill_below=0)
+        for density in densities:
+            sparse_prompt.prompt_choice = Drawn(density)
+            show(f"density {density}", config)
+            sparse_prompt.prompt_choice = prompt_choice
+            torch.cuda.empty_cache()
+        if args.mass is not None:
+            show(f"mass {args.mass}", TokenConfig(prefill=args.mass, prefill_below=0))
+    unoptimize(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What sparse prompts cost in one layer: attention to chosen blocks by density, and the estimates that choose them.
+
+    python -m benchmarks.probes.sparse_prompts [--tokens 32k,128k] [--density 0.1,0.2,0.3,0.4] [--heads 32 8]
+    python -m benchmarks.probes.sparse_prompts --only attention --config many=2,descriptors=True,stages=3
+
+Milliseconds, TFLOP/s of what is computed, and the gain over the fastest dense kernel, which reads the same tensors.
+Lists are drawn: half of a tile's blocks are those of its neighbours as well. Each configuration's result is compared
+with the others'. ``--piece`` takes the last so many queries, over everything before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from hf_sparsekv.attention import sparse_prompt
+from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, key_means, tiles_of
+from hf_sparsekv.ops.attention.block_attention.config import Config
+from hf_sparsekv.ops.attention.block_attention.config import config as usual
+from hf_sparsekv.ops.attention.block_attention.triton import block_attention
+from hf_sparsekv.ops.selection.prompt_choice.triton import prompt_choice
+from hf_sparsekv.ops.selection.prompt_mass.config import Config as MassConfig
+from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
+
+from ..shapes import parse_tokens
+
+CONFIGS = [
+    Config(many=many, descriptors=descriptors, warps=8, stages=stages)
+    for descriptors in (True, False)
+    for many, stages in ((2, 2), (2, 3), (1, 2), (1, 3), (1, 4))
+] + [
+    Config(many=2, descriptors=True, warps=8, stages=3, heads_first=True),
+    Config(many=1, descriptors=True, warps=8, stages=4, heads_first=True),
+    Config(many=1, descriptors=True, warps=4, stages=3),
+    Config(many=1, descriptors=False, warps=4, stages=2),
+]
+MASSES = [
+    MassConfig(means=means, blocks=blocks, warps=warps, stages=stages)
+    for means, blocks, warps, stages in (
+        (64, 8, 8, 3),
+        (128, 8, 8, 2),
+        (128, 16, 8, 3),
+        (64, 16, 8, 2),
+        (64, 8, 4, 3),
+        (128, 32, 8, 4),
+    )
+]
+
+
+def timed(run: Callable[[], object], times: int = 5) -> float:
+    """Median milliseconds."""
+    run()
+    found = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def drawn_lists(heads: int, q: int, n: int, density: float) -> tuple[Tensor, Tensor]:
+    """Ids and counts of tiles that attend to about this share of the blocks that they see."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    tiles, nb = tiles_of(q), blocks_of(n)
+    begin = n - q + torch.arange(tiles, device="cuda") * TILE
+    last, block = (begin + TILE).clamp_max(n) - 1, torch.arange(nb, device="cuda")
+    common = torch.rand(heads, 1, nb, device="cuda", generator=generator) < density / 2
+    own = torch.rand(heads, tiles, nb, device="cuda", generator=generator) < density / 2
+    chosen = common | own | (block == 0) | (block >= begin[:, None] // BLOCK - 2)
+    chosen &= block * BLOCK <= last[:, None]
+    ids = torch.where(chosen, block, nb).sort(-1).values
+    return ids.masked_fill(ids == nb, -1).int()[None], chosen.sum(-1, dtype=torch.int32)[None]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
+    """Milliseconds of torch's dense kernels."""
+    q, n, found = query.shape[2], key.shape[2], {}
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash 2", SDPBackend.FLASH_ATTENTION)):
+        if q < n and name == "cudnn":
+            continue  # has no piece with a past
+        how = {"is_causal": True} if q == n else {"attn_mask": causal_lower_right(q, n)}
+        with sdpa_kernel(backend):
+            try:
+                run = lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)  # noqa: B023, E731
+                found[name] = timed(run, 3)
+            except RuntimeError as error:
+                print(f"  {name}: {str(error).splitlines()[0]}")
+    return found
+
+
+def named(config: object) -> str:
+    return ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())  # type: ignore[call-overload]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, densities: list[float], configs: list[Config]) -> None:
+    """Each configuration at each density."""
+    heads, q, dim = query.shape[1:]
+    n = key.shape[2]
+    pairs = q * (n - q) + q * (q + 1) / 2
+    whole = dense(query, key, value)
+    for name, ms in whole.items():
+        print(f"  dense {name:8}: {ms:8.2f} ms {4 * dim * heads * pairs / ms / 1e9:6.0f} TFLOP/s")
+    least = min(whole.values(), default=float("nan"))
+    for density in densities:
+        ids, counts = drawn_lists(heads, q, n, density)
+        work = 4 * dim * TILE * BLOCK * int(counts.sum())
+        share = int(counts.sum()) * TILE * BLOCK / (heads * pairs)
+        print(f"  density {share:.1%} of the visible pairs")
+        first = None
+        for config in configs:
+            run = lambda: block_attention(query, key, value, ids, counts, dim**-0.5, n - q, config=config)  # noqa: B023, E731
+            try:
+                out = run()
+                ms = timed(run)
+            except Exception as error:  # a configuration that does not fit this GPU, or that Triton refuses
+                print(f"    {named(config)}: {type(error).__name__} {str(error).splitlines()[0][:100]}", flush=True)
+                continue
+            first = out if first is None else first
+            off = float((out - first).float().norm() / first.float().norm())
+            print(
+                f"    {named(config)}: {ms:8.2f} ms {work / ms / 1e9:6.0f} TFLOP/s, {least / ms:5.2f} x dense"
+                + (f", DIFFERS by {off:.1e}" if not off < 1e-2 else ""),
+                flush=True,
+            )
+            del out
+
+
+def estimates(query: Tensor, key: Tensor, value: Tensor, configs: list[MassConfig]) -> None:
+    """What choosing costs, a slab of tiles at a time as prompts do it."""
+    heads, q, dim = query.shape[1:]
+    n, scale = key.shape[2], dim**-0.5
+    means = key_means(key)
+    each = 4 * heads * blocks_of(n) * 10
+    slab = max(1, min(sparse_prompt._BYTES // each, tiles_of(q)) // 16) * 16 * TILE
+    wanted = torch.full((1, heads), 0.95, device="cuda")
+    print(f"  means {timed(lambda: key_means(key)):.2f} ms; {slab} queries at once")
+
+    def mass(config: MassConfig | None = None) -> list[tuple[Tensor, Tensor]]:
+        made = None
+        for lo in range(0, q, slab):
+            made = prompt_mass(query[:, :, lo : lo + slab], key, means, scale, n - q + lo, config=config)
+        return [] if made is None else [made]
+
+    for config in configs:
+        try:
+            print(f"  estimates {named(config)}: {timed(lambda: mass(config)):8.2f} ms", flush=True)  # noqa: B023
+        except Exception as error:
+            print(f"  estimates {named(config)}: {type(error).__name__} {str(error).splitlines()[0][:100]}")
+    (made,) = mass()
+    rows = q - (q - 1) // slab * slab
+    choose = timed(lambda: prompt_choice(*made, wanted, n - rows, rows, n))
+    print(f"  choice of the last {rows} queries: {choose:.2f} ms, of all about {choose * q / rows / 2:.2f} ms")
+    for share in (0.9, 0.98):
+        audit = sparse_prompt.PromptAudit()
+        ms = timed(lambda: sparse_prompt.sparse_attention(query, key, value, scale, share, audit), 3)  # noqa: B023
+        taken = float(audit.sums[:, 2].sum() / audit.sums[:, 3].sum())  # type: ignore[index]
+        print(f"  all together at {share}, of drawn keys: {ms:8.2f} ms, density {taken:.1%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", default="32k,128k")
+    parser.add_argument("--piece", type=parse_tokens, default=None, help="so many last queries; default: all")
+    parser.add_argument("--density", default="0.1,0.2,0.3,0.4")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="query heads, KV heads")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--only", choices=("attention", "estimates"), default=None)
+    parser.add_argument("--config", action="append", default=[], help="fields of a configuration, or `usual`")
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name())
+    for tokens in map(parse_tokens, args.tokens.split(",")):
+        q = min(tokens, args.piece or tokens)
+        print(f"{q} queries over {tokens} keys, {args.heads[0]} / {args.heads[1]} heads of {args.dim}")
+        torch.manual_seed(0)
+        query, key, value = (
+            torch.randn(1, rows, heads, args.dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for rows, heads in ((q, args.heads[0]), (tokens, args.heads[1]), (tokens, args.heads[1]))
+        )
+        # Some keys matter to all, as they do in texts.
+        key[:, :, torch.rand(tokens, device="cuda") < 0.02] *= 4
+        configs = CONFIGS
+        if args.config:
+            mine = usual(query, args.dim, args.dim)
+            configs = [mine if text == "usual" else eval(f"Config({text})") for text in args.config]
+        if args.only != "estimates":
+            attention(query, key, value, list(map(float, args.density.split(","))), configs)
+        if args.only != "attention":
+            estimates(query, key, value, MASSES)
+
+
+if __name__ == "__main__":
+    main()
