@@ -2,8 +2,8 @@
 
 A pass over prompts has at most :data:`PASS` tokens of all rows, which bounds activations and masks. Results do not
 depend on it, because label channels are computed from the whole prompt. There is an exception. Caches of models with
-sliding or linear layers read prompts longer than a pass on their own. They compute channels from the first pass, as
-``generate(prefill_chunk_size=...)`` does.
+sliding or linear layers, and caches whose prompts are sparse, read prompts on their own. Longer than a pass, they
+compute channels from the first one, as ``generate(prefill_chunk_size=...)`` does.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class Prefix:
         """A cache that holds the prompt, and the logits ``[batch, vocab]`` after it.
 
         Args:
-            cache: an empty cache of ours; ``None`` for full attention.
+            cache: an empty cache of ours, which reads the prompt itself if that is to be sparse; ``None`` for full
+                attention.
         """
-        if self.cache is not None:
+        if self.cache is not None and (cache is None or cache.config.prefill is None):
             return (self.full() if cache is None else self.fill(cache, model)), self.logits
         name = full_attention(model) if cache is None else "sparsekv"
         cache = DynamicCache(config=model.config) if cache is None else cache

@@ -158,3 +158,16 @@ def test_generate_reads_long_prompts_in_chunks(tiny, monkeypatch) -> None:
         monkeypatch.setattr(running, "CHUNK", chunk)
         said.append(run("generate", tiny, "--prompt", text, "--max-new-tokens", 8, *SPARSE, "--level", "block").stdout)
     assert said[0] == said[1] != ""
+
+
+@torch.no_grad()
+def test_sparse_prompts_are_read_by_the_cache_itself():
+    net, made = build("llama", "sparsekv"), prompt(1, 1000)
+    full = prefix.prefill(net, made["input_ids"])
+    all_of_it, some = parse_caches([f"token:{SMALL},prefill=1.0", f"token:{SMALL},prefill=0.5"])
+    for spec, exact in ((all_of_it, True), (some, False)):
+        cache, logits = full.start(net, spec.make())
+        assert len(cache.stats().prompts) == 2
+        assert exact == (cache.stats().prompt_density == 1)
+        if exact:
+            torch.testing.assert_close(logits, full.logits, atol=5e-4, rtol=1e-4)
