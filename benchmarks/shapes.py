@@ -15,6 +15,7 @@ from transformers import (
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_sparsekv.cli.loading import load_config, pretrained
+from hf_sparsekv.cli.loading import random_model as random_model
 from hf_sparsekv.tuning.shapes import SHAPES, known_shape
 
 
@@ -118,13 +119,6 @@ def case_name(name: str) -> str:
     return name if name in SHAPES else Path(name).name.lower()
 
 
-def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A model of this shape with random weights, made where it will run."""
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sparsekv", dtype=dtype)
-    return _plain(model)
-
-
 def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> torch.nn.Module:
     """A model by name or path, with its weights; ``dtype=None`` is the checkpoint's.
 
@@ -132,13 +126,9 @@ def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> to
         CommandError: there is no such model, or the hub does not answer.
     """
     model = pretrained(AutoModelForCausalLM, name, SHAPES, dtype=dtype or "auto", attn_implementation="sparsekv")
-    return _plain(model.to(device))
-
-
-def _plain(model: torch.nn.Module) -> torch.nn.Module:
     # What a checkpoint says about sampling, or where to stop, has no place in a measurement.
     model.generation_config = GenerationConfig(pad_token_id=0)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def weight_bytes(model, batch: int = 1) -> int:

@@ -30,6 +30,13 @@ def spread() -> dict:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
+def distribute(model: nn.Module) -> None:
+    """Spread a model without weights (on the meta device) over the ranks of torch.distributed, as :func:`spread`."""
+    kind = type(model)
+    config, _, mesh = kind.prepare_distribute_model(spread()["distributed_config"])
+    kind.maybe_distribute_model(model, config, mesh)
+
+
 def tensor_parallel(model: nn.Module) -> bool:
     """Whether the model's layers are spread over several processes."""
     return (getattr(model, "_tp_size", None) or 1) > 1

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hf_sparsekv_cli.values import check_device
 
 from .. import gguf_file
 from ..attention.interface import NAME
 from ..option_names import guess
-from ..ranks import spread
+from ..ranks import distribute, spread
 from ..small_model import is_fetched, small_model_path
 from ..tuning.shapes import HUB, SHAPES, known_shape
 from .output import CommandError
@@ -168,26 +169,50 @@ def _numbers(vocabulary: int):
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def _load_random(config, dtype: torch.dtype | None, device: torch.device, tensor_parallel: bool):
-    """Random weights of a shape, made where they will be, the same in every process; and a tokenizer of numbers."""
+@torch.no_grad()
+def random_model(config, dtype: torch.dtype, device: torch.device, tensor_parallel: bool = False):
+    """A model with random weights, created where they will be, one module at a time; the same in every process.
+
+    Args:
+        tensor_parallel: keep of each weight only this rank's share, so the whole model need not fit a GPU.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     if tensor_parallel and device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    dtype = dtype or torch.bfloat16
-    with torch.device(device):
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     if tensor_parallel:
-        whole = model.state_dict()
-        model = type(model).from_pretrained(
-            None, config=config, state_dict=whole, dtype=dtype, attn_implementation=NAME, **spread()
-        )
-        del whole
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the whole model: the engine reads the device's free memory
+        distribute(model)
+    for module in model.modules():
+        shares = dict(module._parameters)
+        for held in (module._parameters, module._buffers):
+            held.update({name: _empty(t, device) for name, t in held.items() if t is not None})
+        model._init_weights(module)
+        for name, share in shares.items():
+            if isinstance(share, nn.Parameter) and (mesh := getattr(share.data, "device_mesh", None)) is not None:
+                module._parameters[name] = _share(module._parameters[name], mesh, share.placements)
+    model.tie_weights()
     model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends an answer
-    return _numbers(config.get_text_config(decoder=True).vocab_size), model.eval()
+    return model.eval()
+
+
+def _empty(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory on ``device`` for the whole of a parameter or buffer."""
+    made = torch.empty(t.shape, dtype=t.dtype, device=device)
+    return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
+
+
+def _share(whole: torch.Tensor, mesh, placements) -> nn.Parameter:
+    """This rank's share of a parameter, in memory of its own."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    local = distribute_tensor(whole.data, mesh, placements, src_data_rank=None).to_local()
+    made = DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(made, requires_grad=whole.requires_grad)
 
 
 def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_parallel: bool = False):
@@ -207,7 +232,8 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if (shape := random_shape(name)) is not None:
-        return _load_random(shape, dtype, device, tensor_parallel)
+        vocabulary = shape.get_text_config(decoder=True).vocab_size
+        return _numbers(vocabulary), random_model(shape, dtype or torch.bfloat16, device, tensor_parallel)
     path = resolve_model(name)
     if gguf_file.is_gguf(path):
         if tensor_parallel:

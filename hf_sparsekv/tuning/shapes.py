@@ -41,10 +41,12 @@ _GEMMA3 = {"vocab": 262208, "tied": True, "sliding_window": 1024, "rope_paramete
 _QWEN2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: _like(Qwen3Config, 4096, 36, (32, 8, 128), 12288, 151936),
+    "qwen3-32b": lambda: _like(Qwen3Config, 5120, 64, (64, 8, 128), 25600, 151936),
     "qwen3-0.6b": lambda: _like(Qwen3Config, 1024, 28, (16, 8, 128), 3072, 151936, tied=True),
     # Seven query heads a KV head, biases in q, k and v.
     "qwen2.5-7b": lambda: _like(Qwen2Config, 3584, 28, (28, 4, 128), 18944, 152064, **_QWEN2),
     "llama-3.1-8b": lambda: _like(LlamaConfig, 4096, 32, (32, 8, 128), 14336, 128256),
+    "llama-3.3-70b": lambda: _like(LlamaConfig, 8192, 80, (64, 8, 128), 28672, 128256),
     "llama-3.2-1b": lambda: _like(LlamaConfig, 2048, 16, (32, 8, 64), 8192, 128256, tied=True),
     # Llama-2-7B: as many KV heads as query heads.
     "mha-7b": lambda: _like(LlamaConfig, 4096, 32, (32, 32, 128), 11008, 32000),
@@ -58,9 +60,11 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 # Where the weights of a shape are, on the Hugging Face hub.
 HUB = {
     "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "mha-7b": "meta-llama/Llama-2-7b-hf",
     "glm-4.7-flash": "zai-org/GLM-4.7-Flash",

@@ -40,7 +40,9 @@ def test_parse_shape(text, expected):
 
 SIZES = {
     "qwen3-8b": 8.19e9,
+    "qwen3-32b": 32.76e9,
     "qwen3-0.6b": 0.596e9,
+    "llama-3.3-70b": 70.55e9,
     "qwen2.5-7b": 7.62e9,
     "llama-3.1-8b": 8.03e9,
     "llama-3.2-1b": 1.236e9,
