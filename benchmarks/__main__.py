@@ -21,6 +21,7 @@ BENCHMARKS = {
         False,
         "replicas under Ray Serve: its proxy's cost a token, what prefix routing finds",
     ),
+    "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
     "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
     "offload": ("offload.run", False, "what it costs to keep blocks in host memory, in parts"),
