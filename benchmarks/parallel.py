@@ -17,7 +17,9 @@ agree_ms, one agreement of the ranks' hosts, which a step unlike the one before 
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +50,7 @@ from .shapes import case_name, known_config, kv_bytes, parse_context, random_mod
 DEFAULT = ("captured_dense", "mass:0.9")
 STEPS, SPARE, EAGER = 32, 256, 14
 AGREED = 200  # agreements that are timed
+PR_SET_PDEATHSIG = 1
 WARM_PROMPT = 2048  # tokens that are read before a prompt counts
 KINDS = {  # of kernels, by parts of their names; the first that fits
     "sums": ("nccl", "allreduce", "all_reduce"),
@@ -224,10 +227,16 @@ def over_layers(model: nn.Module, gpus: int) -> nn.Module:
 
 
 def measure(spread: Spread, report: Report, args: Namespace, rate: float) -> None:
-    """All shapes, variants and prompts, beginning with what needs the least memory."""
+    """All prompts, and then all variants of each shape."""
     bench = Bench(spread, report, args)
     itemsize = spread.model.dtype.itemsize
     weights = spread.weights()
+    for tokens in args.prompts:
+        variant = next(one for one in reversed(args.variants) if one.ours)
+        label = bench.label(variant) + ":prompt" + (f":chunk={args.chunk}" if args.chunk else "")
+        with report.measuring(1, tokens, label, spread.model), leaving(spread, report):
+            bench.prompt(variant, tokens)
+        free()
     for batch, context in args.shapes:
         with report.measuring(batch, context, "limit" + bench.how):
             read = weights + kv_bytes(spread.config, batch, context, itemsize)
@@ -237,12 +246,6 @@ def measure(spread: Spread, report: Report, args: Namespace, rate: float) -> Non
             with report.measuring(batch, context, bench.label(variant), spread.model), leaving(spread, report):
                 bench.step(variant, batch, context)
             free()
-    for tokens in args.prompts:
-        variant = next(one for one in args.variants if one.ours)
-        label = bench.label(variant) + ":prompt" + (f":chunk={args.chunk}" if args.chunk else "")
-        with report.measuring(1, tokens, label, spread.model), leaving(spread, report):
-            bench.prompt(variant, tokens)
-        free()
 
 
 @contextmanager
@@ -345,7 +348,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def begin(args: Namespace) -> int:
-    """This process's rank among those that torchrun has started, which meet."""
+    """This process's rank among those that torchrun has started, which meet. It does not outlive torchrun."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if args.device.startswith("cuda"):
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
