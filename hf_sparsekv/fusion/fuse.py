@@ -16,6 +16,7 @@ transformers rounds. In all other cases the original runs.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from ..ops.layers.quantised_linear import serves as serves_quantised
 from ..ops.layers.small_linear import small_linear
 from ..ranks import tensor_parallel
 from . import layers as fused_layers
-from .joined_linear import JoinedLinear, has_plain_weights, is_plain, quantised
+from .joined_linear import JoinedLinear, has_plain_weights, is_plain, is_share, quantised
 from .layers import (
     Arch,
     FusedAttention,
@@ -79,6 +80,8 @@ _SINGLE = {
     "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
     "MLP": ("down_proj", "gate_up_proj"),
 }
+# How a tensor parallel model's layers are spread.
+_STYLES = dict.fromkeys(sum(_PARALLEL.values(), ()), "colwise") | {"o_proj": "rowwise", "down_proj": "rowwise"}
 _APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # projections of latent attention that are not joined
 # All projections of attention and MLPs that a step multiplies with. (MLA's expand_kv is not used in a step.)
 _QUANTISED = tuple(dict.fromkeys(sum((*_PARALLEL.values(), *_SINGLE.values()), _APART)))
@@ -164,8 +167,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
     if any(isinstance(module, tuple(_KINDS.values())) for module, _, _ in found):
         return "it is fused already"
-    if tensor_parallel(model):
-        return "it is tensor parallel"
+    if tensor_parallel(model) and (reason := _spread_otherwise(model, {arch for _, _, arch in found})):
+        return reason
     for file, arch in {(type(module).__module__, arch) for module, _, arch in found}:
         changed = _changed(arch, file)
         if changed:
@@ -181,6 +184,18 @@ def why_not(model: nn.Module) -> str | None:
             return "its norms or layers are parametrised"
         if kind == "RMSNorm" and module.weight.shape[-1] > MAX_WIDTH:
             return f"its rows are wider than {MAX_WIDTH}"
+    return None
+
+
+def _spread_otherwise(model: nn.Module, archs: set[Arch]) -> str | None:
+    """Why a tensor parallel model is not fused: its layers are not spread by columns first, and then by rows."""
+    if any(arch.latent or arch.router or arch.joined for arch in archs):
+        return "it is tensor parallel, with latents, experts or joined projections"
+    plan = model.tp_plan
+    for name, _ in model.named_modules():
+        style = _STYLES.get(name.rpartition(".")[2])
+        if style is not None and plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)) != style:
+            return f"it is tensor parallel by a plan of its own ({name} is not {style})"
     return None
 
 
@@ -214,6 +229,8 @@ class Fusion:
             if state is None:
                 continue  # recorded twice, or interrupted before it was changed
             module.__class__ = state.original
+            if state.own is not None:
+                module.forward = state.own
             if state.joined is not None:
                 state.joined.part(module)
             del module._fused  # at the end, or a second call after an interrupt would leave this one half undone
@@ -259,7 +276,7 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
     Args:
         model: a transformers model with layers of an architecture in ``ARCHS``.
         linears: also join the query, key and value projections, and the gate and up projections. Their weights move,
-            which needs memory for one layer's weights at a time. Quantised, LoRA and sharded layers are unchanged.
+            which needs memory for one layer's weights at a time. Quantised and LoRA layers are unchanged.
         small_batch: also multiply up to ``ops.layers.small_linear.MAX_ROWS`` rows by our own kernel. This covers
             the joined projections, the other projections of each layer and the output embedding. It also covers, one by
             one, the layers whose weights :mod:`.quantised_weight` supports.
@@ -326,6 +343,10 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
             for layer in (getattr(module, name, None) for name in singles):
                 if layer is not None and is_plain(layer):
                     give(layer, FusedLinear, State(None, nn.Linear))
+                    counts["linear"] += 1
+                elif layer is not None and is_share(layer, 1):
+                    note(layer, State(None, nn.Linear, own=layer.forward))
+                    layer.forward = fused_layers.summed(layer, layer.forward)
                     counts["linear"] += 1
             for layer in (getattr(module, name, None) for name in _QUANTISED if kind in _SINGLE):
                 give_quantised(layer)

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, computed as one matrix product."""
+"""Linear layers that read the same input, computed as one matrix product; of sharded ones this rank's shares."""
 
 from __future__ import annotations
 
@@ -31,6 +31,29 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
+def local(p: Tensor) -> Tensor:
+    """The memory of a parameter; of a sharded one (a DTensor) this rank's share."""
+    return p._local_tensor if hasattr(p, "_local_tensor") else p.data
+
+
+def is_share(layer: nn.Module, dim: int) -> bool:
+    """Whether ``layer`` is a linear layer whose weight transformers has sharded by ``dim``, and nothing more."""
+    weight = layer._parameters.get("weight")
+    placements = getattr(weight, "placements", ())
+    return (
+        kind_of(layer) is nn.Linear
+        and len(placements) == 1
+        and (placements[0].is_shard(dim) or placements[0].is_shard(dim - weight.ndim))
+        and getattr(layer.__dict__.get("forward"), "__name__", "") == "tp_forward"
+        and not hasattr(layer, "parametrizations")
+    )
+
+
+def _joins(layer: nn.Module) -> bool:
+    """Whether a layer is plain, or a share of the outputs of one that is."""
+    return is_plain(layer) or is_share(layer, 0)
+
+
 def has_plain_weights(module: nn.Module) -> bool:
     """Whether the module's own parameters are plain float tensors, which a kernel reads in place."""
     own = module.parameters(recurse=False)
@@ -52,13 +75,22 @@ def quantised(model: nn.Module, without: tuple[type, ...] = ()) -> dict[str, int
             continue
         if isinstance(module, without):
             continue
-        held = [(type(t), t) for name, t in kept if name.startswith(("weight", "qweight")) and t is not None]
+        weights = [t for name, t in kept if name.startswith(("weight", "qweight")) and t is not None]
+        held = [(type(t), t) for t in (getattr(t, "_local_tensor", t) for t in weights)]
         other = [kind for kind, t in held if kind not in (nn.Parameter, Tensor) or t.dtype not in (*_DTYPES, _DOUBLE)]
         if other:
             of_torch = kind_of(module) is nn.Linear and other[0] not in (nn.Parameter, Tensor)
             name = (other[0] if of_torch else type(module)).__name__
             counts[name] = counts.get(name, 0) + 1
     return counts
+
+
+def _give(p: nn.Parameter, memory: Tensor) -> None:
+    """Let a parameter, or this rank's share of it, be ``memory``."""
+    if hasattr(p, "_local_tensor"):
+        p._local_tensor = memory
+    else:
+        p.data = memory
 
 
 class JoinedLinear:
@@ -86,9 +118,9 @@ class JoinedLinear:
     def why_not(self, owner: nn.Module) -> str | None:
         """Why the layers of ``owner`` cannot be joined, in words."""
         layers = self._layers(owner)
-        if not all(is_plain(layer) for layer in layers):
+        if not all(_joins(layer) for layer in layers):
             return "a projection is not a plain linear layer"
-        parameters = self.parameters(owner)
+        parameters = [local(p) for p in self.parameters(owner)]
         if any(is_observed(layer) for layer in layers):
             return "a projection has hooks"
         if len({(p.device, p.dtype) for p in parameters}) != 1 or parameters[0].dtype not in _DTYPES:
@@ -107,23 +139,25 @@ class JoinedLinear:
             parameters = [getattr(layer, name) for layer in layers]
             if parameters[0] is None:
                 continue
-            block = torch.cat([p.data for p in parameters])
-            for p, part in zip(parameters, block.split([p.shape[0] for p in parameters])):
-                p.data = part
+            block = torch.cat([local(p) for p in parameters])
+            for p, part in zip(parameters, block.split([local(p).shape[0] for p in parameters])):
+                _give(p, part)
 
     @torch.no_grad()
     def part(self, owner: nn.Module) -> None:
         """Give each layer separate memory again."""
         for p in self.parameters(owner):
-            if p.untyped_storage().nbytes() != p.nbytes:
-                p.data = p.data.clone()
+            held = local(p)
+            if held.untyped_storage().nbytes() != held.nbytes:
+                _give(p, held.clone())
 
     def _block(self, layers: list[nn.Module], name: str) -> Tensor | None:
         """The stacked weights ``[sum of rows, ...]``, or ``None`` if they are no longer adjacent in memory."""
         parameters = [getattr(layer, name) for layer in layers]
-        first = parameters[0]
-        if not all(type(p) is nn.Parameter for p in parameters):
+        if not all(type(p) is nn.Parameter or hasattr(p, "_local_tensor") for p in parameters):
             return None
+        parameters = [local(p) for p in parameters]
+        first = parameters[0]
         memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
         for p in parameters:
             if p.data_ptr() != at or p.untyped_storage().data_ptr() != memory or p.dtype != first.dtype:
@@ -136,7 +170,8 @@ class JoinedLinear:
         """Weights ``[sum of out, in]`` and biases, while the layers are joined and have no hooks."""
         layers = self._layers(owner)
         if not all(
-            kind_of(one) is nn.Linear and "forward" not in one.__dict__ and not is_observed(one) for one in layers
+            (is_share(one, 0) if "forward" in one.__dict__ else kind_of(one) is nn.Linear) and not is_observed(one)
+            for one in layers
         ):
             return None
         weight = self._block(layers, "weight")
@@ -149,4 +184,4 @@ class JoinedLinear:
         layers, stacked = self._layers(owner), self.stacked(owner)
         if stacked is None:
             return tuple(layer(x) for layer in layers)
-        return self.product(x, *stacked).split([layer.out_features for layer in layers], dim=-1)
+        return self.product(x, *stacked).split([local(layer.weight).shape[0] for layer in layers], dim=-1)

@@ -7,9 +7,11 @@ Each class here is mixed into the class of one module. ``super().forward`` is tr
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,7 +27,7 @@ from ..ops.layers.quantised_linear import serves as serves_quantised
 from ..ops.layers.route import MAX_TOKENS as MAX_ROUTED_TOKENS
 from ..ops.layers.route import route
 from ..ops.layers.small_linear import serves, small_linear
-from .joined_linear import JoinedLinear, is_observed
+from .joined_linear import JoinedLinear, is_observed, local
 from .quantised_weight import Kept, found
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +73,7 @@ class State:
         small_batch: our kernel multiplies few rows with the joined projections.
         following: the norm after a layer, in a tuple because a plain attribute would become a submodule.
         kept: scales of a quantised linear layer.
+        own: the forward pass that a sharded layer had.
     """
 
     arch: Arch | None
@@ -81,6 +84,7 @@ class State:
     small_batch: bool = False
     following: tuple[nn.Module, ...] = ()
     kept: Kept = field(default_factory=Kept)
+    own: Callable[..., Tensor] | None = None
 
 
 def accelerated(t: Tensor) -> bool:
@@ -173,6 +177,24 @@ class FusedLinear:
         if not is_usable(x, self.weight):
             return super().forward(x)
         return small_linear(x, self.weight, self.bias)
+
+
+def summed(layer: nn.Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward pass of a layer whose inputs are sharded: our kernel for few rows, then the sum over all ranks.
+
+    Args:
+        own: transformers' forward pass of the layer, for all other inputs.
+    """
+
+    def forward(x: Tensor, *args, **kwargs) -> Tensor:
+        weight = local(layer.weight)
+        if args or kwargs or not is_usable(x, weight) or not serves(x) or is_observed(layer):
+            return own(x, *args, **kwargs)
+        out = small_linear(x, weight)
+        dist.all_reduce(out, group=layer.weight.device_mesh.get_group())
+        return out if layer.bias is None else out + local(layer.bias)
+
+    return forward
 
 
 class FusedQuantised:
