@@ -15,7 +15,7 @@ from transformers import (
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_sparsekv.cli.loading import load_config, pretrained
-from hf_sparsekv.cli.loading import random_model as random_model
+from hf_sparsekv.tuning.random_model import random_model as random_model
 from hf_sparsekv.tuning.shapes import SHAPES, known_shape
 
 

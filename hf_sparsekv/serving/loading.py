@@ -9,13 +9,15 @@ import torch
 from .. import gguf_file
 from ..ranks import spread
 from ..small_model import is_fetched, small_model_path
+from ..tuning.random_model import RANDOM, load_random
 
 
 def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):
     """Tokenizer and model in eval mode.
 
     Args:
-        name: a directory, a GGUF file, a name on the hub, or ``small``.
+        name: a directory, a GGUF file, a name on the hub, ``small``, or ``random:SHAPE`` (random weights of a known
+            shape, for measurements).
         dtype: of the weights, as torch names it; ``auto``: as they are stored (:func:`hf_sparsekv.gguf_file.load`: in a
             GGUF file).
         device: ``cpu`` or ``cuda``.
@@ -24,8 +26,12 @@ def load(name: str, dtype: str, device: str, tensor_parallel: bool = False):
 
     Raises:
         OSError: there is no such model; the message says where it was searched.
-        ValueError: a GGUF file that cannot be read, or with ``tensor_parallel``.
+        ValueError: a GGUF file that cannot be read, or with ``tensor_parallel``; no such shape.
     """
+    if name.startswith(RANDOM):
+        return load_random(
+            name, None if dtype == "auto" else getattr(torch, dtype), torch.device(device), tensor_parallel
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = small_model_path() if name == "small" else Path(name).expanduser()

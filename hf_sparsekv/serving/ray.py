@@ -57,7 +57,7 @@ class Deployed(BaseModel, extra="forbid"):
     """Arguments of :func:`build`: ``args`` of an application in Serve's YAML.
 
     Attributes:
-        model: a directory, a name on the hub, or ``small``.
+        model: a directory, a name on the hub, ``small`` or ``random:SHAPE``.
         model_id: the model name for clients. None: ``model``, or the last part of a directory.
         dtype: dtype of the weights, as torch names it (``bfloat16``). ``auto``: as they are stored.
         config: selection method: a preset's name, or fields of :class:`.TokenConfig`. None: its defaults.
