@@ -4,8 +4,9 @@
 
 Random weights of the published sizes, but for few layers, dense MLPs and a small vocabulary. The context is random. The
 indexer runs, and a stated pattern takes the place of its choice. Of its 2,048 tokens the next step chooses a share
-``--keep`` again, and draws the others. Milliseconds are those of whole steps. Transformers 5.17 caches keys and values
-of all heads, later releases latents.
+``--keep`` again, and draws the others uniformly. Milliseconds are medians of whole steps. They, the bytes over the link
+and the hit rate are of steps after the first ten. Transformers 5.17 caches keys and values of all heads, later releases
+latents.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
-from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, optimize, restore_mla, unoptimize
+from hf_sparsekv import CacheStats, OffloadConfig, SparseCache, TokenConfig, optimize, restore_mla, unoptimize
 from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.cache_name import over
 
@@ -95,19 +96,22 @@ def our_cache(model: nn.Module, batch: int, context: int, offload: OffloadConfig
 
 
 @torch.no_grad()
-def measure(model: nn.Module, cache, pattern: Pattern, batch: int, context: int) -> float:
-    """Median milliseconds of a step."""
+def measure(model: nn.Module, cache, pattern: Pattern, batch: int, context: int) -> tuple[float, CacheStats | None]:
+    """Median milliseconds of a step, and what those steps of ours count."""
     pattern.begin(batch, context, model.device)
-    ids, found = torch.ones(batch, 1, dtype=torch.long, device=model.device), []
+    ids, found, first = torch.ones(batch, 1, dtype=torch.long, device=model.device), [], cache.get_seq_length()
+    ours, before = isinstance(cache, SparseCache), None
     for step in range(STEPS):
+        if step == WARM and ours:
+            before = cache.stats()
         pattern.advance()
-        at = torch.full((1, 1), context + step, device=model.device)
+        at = torch.full((1, 1), first + step, device=model.device)
         _wait()
         begin = time.perf_counter()
         model(ids, position_ids=at, use_cache=True, **over(model, cache))
         _wait()
         found.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(found[WARM:])
+    return statistics.median(found[WARM:]), cache.stats().since(before) if ours else None
 
 
 def _wait() -> None:
@@ -116,10 +120,11 @@ def _wait() -> None:
 
 
 def _memory(weights: int) -> str:
-    return f"{(torch.cuda.max_memory_allocated() - weights) / 1e9:.1f} GB" if torch.cuda.is_available() else ""
+    return f"{(torch.cuda.max_memory_allocated() - weights) / 1e9:.1f} GB" if torch.cuda.is_available() else "?"
 
 
-def report(config: DeepseekV32Config, shapes, keep: float, captured: bool, device: str, dtype: torch.dtype) -> None:
+def report(config: DeepseekV32Config, shapes, keep: float, hows, device: str, dtype: torch.dtype) -> None:
+    """Print a line for each shape and cache; ``hows``: of "eager" and "captured", how ours decode."""
     torch.manual_seed(0)
     with torch.device(device):
         model = DeepseekV32ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
@@ -131,27 +136,27 @@ def report(config: DeepseekV32Config, shapes, keep: float, captured: bool, devic
     }
     for batch, context in shapes:
         for name, make in makers.items():
-            ours = name.startswith("ours")
+            ours = make is not stock_cache
             model.set_attn_implementation("sparsekv" if ours else "sdpa")
-            if ours and captured:
-                optimize(model, fused=False)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
             try:
                 cache = make(model, batch, context)
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                took = measure(model, cache, pattern, batch, context)
-                print(f"{batch} x {context}  {name:20} {took:8.2f} ms a step, {_memory(weights)} beside weights")
-                if ours:
-                    stats = cache.stats()
-                    link = stats.host_to_device_bytes / stats.decode_steps / 1e6
-                    print(f"{'':40} {link:.2f} MB a step over the link, hit rate {stats.hit_rate}")
+                for how in hows if ours else ("",):
+                    if how == "captured":
+                        optimize(model, fused=False)
+                    if torch.cuda.is_available():
+                        torch.cuda.empty_cache()
+                        torch.cuda.reset_peak_memory_stats()
+                    took, stats = measure(model, cache, pattern, batch, context)
+                    line = f"{batch} x {context}  {name:20} {how:8} {took:8.2f} ms a step"
+                    print(f"{line}, {_memory(weights)} beside weights")
+                    if stats is not None:
+                        held = {place: f"{n / 1e9:.3g} GB" for place, n in cache.memory_bytes().items()}
+                        link = stats.host_to_device_bytes / stats.decode_steps / 1e6
+                        print(f"{'':20} {link:.2f} MB a step over the link, hit rate {stats.hit_rate}, cache {held}")
             except torch.OutOfMemoryError as error:
                 print(f"{batch} x {context}  {name:20} {str(error).splitlines()[0]}")
             cache = None
-            if ours and captured:
-                unoptimize(model)
+            unoptimize(model)
             restore_mla(model)
 
 
@@ -161,10 +166,11 @@ def main() -> None:
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=shapes, metavar="BATCHxLENGTH")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--keep", type=float, default=0.9, help="share of a step's tokens that the next one chooses")
-    parser.add_argument("--eager", action="store_true", help="ours without optimize()")
+    parser.add_argument("--eager", action="store_true", help="ours without optimize() as well")
     args = parser.parse_args()
+    hows = ("eager", "captured") if args.eager else ("captured",)
     print(torch.cuda.get_device_name())
-    report(full_config(args.layers), args.shapes, args.keep, not args.eager, "cuda", torch.bfloat16)
+    report(full_config(args.layers), args.shapes, args.keep, hows, "cuda", torch.bfloat16)
 
 
 if __name__ == "__main__":
