@@ -147,6 +147,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     return out if width == value.shape[3] else out[..., : value.shape[3]], lse
 
 
+def without_plan(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of a prompt to itself, where :func:`serves`, by kernels that need no plan."""
+    return _flash(query, key, value, True, scale)[0]
+
+
 def _padded(t: Tensor, tokens: int) -> Tensor:
     """``t [batch, heads, n, D]`` padded with zeros to ``tokens``; its strides depend on ``tokens`` only."""
     batch, heads, n, dim = t.shape

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention.exact import exact_attention
 from ..attention.handle import KVHandle, Step
+from ..attention.parts import serves, without_plan
 from ..predictor.channels import magnitudes
 from ..types import AttentionParams
 
@@ -110,4 +111,7 @@ class Tape(Cache):
             assert self.importance is not None
             seen = query[:, :, : self.observed]
             kept.queries[nth].copy_(magnitudes(self.importance, seen, self.valid[:, : self.observed]))
-        return exact_attention(query, step.k, step.v, params, dropout=dropout), None, None
+        plain = params.softcap is None and params.sink_logits is None and params.sliding_window is None
+        if plain and serves(query, step.k, step.v):  # a graph cannot make a plan
+            return without_plan(query, step.k, step.v, params.scale), None, None
+        return exact_attention(query, step.k, step.v, params), None, None

@@ -215,11 +215,11 @@ class Prompts:
             n < 2
             or ids.device != shape.device
             or cache.get_seq_length()
-            or (mask is not None and tuple(mask.shape) != (batch, n))
+            or (mask is not None and getattr(mask, "shape", None) != (batch, n))
             or (positions is not None and (positions.ndim != 2 or positions.shape[1] != n))
-            or given.get("logits_to_keep") != 1
+            or not (isinstance(keep := given.get("logits_to_keep"), int) and keep == 1)
             or given.get("return_dict") is False
-            or any(value not in (None, False) for name, value in given.items() if name not in _KNOWN)
+            or any(not (value is None or value is False) for name, value in given.items() if name not in _KNOWN)
             or any_autocast()
             or self.eligibility.why_no_prompt(ids) is not None
         ):

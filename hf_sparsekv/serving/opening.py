@@ -19,6 +19,7 @@ from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
+from ..cuda_graph.prompts import EAGER, QUICK, SIZES
 from ..exact_mode.install import Exact
 from ..generating import settings_of, sparse
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
@@ -113,6 +114,7 @@ def opened(
         rows.leave(row)
     else:
         capture_all(model, rows, row, serving.exact)
+        capture_prompts(model, rows)
     held = (blocks - 1) * cache.config.block_size
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
@@ -222,6 +224,16 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = 
     _all_widths(model, rows, row, exact)
     for cache in longer:
         _all_widths(model, rows, rows.join(cache))
+
+
+def capture_prompts(model: PreTrainedModel, rows: RowBatch) -> None:
+    """Capture the prompts that are read between two steps, so that no request waits for a capture."""
+    for size in SIZES:
+        if size > min(QUICK, rows.max_length):
+            break
+        ids = torch.zeros(1, size, dtype=torch.long, device=model.device)
+        for _ in range(EAGER + 1):
+            rows.drop(rows.prefill(model, ids))
 
 
 def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:

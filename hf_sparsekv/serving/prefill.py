@@ -18,11 +18,15 @@ from torch import Tensor, nn
 
 from ..attention.parts import GRID
 from ..cache_name import over
+from ..cuda_graph.prompts import paused_passes
 from ..row_batch import positions
 
 # Least tokens of a chunk if only its length bounds its time. Reading the weights and launching the kernels dominates
 # shorter chunks. They would make tokens look slow, and so keep the next chunk short, too.
 LEAST = 512
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Cancelled(Exception):
@@ -162,7 +166,7 @@ class Segments:
             try:
                 if not self._cancelled:
                     run, device = self._pass
-                    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                    with paused_passes(), torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
                         run()
             except Cancelled:
                 pass
@@ -313,7 +317,8 @@ class Reading:
             # A pass that may run all its layers runs to its end, because the head comes after the last layer.
             over = self.segments.run(n if n < layers else 1 << 30)
             self._now = None if over else (tokens, layers - n)
-            self.pace.note(self.clock, tokens, past, n, began, self.clock.mark())
+            ran = layers if over else n  # a short prompt's graph has all of them
+            self.pace.note(self.clock, tokens, past, ran, began, self.clock.mark())
         else:
             self._forward(n)
             self.pace.note(self.clock, n, past, self.pace.layers, began, self.clock.mark())

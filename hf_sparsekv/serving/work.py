@@ -16,6 +16,7 @@ from torch import Tensor
 from ..attention.parts import make_plans
 from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
+from ..cuda_graph.prompts import paused_passes
 from ..row_batch import Batch, RowBatch, positions
 from ..row_batch.verifying import verify
 from ..tensors import sent
@@ -119,9 +120,10 @@ class Work:
             past, began = cache.get_seq_length(), self.clock.mark()
             new = sent([ids[past:]], torch.long, self.device)
             where = positions(past, len(ids), self.device)
-            out = self.model(
-                input_ids=new, position_ids=where, **over(self.model, cache), use_cache=True, logits_to_keep=1
-            )
+            with paused_passes():  # rows wait: no time for a capture
+                out = self.model(
+                    input_ids=new, position_ids=where, **over(self.model, cache), use_cache=True, logits_to_keep=1
+                )
             self.pace.note(self.clock, len(ids) - past, past, self.pace.layers, began, self.clock.mark(), learns=False)
             self.rows.adopt(cache)
             row = self.rows.join(cache, room=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,12 @@ class Again:
         self.run, self.output, self.watch = run, output, watch
 
     def replay(self) -> None:
+        # In a thread of its own: on a GPU a replay calls no hooks, which may pause the thread that reads prompts.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._replay).result()
+
+    @torch.no_grad()
+    def _replay(self) -> None:
         with self.watch.ignoring():
             self.output.logits.copy_(self.run(None).logits)
 

@@ -1,0 +1,309 @@
+"""Short prompts that are captured without a cache: what every cache then holds, and what is left to the host."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from caches import ALL, HOST_RANK, SMALL, TIGHT, two_level
+from calls import EmptyGraphs, calls
+from captured import imitated, on_gpu, same_counts
+from models import build, model, prompt
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize
+from hf_sparsekv.cuda_graph import prompts
+from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.cuda_graph.prompts import EAGER, paused_passes
+from hf_sparsekv.cuda_graph.runner import StepRunner
+from hf_sparsekv.layers.adopting import adopts
+
+GO = {"do_sample": False, "max_new_tokens": 4}
+FIRST = EAGER + 2  # prompts until one of a new model is captured: the first tells what layers it has
+
+
+def plain():
+    """A cache of the default method on the device."""
+    return two_level(False, level="auto", lag=False, **TIGHT)
+
+
+@torch.no_grad()
+def read(net, tokens: int, times: int = 1, cache=plain, rows: int = 1, seed: int = 0):
+    """The logits of the last of several equal prompts, each in a new cache."""
+    for _ in range(times):
+        out = net(prompt(rows, tokens, seed=seed)["input_ids"], past_key_values=cache(), logits_to_keep=1)
+    return out.logits
+
+
+@pytest.fixture(scope="module")
+def replayed():
+    """A model whose prompts are replayed, of 2 x 90, 2 x 20 and 1 x 90 tokens at once, and what replays them."""
+    net, runner = imitated()
+    for rows, tokens in ((2, 90), (2, 20), (1, 90)):
+        read(net, tokens, FIRST, lambda: ALL["streaming"](**TIGHT), rows)
+    return net, runner
+
+
+def labels(cache) -> list:
+    """What the labels of each layer are made by, or calibrated from."""
+    found = []
+    for layer in cache.sparse_layers:
+        if (own := layer.policy.labels) is not None:
+            known = (own.channels, own.norms) if own.stats is None else (own.stats.q, own.stats.moments.squares)
+            found.append((own.stats is None, None if own.stats is None else own.stats.tokens, *known))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [(name, 90) for name in ALL] + [(name, 20) for name in ("host", "device-default", "streaming")]
+)
+def test_every_cache_holds_what_an_eager_prompt_leaves(replayed, name, tokens):
+    """Texts, counters, labels and channels; in a new cache and in one that was used."""
+    net, runner = replayed
+    inputs = prompt(2, tokens, seed=3)
+    mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
+    read(net, tokens, EAGER, lambda: ALL[name](**TIGHT), 2)  # each kind of calibration has graphs of its own
+    plain = model("llama")
+    for _ in range(2):
+        before, found = runner.prompts.replays, []
+        for reads, cache in ((net, mine), (plain, theirs)):
+            with torch.no_grad():
+                first = reads(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+            ids = torch.cat((inputs["input_ids"], first[:, None]), dim=1)
+            found.append(plain.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), **GO))
+        assert torch.equal(*found)
+        if name not in HOST_RANK:
+            same_counts(mine, theirs)
+        for one, other in zip(labels(mine), labels(theirs)):
+            assert one[:2] == other[:2]
+            for x, y in zip(one[2:], other[2:]):
+                assert (x is None) == (y is None)
+                if x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        mine.reset(), theirs.reset()
+    fits = all(adopts(layer.policy) for layer in mine.sparse_layers)
+    assert runner.prompts.replays - before == fits
+
+
+def test_a_shorter_prompt_is_padded(replayed):
+    """Lengths within a size share its graph, whatever came before in its memory."""
+    net, runner = replayed
+    captures = runner.prompts.captures
+    for tokens in (90, 64, 51, 64):
+        inputs = prompt(1, tokens, seed=tokens)
+        mine, theirs = ALL["streaming"](**TIGHT), ALL["streaming"](**TIGHT)
+        expected = model("llama").generate(**inputs, past_key_values=theirs, **GO)
+        assert torch.equal(net.generate(**inputs, past_key_values=mine, **GO), expected)
+    assert runner.prompts.captures == captures
+
+
+def eagerly(net, runner, run) -> None:
+    """``run()`` gives what it gives on a model that is not captured, and is not replayed."""
+    before = runner.prompts.replays
+    found = run(net)
+    assert runner.prompts.replays == before
+    assert torch.equal(found, run(model("llama")))
+
+
+@torch.no_grad()
+def test_other_passes_run_eagerly(replayed):
+    """Padding, all logits, hidden states, other masks and positions, a past, autocast: not even the output differs."""
+    net, runner = replayed
+    ids = prompt(2, 90)["input_ids"]
+    padded = prompt(2, 90, (0, 30))
+    whole = torch.ones(2, 1, 90, 90, dtype=torch.bool).tril()
+
+    def cache():
+        return ALL["streaming"](**TIGHT)
+
+    def second(net):
+        held = cache()
+        net(ids[:, :40], past_key_values=held)
+        return net(ids[:, 40:], past_key_values=held, logits_to_keep=1).logits
+
+    eagerly(net, runner, lambda net: net(**padded, past_key_values=cache(), logits_to_keep=1).logits)
+    eagerly(net, runner, lambda net: net(ids, past_key_values=cache()).logits)
+    eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), logits_to_keep=torch.tensor([3])).logits)
+    eagerly(net, runner, lambda net: net(ids, attention_mask=whole, past_key_values=cache(), logits_to_keep=1).logits)
+    more = {"output_hidden_states": True, "logits_to_keep": 1}
+    eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), **more).hidden_states[1])
+    eagerly(net, runner, second)
+    eagerly(net, runner, lambda net: net(ids[:, :1], past_key_values=cache(), logits_to_keep=1).logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), logits_to_keep=1).logits)
+    with torch.enable_grad():
+        eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), logits_to_keep=1).logits.detach())
+    before = runner.prompts.replays
+    net(ids, past_key_values=cache(), logits_to_keep=1)
+    assert runner.prompts.replays == before + 1
+
+
+def test_a_change_of_the_model_is_seen():
+    net, runner = imitated()
+    read(net, 60, FIRST)
+    before = read(net, 60)
+    assert runner.prompts.replays == 2
+    with torch.no_grad():
+        net.model.layers[0].mlp.down_proj.weight.mul_(3.0)  # in place: a replay reads it
+    assert not torch.equal(read(net, 60), before)
+    assert runner.prompts.replays == 3
+    net.model.layers[0].mlp = net.model.layers[1].mlp
+    changed = read(net, 60)
+    assert runner.prompts.replays == 3, "it was to run eagerly, and counts anew"
+    torch.testing.assert_close(read(net, 60, EAGER + 1), changed)
+    assert runner.prompts.replays == 4
+    seen = []
+    handle = net.model.layers[1].register_forward_hook(lambda *given: seen.append(0))
+    read(net, 60, FIRST + 1)
+    assert len(seen) == FIRST + 1, "hooks of others are called"
+    handle.remove()
+    read(net, 60, FIRST)
+    assert runner.prompts.replays == 5
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3"])
+def test_models_that_are_left_alone(name):
+    """Sliding layers, experts, latents."""
+    net, runner = imitated(name)
+    inputs = prompt(1, 40)
+    for _ in range(FIRST):
+        expected = model(name).generate(**inputs, past_key_values=plain(), **GO)
+        assert torch.equal(net.generate(**inputs, past_key_values=plain(), **GO), expected)
+    assert runner.prompts.captures == 0
+
+
+def test_passes_that_may_pause_are_replayed_only_if_quick(monkeypatch):
+    net, runner = imitated()
+    monkeypatch.setattr(prompts, "QUICK", 128)
+    with paused_passes():
+        read(net, 60, FIRST + 1)
+    assert runner.prompts.captures == 0, "a pass that pauses is never captured"
+    for tokens in (60, 200):
+        read(net, tokens, FIRST)
+    before = runner.prompts.replays
+    with paused_passes():
+        read(net, 60)
+        read(net, 200)
+        other = threading.Thread(target=read, args=(net, 200))  # the other threads are not meant
+        other.start()
+        other.join()
+    assert runner.prompts.replays == before + 2
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(monkeypatch):
+    net, runner = imitated()
+
+    def fails(run, device, saved):
+        raise RuntimeError("no such luck\nin detail")
+
+    monkeypatch.setattr(runner.recorder, "record", fails)
+    expected = read(net, 60, FIRST - 1)
+    with pytest.warns(UserWarning, match="short prompts run eagerly.*no such luck"):
+        assert torch.equal(read(net, 60), expected)
+    assert torch.equal(read(net, 60), expected)
+
+
+def test_an_error_while_storing_is_told(replayed, monkeypatch):
+    (net, _), cache = replayed, plain()
+    read(net, 90, EAGER + 1)
+    ids = prompt(1, 90)["input_ids"]
+
+    def full(*given):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr("hf_sparsekv.kv.store.LayerStore.extend", full)
+        with pytest.raises(MemoryError):
+            net(ids, past_key_values=cache, logits_to_keep=1)
+    with pytest.raises(RuntimeError, match="incomplete after an error"), torch.no_grad():
+        net(ids, past_key_values=cache, logits_to_keep=1)
+    cache.reset()
+    with torch.no_grad():
+        found = net(ids, past_key_values=cache, logits_to_keep=1).logits
+    torch.testing.assert_close(found, read(net, 90))
+
+
+class NoWaits(TorchDispatchMode):
+    """Counts torch operations, and raises where the host reads the device."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.count, self.reads = 0, reads
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        assert self.reads or func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(EmptyGraphs):
+    """What is recorded must not wait for the device."""
+
+    def record(self, run, device, saved):
+        with NoWaits():
+            return super().record(run, device, saved)
+
+
+LAYERS, PROMPT = 12, 300
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """A model of some layers whose graphs do nothing."""
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    net = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, vocab_size=50, **size)).eval()
+    net.set_attn_implementation("sparsekv")
+    StepRunner(net, Watched()).install()
+    return net
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("offload", "used", "most_calls", "most_operations"),
+    [(None, False, 120, 21), (None, True, 90, 16), (OffloadConfig(), False, 180, 45)],
+    ids=["new", "used", "offloaded"],
+)
+def test_the_host_does_little(bare, offload, used, most_calls, most_operations, monkeypatch):
+    """Calls of ours and torch operations a layer, without what our own operators make of them on a CPU."""
+    for operator in ("kv.store.append", "kv.sealing.seal_range"):
+        monkeypatch.setattr(f"hf_sparsekv.{operator}", lambda *given, **named: None)
+    small = {key: value for key, value in SMALL.items() if key not in ("dense_layers", "dense_below")}
+    ids = torch.arange(PROMPT)[None] % 50
+    held = []
+
+    def run() -> None:
+        if not (used and held):
+            held[:] = [OffloadedSparseCache(TokenConfig(**small, token_budget=64), offload)]
+        else:
+            held[0].reset()
+        bare(ids, past_key_values=held[0], use_cache=True, logits_to_keep=1)
+
+    for _ in range(FIRST):
+        run()
+    found = calls(run)
+    mine = sum(n for call, n in found.items() if call.has_name and not call.is_operator)
+    with NoWaits(reads=True) as operations:
+        run()
+    print(mine / LAYERS, operations.count / LAYERS)
+    assert mine <= most_calls * LAYERS
+    assert operations.count <= most_operations * LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["device-default", "host-default", "need-host-tail", "host-tail", "predictive"])
+def test_on_a_gpu(name):
+    """Prompts of several sizes, new and used caches: the texts of eager ones, and they were replayed."""
+    eager = build("llama", "sparsekv").cuda()
+    fast = optimize(build("llama", "sparsekv").cuda(), fused=False)
+    runner = runner_of(fast)
+    mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
+    for tokens in (90, 20, 300):
+        for nth in range(EAGER + 3):
+            inputs = on_gpu(1, tokens - nth, seed=nth)
+            expected = eager.generate(**inputs, past_key_values=theirs, **GO)
+            assert torch.equal(fast.generate(**inputs, past_key_values=mine, **GO), expected)
+            mine.reset(), theirs.reset()
+    assert runner.prompts.captures == 2  # 20 and 90 tokens have one size
+    assert runner.prompts.replays >= 5 + 2
