@@ -1,7 +1,9 @@
-"""Replicas under Ray Serve, on this machine: what its proxy costs a token, what routing by prompts' beginnings finds.
+"""Replicas under Ray Serve, on this machine: its proxy's cost a token, what routing finds, traces, a lost replica.
 
     python -m benchmarks replicas overhead --streams 1 8 32 --tokens 200 --step-ms 20
     python -m benchmarks replicas prefix --model small --documents 4 --questions 5 --context 2k --replicas 2
+    python -m benchmarks replicas trace --model random:qwen3-8b --gpus --replicas 4 --trace FILE
+    python -m benchmarks replicas killed --model random:qwen3-8b --gpus --replicas 4 --streams 64 --tokens 512
 
 overhead: an engine without a model writes the time into each token, one token a stream every --step-ms; delay_ms is how
 much later a client has it, cpu_ms what all processes but the client's together compute for a token. Variants: direct,
@@ -13,7 +15,11 @@ cached_share: tokens of prompts that were found in the replicas' prefix caches, 
 questions. ttft_ms: of all but the first question to each document. Variants: routing, and without (the less busy of
 two).
 
-Needs the extras ray and serve; Ray listens on 127.0.0.1 and sends nothing elsewhere.
+trace: as `serving open` with the replicas' address, and its rows in serving.csv. killed: one of the replicas is killed
+while --streams answers of --tokens are under way. answered, told (503, or an error in the stream: "send the request
+again"), lost (anything else); next_s from the kill until a request is answered, back_s until all replicas run again.
+
+--gpus: a GPU for each replica. Needs the extras ray and serve; Ray listens on 127.0.0.1 and sends nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -28,9 +34,11 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
+from pathlib import Path
 
 import httpx
 import psutil
@@ -134,7 +142,7 @@ def direct(step_s: float) -> Iterator[str]:
 
 
 @contextmanager
-def ray_serve(application, cpus: int, hints: bool) -> Iterator[str]:
+def ray_serve(application, cpus: int, hints: bool, gpus: int = 0) -> Iterator[str]:
     """An application under a local Ray, which ends with it; its address.
 
     Args:
@@ -153,6 +161,7 @@ def ray_serve(application, cpus: int, hints: bool) -> Iterator[str]:
         try:
             ray.init(
                 num_cpus=cpus,
+                num_gpus=gpus,
                 object_store_memory=100 << 20,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -243,23 +252,106 @@ def run_overhead(args: Namespace, report: Report) -> None:
                     report.note(f"{seconds:.1f} s")
 
 
+@contextmanager
+def replicated(args: Namespace, rows: int, length: int, routing: bool = True) -> Iterator[str]:
+    """Replicas of the model, as the arguments say; their address."""
+
+    def application():
+        from hf_sparsekv.serving.ray import build
+
+        serving = {"max_rows": rows, "max_length": length}
+        settings = {"num_gpus": int(args.gpus), "num_cpus": 1, "offload": False, "replicas": args.replicas}
+        config = {"config": {"token_budget": args.budget}} if args.budget else {}
+        return build({"model": args.model, "serving": serving, "prefix_routing": routing, **settings, **config})
+
+    with ray_serve(application, args.replicas, True, args.replicas * args.gpus) as url:
+        yield url
+
+
 def run_prefix(args: Namespace, report: Report) -> None:
     """Questions to documents, with routing and without."""
     for routing in (True, False):
-
-        def application(routing: bool = routing):
-            from hf_sparsekv.serving.ray import build
-
-            serving = {"max_rows": 4, "max_length": args.context + 64}
-            settings = {"num_gpus": 0, "num_cpus": 1, "offload": False, "replicas": args.replicas}
-            return build({"model": args.model, "serving": serving, "prefix_routing": routing, **settings})
-
         label = f"{'routing' if routing else 'without'}:replicas={args.replicas},questions={args.questions}"
         with report.measuring(args.documents, args.context, label):
-            with ray_serve(application, args.replicas, True) as url:
+            with replicated(args, 4, args.context + 64, routing) as url:
                 cached, total, times = ask_documents(url, args)
             report.add("cached_share", cached / total, "")
             report.add("ttft_ms", times)
+
+
+def run_trace(args: Namespace, report: Report) -> None:
+    """A trace, sent to the proxy."""
+    from .serving import urls
+    from .serving.trace import read_trace
+
+    requests = read_trace(args.trace)[1]
+    length = max(one.prompt_tokens + one.output_tokens for one in requests)
+    with report.measuring(args.replicas, length, "trace"), replicated(args, args.max_rows, length) as url:
+        where = ["--no-csv"] if args.no_csv else ["--csv", str(args.csv.with_name("serving.csv"))]
+        name = ["--name", f"ray-{args.replicas}", "--model", args.model.removeprefix("random:")]
+        if urls.main("open", [url, "--trace", str(args.trace), "--timeout", str(WAIT_S), *name, *where]):
+            raise RuntimeError("the trace was not played")
+
+
+def run_killed(args: Namespace, report: Report) -> None:
+    """A replica is killed while all of them answer."""
+    with report.measuring(args.streams, args.tokens, f"killed:replicas={args.replicas}"):
+        with replicated(args, args.max_rows, args.context + args.tokens) as url:
+            found, next_s, back_s = asyncio.run(lose_one(url, args))
+        for name, count in found.items():
+            report.add(name, count, "count")
+        report.add("next_s", next_s, "s")
+        report.add("back_s", back_s, "s")
+
+
+async def lose_one(url: str, args: Namespace) -> tuple[dict[str, int], float, float]:
+    """What became of the answers; seconds until the next one, and until all replicas are back."""
+    draw = random.Random(args.seed)
+
+    async def ask(client: httpx.AsyncClient, tokens: int) -> str:
+        prompt = [draw.randrange(300, 3000) for _ in range(args.context)]
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        try:
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = [line async for line in response.aiter_lines() if line]
+        except httpx.HTTPError:
+            return "lost"
+        if lines and lines[-1] == "data: [DONE]":
+            return "answered"
+        return "told" if any("replica_lost" in line for line in lines) else "lost"
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, limits=limits) as client:
+        await asyncio.gather(*(ask(client, 8) for _ in range(4 * args.replicas)))  # each has compiled its kernels
+        asked = [asyncio.create_task(ask(client, args.tokens)) for _ in range(args.streams)]
+        await asyncio.sleep(args.after)
+        replica_processes()[0].kill()
+        killed = time.monotonic()
+        while await ask(client, 1) != "answered":
+            await asyncio.sleep(0.1)
+        next_s = time.monotonic() - killed
+        found = Counter(await asyncio.gather(*asked))
+        while running_replicas() < args.replicas or len(replica_processes()) < args.replicas:
+            if time.monotonic() > killed + WAIT_S:
+                raise RuntimeError(f"{running_replicas()} of {args.replicas} replicas run")
+            await asyncio.sleep(0.1)
+    return {name: found[name] for name in ("answered", "told", "lost")}, next_s, time.monotonic() - killed
+
+
+def replica_processes() -> list[psutil.Process]:
+    """Of replicas that this process has started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            found += [process] if "ServeReplica:llm" in " ".join(process.cmdline()) else []
+    return found
+
+
+def running_replicas() -> int:
+    """As Ray Serve counts them."""
+    from ray import serve
+
+    return serve.status().applications["llm"].deployments["Replica"].replica_states.get("RUNNING", 0)
 
 
 def ask_documents(url: str, args: Namespace) -> tuple[int, int, list[float]]:
@@ -289,7 +381,7 @@ def ray_version() -> str:
         return "without Ray"
 
 
-RUNS = {"overhead": run_overhead, "prefix": run_prefix}
+RUNS = {"overhead": run_overhead, "prefix": run_prefix, "trace": run_trace, "killed": run_killed}
 
 
 def arguments(command: str) -> ArgumentParser:
@@ -302,13 +394,25 @@ def arguments(command: str) -> ArgumentParser:
         add("--tokens", type=int, default=200, help="of a stream (default: 200)")
         add("--step-ms", type=float, default=20.0, help="between two tokens (default: 20)")
         add("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all")
+        return parser
+    add("--model", default="small", help="default: small; random:SHAPE has random weights")
+    add("--replicas", type=int, default=2)
+    add("--gpus", action="store_true", help="a GPU for each replica")
+    add("--budget", type=parse_tokens, metavar="TOKENS", help="that a step chooses; default: by need")
+    add("--seed", type=int, default=0)
+    if command != "prefix":
+        add("--max-rows", type=int, default=32, help="of a replica (default: 32)")
+    if command == "trace":
+        add("--trace", type=Path, required=True)
     else:
-        add("--model", default="small")
+        add("--context", type=parse_tokens, default=2048, metavar="TOKENS", help="of a prompt (default: 2k)")
+    if command == "prefix":
         add("--documents", type=int, default=4)
         add("--questions", type=int, default=5, help="to each document (default: 5)")
-        add("--context", type=parse_tokens, default=2048, metavar="TOKENS", help="of a document (default: 2k)")
-        add("--replicas", type=int, default=2)
-        add("--seed", type=int, default=0)
+    elif command == "killed":
+        add("--streams", type=int, default=64, help="answers that are under way (default: 64)")
+        add("--tokens", type=int, default=512, help="of each answer (default: 512)")
+        add("--after", type=float, default=3.0, help="seconds after which a replica is killed (default: 3)")
     return parser
 
 
@@ -321,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(command).parse_args(rest)
     print(device_name(), versions(), ray_version())
     case = "clock" if command == "overhead" else args.model
-    total = len(args.ways) * len(args.streams) if command == "overhead" else 2
+    total = {"overhead": lambda: len(args.ways) * len(args.streams), "prefix": lambda: 2}.get(command, lambda: 1)()
     with Report("replicas", case, rows_file(args), total) as report:
         RUNS[command](args, report)
     return report.close()
