@@ -81,6 +81,7 @@ class Spread:
         rank = 0 if self.ranks is None else self.ranks.rank
         share = SimpleNamespace(config=self.config, device=self.model.device, dtype=self.model.dtype)
         source = SOURCES[kind](share, batch, context, rank)
+        source.show = False  # what they achieve: `step` prints it
         layers = self.model.base_model.layers
         made = source.layer
 

@@ -12,49 +12,31 @@ The commands that measure are beside the tables.
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Iterable
-from pathlib import Path
 
-import yaml
-
-from . import ROOT, files_of
+from . import ROOT, spread_tables
 from .peers import report as peers
 from .serving.client import MEAN_DELAY, TBT_ITERATIONS
+from .tables import (
+    DATA,
+    GPU,
+    GPUS,
+    NONE,
+    SYSTEMS,
+    UNKNOWN,
+    K,
+    cell_of,
+    commits_of,
+    fixed,
+    newest,
+    newest_row,
+    read,
+    served,
+    shape,
+    spelled,
+    table,
+)
 
-DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-CASE, GPUS, SYSTEMS = DATA["case"], DATA["gpus"], DATA["systems"]
-GPU = GPUS["H200"]  # of times
-K = 1024
-NONE, UNKNOWN = "not run", "not measured"
 PROBES = ("probe-gqa", "probe-mla")
-
-
-def shape(text: str) -> tuple[int, int]:
-    """Rows and tokens of ``8x32k``."""
-    batch, context = text.split("x")
-    return int(batch), int(context.removesuffix("k")) * K
-
-
-def spelled(text: str) -> str:
-    """``8x32k`` as tables say it."""
-    return text.replace("x", " x ")
-
-
-def table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Markdown."""
-    heads = list(heads)
-    top = f"| {' | '.join(heads)} |".replace("|  |", "| |")
-    return "\n".join([top, "|---" * len(heads) + "|", *(f"| {' | '.join(cells)} |" for cells in lines)])
-
-
-def read(name: str, device: str | None = None) -> list[dict]:
-    """Rows of a table in benchmarks/results, oldest first; of all machines, or of one ``device``."""
-    rows: list[dict] = []
-    for path in files_of(name):
-        with path.open(newline="") as file:
-            rows += [row for row in csv.DictReader(file) if device in (None, row["device"])]
-    return rows
 
 
 def first_commits(name: str) -> list[str]:
@@ -74,42 +56,6 @@ def of_todays_settings(rows: list[dict], name: str) -> list[dict]:
     return since_defaults(rows, name) if name.split("+")[0] in DATA["names_of_defaults"] else rows
 
 
-def newest_row(
-    rows: list[dict], variants: str | Iterable[str], metric: str, batch: int, context: int, case: str = CASE
-) -> dict | None:
-    """The newest row of one cell, of any of the ``variants``."""
-    variants = (variants,) if isinstance(variants, str) else variants
-    wanted = (case, metric, str(batch), str(context))
-    for row in reversed(rows):
-        if (row["case"], row["metric"], row["batch"], row["context"]) == wanted and row["variant"] in variants:
-            return row
-    return None
-
-
-def newest(
-    rows: list[dict], variants: str | Iterable[str], metric: str, batch: int, context: int, case: str = CASE
-) -> float | None:
-    """The newest figure of one cell, of any of the ``variants``."""
-    row = newest_row(rows, variants, metric, batch, context, case)
-    return None if row is None else float(row["value"])
-
-
-def _cell(value: float | None, bold: bool = False, none: str = NONE) -> str:
-    if value is None:
-        return none
-    text = f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
-    return f"**{text}**" if bold else text
-
-
-def _fixed(value: float | None, digits: int, none: str = UNKNOWN) -> str:
-    return none if value is None else f"{value:,.{digits}f}"
-
-
-def _commits(rows: Iterable[dict | None]) -> str:
-    """Those that rows are of, each once, in the order of the columns."""
-    return ", ".join(dict.fromkeys(row["commit"] for row in rows if row is not None))
-
-
 # ---------------------------------------------------------------------- a token's time
 
 
@@ -120,9 +66,9 @@ def speed() -> str:
         for text in shapes:
             stock = newest(rows, theirs, "tpot_ms", *shape(text))
             mine = newest(since_defaults(rows, ours), ours, "tpot_ms", *shape(text))
-            vllm = _cell(DATA["vllm"][text]) if place == "GPU" else "-"
+            vllm = cell_of(DATA["vllm"][text]) if place == "GPU" else "-"
             if mine is not None:
-                lines.append((place, spelled(text), _cell(stock), vllm, _cell(mine, bold=True)))
+                lines.append((place, spelled(text), cell_of(stock), vllm, cell_of(mine, bold=True)))
     heads = ("KV cache in", "batch x context", "transformers", "vLLM 0.26.0 (full attention)", "hf-sparsekv")
     return table(heads, lines)
 
@@ -137,7 +83,7 @@ def gpus() -> str:
             for _, variants in columns:
                 rows = [row for row in of_todays_settings(every, variants[0]) if row["device"] == device]
                 found.append(newest(rows, variants, "step_ms", *shape(text)))
-            lines.append((name, spelled(text), *(_fixed(value, 2) for value in found)))
+            lines.append((name, spelled(text), *(fixed(value, 2) for value in found)))
     return table(("GPU", "batch x context", *(about for about, _ in columns)), lines)
 
 
@@ -147,7 +93,7 @@ def default_steps() -> str:
     for text in DATA["preset_shapes"]:
         found = [newest_row(since_defaults(rows, name), name, "step_ms", *shape(text)) for _, name in columns]
         cells = (UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found)
-        lines.append((spelled(text), *cells, _commits(found)))
+        lines.append((spelled(text), *cells, commits_of(found)))
     return table(("1024 tokens, ms a captured step", *(about for about, _ in columns), "commit"), lines)
 
 
@@ -160,7 +106,7 @@ def two_levels() -> str:
         found = [newest_row(rows, variant, metric, *shape(text)) for _, variant, metric in columns]
         values = [None if row is None else float(row["value"]) for row in found]
         best = min(v for v, (*_, metric) in zip(values, columns) if metric == "step_ms" and v is not None)
-        lines.append((spelled(text), *(_cell(value, bold=value == best) for value in values), _commits(found)))
+        lines.append((spelled(text), *(cell_of(value, bold=value == best) for value in values), commits_of(found)))
     return table(("batch x context", *(about for about, *_ in columns), "commit"), lines)
 
 
@@ -174,9 +120,9 @@ def offloaded() -> str:
         if None in found:
             continue
         size, token, step, link, share = (float(row["value"]) for row in found)
-        stock = _cell(newest(rows, "hf_offloaded", "tpot_ms", *shape(text)))
-        times = f"{size:.0f}", stock, _cell(token, bold=True), f"{step:.1f}"
-        lines.append((about, spelled(text), *times, f"{link:.0f}", f"{100 * share:.0f} %", _commits(found)))
+        stock = cell_of(newest(rows, "hf_offloaded", "tpot_ms", *shape(text)))
+        times = f"{size:.0f}", stock, cell_of(token, bold=True), f"{step:.1f}"
+        lines.append((about, spelled(text), *times, f"{link:.0f}", f"{100 * share:.0f} %", commits_of(found)))
     heads = ("", "batch x context", "KV, GB", "transformers offloaded, token", "token", "step")
     return table((*heads, "over the link, MB", "found on the device", "commit"), lines)
 
@@ -193,14 +139,14 @@ def weights() -> str:
     def times(name: str, variant: str, text: str) -> str:
         if newest(rows, f"{name}:{variant}", "captured", *shape(text)) == 0:
             return "not captured"
-        return _fixed(newest(rows, f"{name}:{variant}", "tpot_ms", *shape(text)), 1)
+        return fixed(newest(rows, f"{name}:{variant}", "tpot_ms", *shape(text)), 1)
 
     for form in FORMATS.values():
         if newest(rows, form.name, "works", *prompt) == 0:
             cells = ["does not run", *[""] * (1 + len(heads))]
         else:
             figures = ("weights_gb", 1), ("equal_tokens", 0)
-            cells = [_fixed(newest(rows, form.name, metric, *prompt), digits) for metric, digits in figures]
+            cells = [fixed(newest(rows, form.name, metric, *prompt), digits) for metric, digits in figures]
             cells += [times(form.name, f"token_only+{way}", text) for text in shapes for way in ("eager", "fused")]
             cells.append(times(form.name, "captured_dense+fused", shapes[0]))
         lines.append((form.about, *cells))
@@ -237,13 +183,13 @@ def all_presets() -> str:
     shapes, context = DATA["preset_shapes"], shape(f"1x{DATA['text']['context']}")
     for about, variant, timed in DATA["all_presets"]:
         rows = of_todays_settings(steps, timed[0])
-        cells = [_cell(newest(rows, timed, "tpot_ms", *shape(text)), none=UNKNOWN) for text in shapes]
+        cells = [cell_of(newest(rows, timed, "tpot_ms", *shape(text)), none=UNKNOWN) for text in shapes]
         cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in PROBES]
         # Full attention is what it always was; caches by name are today's since then.
         rows = accuracy if variant == "full" else since_defaults(accuracy, variant)
         found = _needles_found(rows, variant)
         cells.append(UNKNOWN if found is None else f"{sum(found):.0f}")
-        cells.append(_fixed(newest(rows, f"agreement:{variant}", "kl", *context, "small"), 5))
+        cells.append(fixed(newest(rows, f"agreement:{variant}", "kl", *context, "small"), 5))
         lines.append((about, *cells))
     heads = ("", *(f"{spelled(text)}, ms" for text in shapes), "RULER, GQA", "RULER, MLA", "needles of 20", "KL")
     return table(heads, lines)
@@ -290,19 +236,11 @@ def needles() -> str:
 # ---------------------------------------------------------------------- whole systems
 
 
-def _served() -> Iterable[tuple[dict, str, set[str], dict[str, str]]]:
-    """Rows of serving: with the system, the words of its variant, and what they set."""
-    for row in read("serving.csv"):
-        system, *parts = row["variant"].split(":")
-        if row["case"] == CASE:
-            yield row, system, set(parts), dict(part.split("=", 1) for part in parts if "=" in part)
-
-
 def ladder() -> str:
     """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
     kinds: dict[tuple, dict[tuple[int, float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
     order, kind, lines = list(SYSTEMS), (), []
-    for row, system, _, given in _served():
+    for row, system, _, given in served():
         if "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
             continue
         if given.get("budget", DATA["ladder"]["budget"]) != DATA["ladder"]["budget"]:
@@ -358,7 +296,7 @@ def full() -> str:
     about: dict[tuple, tuple[str, str]] = {}
     order, lines, names = list(SYSTEMS), [], {device: name for name, device in GPUS.items()}
     said = (("budget", "{} tokens a step"), ("chunk", "prompts in pieces of {}"))
-    for row, system, parts, given in _served():
+    for row, system, parts, given in served():
         if not {"saturated", "gpu=24gb"} <= parts or int(row["context"]) != 32 * K:
             continue
         if "budget" in given and "kv=replayed" not in parts:
@@ -384,7 +322,7 @@ def full() -> str:
 def working_sets() -> str:
     """A fixed number of rows, by whether rows are held back whose working sets do not fit: the newest of each."""
     found: dict[tuple[int, str], dict[str, dict]] = {}
-    for row, system, _, _ in _served():
+    for row, system, _, _ in served():
         if row["context"] == str(8 * K) and row["variant"] == f"{system}:{DATA['working_sets']}" and system in SYSTEMS:
             found.setdefault((int(row["batch"]), system), {})[row["metric"]] = row
     lines = []
@@ -393,8 +331,8 @@ def working_sets() -> str:
         for system in ("offload", "working-set"):
             for metric, digits in (("tokens_per_s", 0), ("between_ms", 1), ("host_mb", 0)):
                 of.append(found.get((rows, system), {}).get(metric))
-                cells.append(_fixed(of[-1] and float(of[-1]["value"]), digits, NONE))
-        lines.append((str(rows), *cells, _commits(of)))
+                cells.append(fixed(of[-1] and float(of[-1]["value"]), digits, NONE))
+        lines.append((str(rows), *cells, commits_of(of)))
     both = ("taken as they come", "held to working sets")
     heads = (head for way in both for head in (f"{way}: tokens/s", "ms a step", "over the link, MB a step"))
     return table(("rows", *heads, "commit"), lines)
@@ -407,6 +345,7 @@ PAGES = {
     "docs/compared.md": {"peers": peers.tables},
     "docs/serving.md": {"ladder": ladder},
     "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
+    "docs/serving-scale.md": spread_tables.TABLES,
     "docs/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import build
 
-from benchmarks import readme
+from benchmarks import readme, tables
 from benchmarks.baselines import VARIANTS, make_cache
 from hf_sparsekv import PredictiveConfig, SparseCache, TokenConfig, __version__, cache_source
 from hf_sparsekv.policies import crossover
@@ -172,7 +172,7 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
         *rows("segments:budget=2048", 1, "newer", tokens_per_s=900),
         *rows("dense", 1, "newest", context=131072),
     ]
-    monkeypatch.setattr(readme, "read", lambda name: made)
+    monkeypatch.setattr(tables, "read", lambda name: made)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.ladder().splitlines()[2:]]
     assert [line[:2] for line in lines] == [["32k", "0.5"]] * 3 + [["128k", "0.5"]]
     found = [line[2:] for line in lines[:3]]
@@ -199,7 +199,7 @@ def test_rows_that_fit_and_do_not_stand_side_by_side(monkeypatch):
         *rows("working-set", 16, "newer", 1798, 7.4, 29),
         *rows("working-set", 16, "newest", 1, 1, 1, rest="gpu=24gb:budget=2048:kv=replayed"),
     ]
-    monkeypatch.setattr(readme, "read", lambda name: made)
+    monkeypatch.setattr(tables, "read", lambda name: made)
     assert readme.working_sets().splitlines()[2:] == [
         "| 2 | 277 | 7.2 | 11 | not run | not run | not run | new |",
         "| 16 | 600 | 25.6 | 850 | 1,798 | 7.4 | 29 | new, newer |",

@@ -1,0 +1,141 @@
+"""Tables of docs/serving-scale.md, from the newest rows of ``parallel`` and ``serving``: several GPUs beside one.
+
+Apart from :mod:`.readme`, which writes them into the page, because their columns are numbers of GPUs.
+"""
+
+from __future__ import annotations
+
+from .tables import GPUS, K, commits_of, fixed, read, served, table
+
+NOTHING = "Not measured yet."
+OURS = "mass:0.9"
+LAYERS = "token_only+eager:layers=2"
+SUMS = ("sums_ms", "selection_ms", "attention_ms", "linear_ms", "other_ms", "agree_ms")
+MODELS = {"qwen3-8b": "Qwen3-8B", "qwen3-32b": "Qwen3-32B", "llama-3.3-70b": "Llama-3.3-70B"}
+
+
+class Found:
+    """The newest figures of ``parallel``, by what was measured."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int, int, str, str], dict] = {}
+        for row in read("parallel.csv"):
+            key = row["case"], int(row["batch"]), int(row["context"]), row["variant"], row["metric"]
+            self.rows[key] = row
+
+    def shapes(self, metric: str) -> list[tuple[str, int, int]]:
+        """Models, rows and tokens with this figure."""
+        found = {key[:3] for key in self.rows if key[4] == metric and key[0] in MODELS}
+        return sorted(found, key=lambda one: (list(MODELS).index(one[0]), one[1], one[2]))
+
+    def row(self, case: str, batch: int, context: int, name: str, ranks: int, metric: str) -> dict | None:
+        """Of our cache, fused or not; or of other rows by their name."""
+        name, plus, more = name.partition("+")
+        ends = f"{plus}{more}:kv=replayed:ranks={ranks}"
+        for variant in (f"{name}+fused{ends}", f"{name}{ends}", f"{name}:ranks={ranks}"):
+            if (row := self.rows.get((case, batch, context, variant, metric))) is not None:
+                return row
+        return None
+
+    def value(self, *of) -> float | None:
+        """As :meth:`row`."""
+        row = self.row(*of)
+        return None if row is None else float(row["value"])
+
+
+def _many(tokens: int) -> str:
+    return f"{tokens // K}k"
+
+
+def ranks() -> str:
+    """Captured steps by the number of ranks, beside what their bytes take."""
+    found, lines = Found(), []
+    for case, batch, context in found.shapes("steps_ms"):
+        of = case, batch, context
+        for ours in (OURS, f"{OURS}+offload"):
+            one = found.value(*of, ours, 1, "step_ms")
+            for size in (1, 2, 4):
+                mine = found.row(*of, ours, size, "step_ms")
+                if mine is None:
+                    continue
+                step, limit = float(mine["value"]), found.value(*of, "limit", size, "step_ms")
+                dense = found.value(*of, "captured_dense", size, "step_ms")
+                peaks = [found.value(*of, ours, size, f"peak_gb:rank{rank}") for rank in range(size)]
+                share = "" if one is None or size == 1 else f"{step / one:.2f}"
+                cells = [fixed(value, 2) for value in (limit, dense, step)]
+                token = fixed(found.value(*of, ours, size, "tpot_ms"), 2)
+                parts = [fixed(found.value(*of, ours, size, name), 2, "") for name in SUMS]
+                most = fixed(max((peak for peak in peaks if peak is not None), default=None), 0)
+                name = MODELS[case] + ", offloaded" * (ours != OURS)
+                row = name, f"{batch} x {_many(context)}", str(size), *cells, share, token, *parts, most
+                lines.append((*row, mine["commit"]))
+    heads = (
+        "model",
+        "batch x context",
+        "GPUs",
+        "a dense step's bytes",
+        "dense",
+        "the default",
+        "of one GPU's",
+        "token",
+    )
+    parts = ("sums", "selection", "attention", "products", "others", "an agreement", "GB a GPU", "commit")
+    return table((*heads, *parts), lines) if lines else NOTHING
+
+
+def rank_prompts() -> str:
+    """Seconds of a prompt by the number of ranks."""
+    found, lines = Found(), []
+    of: dict[tuple[str, int], dict[int, dict]] = {}
+    for (case, _, context, variant, metric), row in found.rows.items():
+        if metric == "ttft_s" and ":prompt" in variant and case in MODELS:
+            size = int(variant.partition(":ranks=")[2].partition(":")[0])
+            of.setdefault((case, context), {})[size] = row
+    for (case, context), rows in sorted(of.items(), key=lambda one: (list(MODELS).index(one[0][0]), one[0][1])):
+        cells = [fixed(float(rows[size]["value"]) if size in rows else None, 2, "not run") for size in (1, 2, 4)]
+        lines.append((MODELS[case], _many(context), *cells, commits_of(rows.values())))
+    return table(("model", "prompt", "1 GPU", "2", "4", "commit"), lines) if lines else NOTHING
+
+
+def layers() -> str:
+    """Eager tokens over two GPUs, by layers and by heads, beside captured ones."""
+    found, lines = Found(), []
+    for case, batch, context in found.shapes("tpot_ms"):
+        names = ("hf_dynamic:layers=2", "hf_dynamic:ranks=2", LAYERS)
+        rows = [found.rows.get((case, batch, context, name, "tpot_ms")) for name in names]
+        rows += [found.row(case, batch, context, OURS, size, "tpot_ms") for size in (2, 1)]
+        if rows[2] is not None:
+            cells = [fixed(row and float(row["value"]), 1, "not run") for row in rows]
+            lines.append((MODELS[case], f"{batch} x {_many(context)}", *cells, commits_of(rows)))
+    theirs = "transformers, `device_map`, two GPUs", "transformers, `tp_plan`, two GPUs"
+    ours = "ours, `device_map`, two GPUs", "ours, tensor parallel, two GPUs", "ours, one GPU"
+    heads = ("model", "batch x context", *theirs, *ours, "commit")
+    return table(heads, lines) if lines else NOTHING
+
+
+def replicas() -> str:
+    """Servers side by side under traces of proportional rates; with documents also by routing."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for row, system, _, given in served():
+        if "urls" in given and (system == "sparse-replicas" or system.startswith("ray-")):
+            size = int(system.partition("-")[2]) if system.startswith("ray-") else int(given["urls"])
+            how = "Ray Serve" if system.startswith("ray-") else "no proxy"
+            routed = {"prefix": "by the prompt", "round": "in turn"}[given.get("route", "round")]
+            about = f"{given['documents']} documents, {routed}" if "documents" in given else "as they come"
+            key = about, size, how, float(given["rate"]), row["device"]
+            found.setdefault(key, {})[row["metric"]] = row
+    lines = []
+    for (about, size, how, rate, device), cells in sorted(found.items()):
+        if "tokens_per_s" not in cells:
+            continue
+        get = {name: float(row["value"]) for name, row in cells.items()}
+        first, between = (f"{get[f'{n}:mean']:.2f}, {get[f'{n}:p99']:.1f}" for n in ("ttft_s", "between_ms"))
+        lost = f"{get['failed']:.0f} of {get['requests']:.0f}"
+        names = {name: short for short, name in GPUS.items()}
+        start = about, str(size), names.get(device, device), how, f"{rate:g}"
+        lines.append((*start, f"{get['tokens_per_s']:,.0f}", first, between, lost, commits_of(cells.values())))
+    heads = ("prompts", "replicas", "GPU", "through", "requests/s", "tokens/s", "first token, s: mean, p99")
+    return table((*heads, "between tokens, ms: mean, p99", "failed", "commit"), lines) if lines else NOTHING
+
+
+TABLES = {"ranks": ranks, "rank-prompts": rank_prompts, "layers": layers, "replicas": replicas}
