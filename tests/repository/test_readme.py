@@ -156,7 +156,7 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
     """What was measured again stands for all of what it was before; other tokens a step are another system."""
 
     def rows(system: str, seed: int, commit: str, context: int = 32768, **metrics: float) -> list[dict]:
-        of = {"case": readme.CASE, "device": "a GPU", "context": str(context), "commit": commit}
+        of = {"case": tables.CASE, "device": "a GPU", "context": str(context), "commit": commit}
         variant = f"{system}:gpu=24gb:rate=0.5:out=256:seed={seed}"
         usual = {"requests": 9, "failed": 0, "ttft_s:mean": 1, "ttft_s:p99": 2, "between_ms:p50": 3}
         usual |= {"between_ms:p99": 250, "queued_s:mean": 2, "tokens_per_s": 100}
@@ -188,7 +188,7 @@ def test_rows_that_fit_and_do_not_stand_side_by_side(monkeypatch):
     def rows(
         system: str, batch: int, commit: str, *values: float, rest: str = readme.DATA["working_sets"]
     ) -> list[dict]:
-        of = {"case": readme.CASE, "context": "8192", "commit": commit, "batch": str(batch)}
+        of = {"case": tables.CASE, "context": "8192", "commit": commit, "batch": str(batch)}
         of["variant"] = f"{system}:{rest}"
         return [{**of, "metric": n, "value": str(v)} for n, v in zip(("tokens_per_s", "between_ms", "host_mb"), values)]
 
