@@ -18,7 +18,7 @@ from ..offload.host_limit import host_memory_limit
 from ..policies.need_options import reads
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
-from ..tuning.serving_plan import RowsThatFit, rows_that_fit
+from ..tuning.serving_plan import RowsThatFit, Spreading, rows_that_fit, spreadings
 from . import options as opt
 from .loading import load_config
 from .output import CommandError, note, results, size
@@ -58,6 +58,9 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", help="How many rows `serve` can decode at a time, by their length.")
     ] = False,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="Of the machine, with --serve: replicas, or a tensor parallel model?")
+    ] = 1,
     *,
     options: opt.CacheOptions,
 ) -> None:
@@ -77,9 +80,14 @@ def plan(
     shape = model_shape(model_config, opt.torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     options = opt.placed(cache, config, options)
+    if gpus > 1 and not serve:
+        raise typer.BadParameter("is of a server: add --serve", param_hint="--gpus")
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
+        if gpus > 1:
+            _show_spreadings(shape, model_config, config, opt.offload_config(options), context, gpus, gpu, host, owners)
+            return
         found = _show_rows(shape, config, opt.offload_config(options), context, gpu, host, owners)
         if not max(found.dense, found.sparse, found.offloaded):
             more = f", or {_more_host(host_memory)}" if found.bound_by == "host" else ""
@@ -272,6 +280,55 @@ def _show_rows(
     note("an estimate: keys and values, what selection needs, one prompt that is read; not what else is on the GPU")
     note("offloaded: with the tokens that 12 steps choose on the GPU; more rows read over the link in every step")
     return found
+
+
+def _show_spreadings(
+    shape: ModelShape,
+    model_config,
+    config: SparseConfig,
+    offload: OffloadConfig | None,
+    context: int,
+    gpus: int,
+    gpu: int,
+    host: int,
+    owners: Owners,
+) -> None:
+    """A line for each way to use the GPUs, and which one to take.
+
+    Raises:
+        CommandError: none holds a row.
+    """
+    text = model_config.get_text_config(decoder=True)
+    table_bytes = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * shape.dtype.itemsize
+    places = {"gpus": gpus, "gpu": gpu, "host": host, "table": table_bytes, "vocabulary": text.vocab_size}
+    found = spreadings(shape, config, offload, context=context, **places)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"{gpus} GPUs")
+    for title in ("dense", "sparse", "sparse, offloaded"):
+        table.add_column(title, justify="right")
+    for way in found:
+        replicas = f"{way.replicas} replica{'s' * (way.replicas > 1)}"
+        how = f"{replicas} of {way.ranks} GPU{'s' * (way.ranks > 1)}"
+        table.add_row(how, f"{way.fit.dense:,}", f"{way.fit.sparse:,}", f"{way.fit.offloaded:,}")
+    results.print(
+        f"rows of {context:,} tokens at a time: {gpus} GPUs of {size(gpu)} ({owners.gpu}), host {size(host)} for all "
+        f"({owners.host}), weights {size(shape.weights)}"
+    )
+    results.print(table)
+    holding = [way for way in found if max(way.fit.dense, way.fit.sparse, way.fit.offloaded)]
+    if not holding:
+        raise CommandError(f"nothing fits: not a single row of {context:,} tokens. Take fewer tokens, or more GPUs")
+    first, last = holding[0], holding[-1]
+    results.print(f"most tokens a second: {_spread_as(first)}; requests need nothing of each other")
+    if last.ranks > first.ranks:
+        results.print(f"soonest first token and answer of one request: {_spread_as(last)}")
+    note("how many GPUs a load needs: docs/serving-scale.md")
+
+
+def _spread_as(way: Spreading) -> str:
+    """A way to use several GPUs, in words."""
+    replicas = f"{way.replicas} replicas" if way.replicas > 1 else "one replica"
+    return f"{replicas}, each on {way.ranks} GPUs (tensor parallel)" if way.ranks > 1 else f"{replicas} of one GPU each"
 
 
 def _with_prompt(p: MemoryPlan, total: str, gpu: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import OffloadConfig, SparseConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
@@ -67,3 +67,69 @@ def rows_that_fit(
         offloaded=min(on_gpu, in_host),
         bound_by="GPU" if on_gpu <= in_host else "host",
     )
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """A way to use several GPUs of a machine, and the rows that fit all of them together.
+
+    Args:
+        replicas: engines side by side.
+        ranks: GPUs of each, over which its model is tensor parallel.
+        fit: rows of all replicas.
+    """
+
+    replicas: int
+    ranks: int
+    fit: RowsThatFit
+
+
+def share_of(model: ModelShape, ranks: int, table: int, vocabulary: int) -> ModelShape | None:
+    """Sizes of a rank's share of a tensor parallel model; None: so many ranks cannot share it.
+
+    Args:
+        table: bytes of the input embeddings, which every rank has whole.
+        vocabulary: number of tokens, which the output layer is divided by.
+    """
+    heads = [layer.heads for layer in model.layers if layer.heads]
+    parts = (*heads, model.query_heads, model.intermediate, vocabulary)
+    if any(part % ranks for part in parts) or any(layer.latent or layer.kind == "other" for layer in model.layers):
+        return None
+    return replace(
+        model,
+        weights=table + (model.weights - table) // ranks,
+        layers=tuple(replace(layer, heads=layer.heads // ranks) for layer in model.layers),
+        intermediate=model.intermediate // ranks,
+        query_heads=model.query_heads // ranks,
+    )
+
+
+def spreadings(
+    model: ModelShape,
+    config: SparseConfig,
+    offload: OffloadConfig | None,
+    *,
+    context: int,
+    gpus: int,
+    gpu: int,
+    host: int,
+    table: int,
+    vocabulary: int,
+) -> list[Spreading]:
+    """All ways to use ``gpus`` GPUs alike, replicas first. Host memory is divided evenly.
+
+    Args:
+        gpu: bytes of each GPU.
+        host: bytes of the machine's host memory for all of them.
+        model, config, offload, context: as :func:`rows_that_fit`.
+        table, vocabulary: as :func:`share_of`.
+    """
+    found = []
+    for ranks in (n for n in range(1, gpus + 1) if gpus % n == 0):
+        share = model if ranks == 1 else share_of(model, ranks, table, vocabulary)
+        if share is not None:
+            replicas = gpus // ranks
+            one = rows_that_fit(share, config, offload, context=context, gpu=gpu, host=host // gpus)
+            times = {name: replicas * getattr(one, name) for name in ("dense", "sparse", "offloaded")}
+            found.append(Spreading(replicas, ranks, replace(one, **times)))
+    return found

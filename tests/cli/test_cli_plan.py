@@ -269,3 +269,20 @@ def test_blocks_are_on_the_device_unless_the_user_asks(tiny):
     assert OffloadedSparseCache().offload_config is not None  # its name asks
     assert "KV blocks" in (out := run("plan", tiny, "--context", 1000, "--gpu-memory", "1GiB").stdout)
     assert next(line for line in out.splitlines() if line.startswith("KV blocks")).split()[4] == "-"
+
+
+def test_plan_for_several_gpus(tiny):
+    """Replicas of a model that fits one GPU; shares of one that does not; latents and odd heads are not divided."""
+    given = ("--context", "128k", "--serve", "--gpu-memory", "140GiB", "--host-memory", "400GiB", "--gpus")
+    out = run("plan", "qwen3-8b", *given, 4).stdout
+    lines = [line.split()[:5] for line in out.splitlines() if " of " in line and "replica" in line.split()[1]]
+    assert lines == [line.split() for line in ("4 replicas of 1 GPU", "2 replicas of 2 GPUs", "1 replica of 4 GPUs")]
+    assert "most tokens a second: 4 replicas of one GPU each" in out
+    assert "soonest first token and answer of one request: one replica, each on 4 GPUs (tensor parallel)" in out
+    out = run("plan", "llama-3.3-70b", *given, 4).stdout
+    assert re.search(r"4 replicas of 1 GPU +0 +0 +0\n2 replicas of 2 GPUs +[1-9]", out)
+    assert "most tokens a second: 2 replicas, each on 2 GPUs (tensor parallel)" in out
+    assert "of 2 GPUs" not in run("plan", "glm-4.7-flash", *given, 2).stdout
+    assert "of 3 GPUs" not in run("plan", "qwen3-8b", *given, 3).stdout
+    assert "or more GPUs" in error("plan", "llama-3.3-70b", *given[:4], "40GiB", *given[5:], 2)
+    assert "add --serve" in error("plan", tiny, "--context", 1000, "--gpus", 2, status=2)
