@@ -48,7 +48,7 @@ def sum_us(add: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tupl
         add(x.clone())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(SUMS):
             x = add(x) * 0.25  # as steps have other kernels between two
     times = []
