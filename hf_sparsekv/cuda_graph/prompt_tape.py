@@ -5,6 +5,7 @@ Apart from the capture because the model sees it as its cache.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..attention.exact import exact_attention
 from ..attention.handle import KVHandle, Step
 from ..attention.parts import serves, without_plan
+from ..kv.pool import BlockPool
+from ..layers.dense_drafts import attend_at_once
 from ..predictor.channels import magnitudes
 from ..types import AttentionParams
 
@@ -45,6 +48,20 @@ class Kept:
         self.last = k.new_empty(layers, batch, shape.q_heads, 1, shape.k_dim)
         self.queries = torch.empty(observing, *of_query, device=k.device) if observing else None
         self.params: list[AttentionParams] = []
+
+
+class Past:
+    """What a layer has cached before a pass, as :func:`..layers.dense_drafts.attend_at_once` reads it.
+
+    Its ring and block table are copies at addresses that a graph holds; nothing of it is counted.
+    """
+
+    latent = False
+    counters = SimpleNamespace(attended=None)
+
+    def __init__(self, pool: BlockPool, recent_kv: Tensor, table: Tensor, sinks: int, value_dim: int) -> None:
+        self.pool, self.recent_kv, self.table, self.sinks, self.value_dim = pool, recent_kv, table, sinks, value_dim
+        self.heads = recent_kv.shape[1]
 
 
 class TapeLayer(CacheLayerMixin):
@@ -85,12 +102,21 @@ class Tape(Cache):
         last: int64 ``[1]``, place of the last token; what follows is padding.
         valid: bool ``[1, size]``, which columns are tokens.
         importance: what calibration ranks channels by. observed: most tokens of a row that it reads; None: all.
+        past: what each layer attends to before the pass, and int32 ``[batch, 2]``, how much each row has (see
+            :attr:`..kv.store.LayerStore.rows`). None: nothing. The model does not see it: positions are given.
     """
 
     def __init__(
-        self, kept: Kept, last: Tensor, valid: Tensor, importance: str | None, observed: int | None, layers: int
+        self,
+        kept: Kept,
+        last: Tensor,
+        valid: Tensor,
+        importance: str | None = None,
+        observed: int | None = None,
+        past: tuple[list[Past], Tensor] | None = None,
     ) -> None:
-        super().__init__(layers=[TapeLayer(self, index) for index in range(layers)])
+        super().__init__(layers=[TapeLayer(self, index) for index in range(len(kept.k))])
+        self.past = past
         self.kept, self.last, self.valid = kept, last, valid
         self.importance, self.observed = importance, observed
         self.reached = 0
@@ -100,7 +126,7 @@ class Tape(Cache):
     ) -> tuple[Tensor, None, None]:
         """As the attention function asks: attention of the prompt to itself."""
         kept, index = self.kept, step.layer.index
-        if mask is not None or index != self.reached:
+        if mask is not None or index != self.reached or (self.past is not None and params.sliding_window is not None):
             raise RuntimeError("a prompt whose attention is not plainly causal, or not one call a layer")
         self.reached += 1
         kept.k[index].copy_(step.k)
@@ -111,6 +137,10 @@ class Tape(Cache):
             assert self.importance is not None
             seen = query[:, :, : self.observed]
             kept.queries[nth].copy_(magnitudes(self.importance, seen, self.valid[:, : self.observed]))
+        if self.past is not None:
+            layers, rows = self.past
+            store: Any = layers[index]
+            return attend_at_once(store, query, step.k, step.v, rows, params), None, None
         plain = params.softcap is None and params.sink_logits is None and params.sliding_window is None
         if plain and serves(query, step.k, step.v):  # a graph cannot make a plan
             return without_plan(query, step.k, step.v, params.scale), None, None

@@ -1,4 +1,4 @@
-"""Short prompts: captured in a few sizes, for every cache.
+"""Short prompts: captured in a few sizes, for every cache. And short pieces behind a long text.
 
 A pass over some hundred tokens takes the GPU some 15 ms and the host 100. No graph of it can hold the addresses of a
 cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own, from where all layers
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,16 +22,22 @@ from torch import Tensor
 
 from ..cache import SparseCache
 from ..cache_name import NAMES, output_name, over, without_cache
+from ..kv.pool import BlockPool
 from ..layers.adopting import Computed, adopt, adopts
+from ..layers.complete import check_complete
+from ..layers.dense_drafts import HEADS
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import ModelWatch
 from ..tensors import any_autocast, no_inference_mode
 from .eligibility import Eligibility
 from .inputs import OF_DRAFTS, STATIC, all_tokens
-from .prompt_tape import Kept, Shape, Tape
+from .prompt_tape import Kept, Past, Shape, Tape
 from .recorder import Recorder, Sides
 
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens, all rows together; prompts are padded to one of these
+PIECES = (16, 32, 64)  # tokens of a row behind what is cached
+READ = 2e11  # bytes that the graph of a piece may read of that: what it takes longer than its kernels, the host saves
+MOST = 6  # graphs of pieces; each is for some block pools
 QUICK = 512  # of these, what takes no longer than a turn between decode steps
 EAGER = 2  # prompts of a size that run eagerly: a capture takes as long as three
 _EXPERTS = (
@@ -49,6 +56,26 @@ class Kind(NamedTuple):
     observing: int
     importance: str | None
     observed: int | None
+
+
+class Piece(NamedTuple):
+    """What determines the graph of a few tokens behind what is cached.
+
+    Args:
+        width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these.
+        pools: addresses of the layers' block pools.
+    """
+
+    shape: Shape
+    batch: int
+    size: int
+    width: int
+    ring: tuple[int, ...]
+    sinks: int
+    pools: tuple[int, ...]
+    observing: int = 0
+    importance: str | None = None
+    observed: int | None = None
 
 
 class _Here(threading.local):
@@ -74,7 +101,9 @@ class CapturedPrompt:
     graph: Any
     output: Any
 
-    def __init__(self, kind: Kind, kept: Kept, device: torch.device) -> None:
+    past: tuple[list[Past], Tensor] | None = None
+
+    def __init__(self, kind: Kind | Piece, kept: Kept, device: torch.device) -> None:
         self.kind, self.kept = kind, kept
         self.ids = torch.zeros(kind.batch, kind.size, dtype=torch.long, device=device)
         self.columns = torch.arange(kind.size, device=device)
@@ -85,14 +114,14 @@ class CapturedPrompt:
         """The model's forward over these inputs; its output without the cache."""
         self.kept.params = []
         valid, kind = (self.columns <= self.last)[None], self.kind
-        tape = Tape(self.kept, self.last, valid, kind.importance, kind.observed, kind.shape.layers)
+        tape = Tape(self.kept, self.last, valid, kind.importance, kind.observed, self.past)
         given = {"input_ids": self.ids, "position_ids": self.positions, **over(model, tape)}
         out = forward(**given, use_cache=True, logits_to_keep=self.last)
         if tape.reached != kind.shape.layers:
             raise RuntimeError("a prompt's pass has not come to all layers")
         return type(out)(**without_cache(out))
 
-    def give(self, ids: Tensor, positions: Tensor | None) -> None:
+    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
         """Write the inputs of a prompt. What follows it is padding, which nothing before it sees."""
         n = ids.shape[1]
         self.ids[:, :n].copy_(ids)
@@ -103,6 +132,40 @@ class CapturedPrompt:
             self.positions[:, :n].copy_(positions)
             if n < self.kind.size:  # none is further on than the prompt's: rotary factors may follow the furthest
                 self.positions[:, n:].copy_(positions[:, -1:].expand(len(ids), self.kind.size - n))
+
+
+class CapturedPiece(CapturedPrompt):
+    """The graph of a short piece, and copies of what it reads of a cache, but for the block pools."""
+
+    def __init__(self, kind: Piece, kept: Kept, device: torch.device) -> None:
+        super().__init__(kind, kept, device)
+        layers, batch = kind.shape.layers, kind.batch
+        self.rows = torch.zeros(batch, 2, dtype=torch.int32, device=device)
+        self.table = torch.zeros(batch, kind.width, dtype=torch.int32, device=device)
+        self.rings = torch.zeros(layers, *kind.ring, dtype=kind.shape.dtype, device=device).unbind(0)
+        self._pools: list[weakref.ref[BlockPool]] = []  # of the cache that it was captured for; a replay needs none
+
+    def run(self, model: torch.nn.Module, forward: Callable) -> Any:
+        kind, pools = self.kind, [pool() for pool in self._pools]
+        assert isinstance(kind, Piece)
+        dims = kind.sinks, kind.shape.v_dim
+        layers = [Past(pool, ring, self.table, *dims) for pool, ring in zip(pools, self.rings) if pool is not None]
+        self.past = layers, self.rows
+        try:
+            return super().run(model, forward)
+        finally:
+            self.past = None
+
+    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
+        rows, device, stores = cache.row_table.rows, ids.device, [layer.store for layer in cache.sparse_layers]
+        if positions is None:
+            positions = torch.arange(rows.columns, rows.columns + ids.shape[1], device=device)[None]
+        super().give(ids, positions, cache)
+        self._pools = [weakref.ref(store.pool) for store in stores]
+        table = stores[0].block_table
+        self.rows.copy_(rows.on[device])
+        self.table[:, : table.shape[1]].copy_(table)
+        torch._foreach_copy_(self.rings, [store.recent_kv for store in stores])
 
 
 class Prompts:
@@ -128,7 +191,7 @@ class Prompts:
     ) -> None:
         self.model, self.forward, self.eligibility, self.watch = model, forward, eligibility, watch
         self.recorder, self._keeps = recorder, keeps
-        self.graphs: dict[Kind, CapturedPrompt] = {}
+        self.graphs: dict[Kind | Piece, CapturedPrompt] = {}
         self.captures = self.replays = 0
         self._memory: tuple[Tensor, Tensor] | None = None  # of keys and values, which all graphs share
         self.forget()
@@ -136,7 +199,7 @@ class Prompts:
     def forget(self) -> None:
         """The model has changed."""
         self.graphs.clear()
-        self._met: Counter[Kind] = Counter()
+        self._met: Counter[Kind | Piece] = Counter()
         self._config: Any = None  # of its attention modules, once a prompt has run
         self._shape: Shape | None = None
         self._able = self._keeps
@@ -188,13 +251,18 @@ class Prompts:
                 return None
         elif _here.paused and kind.batch * kind.size > QUICK:
             return None
-        ids = given["input_ids"]
-        if not all_tokens(given.get("attention_mask"), ids.shape[1]):
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        if mask is not None and not all_tokens(mask, mask.shape[1]):
             return None
-        step = self._capture(kind) if step is None else step
         if step is None:
-            return None
-        step.give(ids, given.get("position_ids"))
+            step = self._new(kind)
+            if step is None:
+                return None
+            step.give(ids, given.get("position_ids"), cache)
+            if not self._captured(step):
+                return None
+        else:
+            step.give(ids, given.get("position_ids"), cache)
         step.graph.replay()
         self.replays += 1
         kept = step.kept
@@ -202,20 +270,19 @@ class Prompts:
         kind_of = type(step.output)
         return kind_of(**{**step.output, "logits": step.output["logits"].clone(), output_name(kind_of): cache})
 
-    def _kind(self, given: dict, cache: SparseCache) -> Kind | None:
-        """The kind of a prompt that can be captured, else None."""
+    def _kind(self, given: dict, cache: SparseCache) -> Kind | Piece | None:
+        """The kind of a pass that can be captured, else None."""
         ids: Any = given.get("input_ids")
         shape = self._shape
         if shape is None or not self.is_short(given) or ids.ndim != 2 or cache.row_batch is not None:
             return None
         batch, n = ids.shape
-        size = next(size for size in SIZES if batch * n <= size) // batch
+        past = int(cache.get_seq_length())
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if (
             n < 2
             or ids.device != shape.device
-            or cache.get_seq_length()
-            or (mask is not None and getattr(mask, "shape", None) != (batch, n))
+            or (mask is not None and getattr(mask, "shape", None) != (batch, past + n))
             or (positions is not None and (positions.ndim != 2 or positions.shape[1] != n))
             or not (isinstance(keep := given.get("logits_to_keep"), int) and keep == 1)
             or given.get("return_dict") is False
@@ -232,6 +299,9 @@ class Prompts:
         policies = [layer.policy for layer in layers]
         if len(layers) != shape.layers or not all(type(layer) is SparseLayer for layer in layers):
             return None
+        if past:
+            return self._piece(batch, n, cache, shape) if all(map(adopts, policies)) else None
+        size = next(size for size in SIZES if batch * n <= size) // batch
         observing = [i for i, policy in enumerate(policies) if policy.observes]
         if not all(map(adopts, policies)) or observing != [*range(shape.layers)][shape.layers - len(observing) :]:
             return None
@@ -240,14 +310,44 @@ class Prompts:
             return Kind(shape, batch, size, 0, None, None)
         return Kind(shape, batch, size, len(observing), labels.config.channel_importance, labels.wanted)
 
+    def _piece(self, batch: int, n: int, cache: SparseCache, shape: Shape) -> Piece | None:
+        """The kind of a short piece behind what is cached on the device, if a graph of it is no slower."""
+        size = next((size for size in PIECES if n <= size), None)
+        layers = cache.sparse_layers
+        if size is None or any(layer.policy.offloaded or layer.policy.observes for layer in layers):
+            return None
+        check_complete(cache.layers)
+        rows, stores = cache.joined_rows(), [layer.store for layer in layers]
+        tokens = rows.batch * max(rows.lengths) * -(-size * shape.q_heads // (shape.heads * HEADS))
+        if rows.valid is not None or rows.batch != batch or any(store.capturing for store in stores):
+            return None
+        if tokens * sum(store.token_bytes * store.heads for store in stores) > READ:
+            return None
+        width = 1 << (max(stores[0].block_table.shape[1], stores[0].pool.capacity) - 1).bit_length()
+        pools = tuple([store.pool.kv.data_ptr() for store in stores])
+        return Piece(shape, batch, size, width, tuple(stores[0].recent_kv.shape), stores[0].sinks, pools)
+
     # ------------------------------------------------------------------ its graph
 
     @no_inference_mode
-    def _capture(self, kind: Kind) -> CapturedPrompt | None:
-        """Capture this kind of prompt. None, and a warning says why, if that cannot be."""
+    def _new(self, kind: Kind | Piece) -> CapturedPrompt | None:
+        """The memory of another graph; None, and a warning says why, if there is none."""
+        pieces = [known for known in self.graphs if isinstance(known, Piece)]
+        if isinstance(kind, Piece) and len(pieces) >= MOST:
+            del self.graphs[pieces[0]]
+        try:
+            made = CapturedPiece if isinstance(kind, Piece) else CapturedPrompt
+            return made(kind, self._room(kind), kind.shape.device)  # type: ignore[arg-type]
+        except torch.OutOfMemoryError as error:
+            self._cannot(error)
+            return None
+
+    @no_inference_mode
+    def _captured(self, step: CapturedPrompt) -> bool:
+        """Capture it, whose inputs are there. If that cannot be, a warning says why."""
+        kind = step.kind
         shape = kind.shape
         try:
-            step = CapturedPrompt(kind, self._room(kind), shape.device)
             with self.watch.ignoring():
 
                 def run(sides: Sides | None) -> Any:
@@ -256,16 +356,19 @@ class Prompts:
                 self.recorder.warm_up(run, shape.device)
                 step.graph, step.output = self.recorder.record(run, shape.device, [])
         except RuntimeError as error:  # no memory among them
-            self.forget()
-            self._able, self._memory = False, None
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            warnings.warn(f"short prompts run eagerly ({why})", stacklevel=5)
-            return None
+            self._cannot(error)
+            return False
         self.captures += 1
         self.graphs[kind] = step
-        return step
+        return True
 
-    def _room(self, kind: Kind) -> Kept:
+    def _cannot(self, error: RuntimeError) -> None:
+        self.forget()
+        self._able, self._memory = False, None
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        warnings.warn(f"short prompts run eagerly ({why})", stacklevel=6)
+
+    def _room(self, kind: Kind | Piece) -> Kept:
         """Memory for the keys and values of a prompt. All graphs share it, for the cache takes them at once."""
         shape = kind.shape
         places = shape.layers * shape.heads

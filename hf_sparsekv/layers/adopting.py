@@ -1,4 +1,4 @@
-"""A prompt that was computed without a cache enters the empty layers of one.
+"""A prompt that was computed without a cache enters the layers of one, or a piece that was computed behind its tokens.
 
 Apart from prompts that layers see coming by, because all layers get theirs at once: what is alike in them is done once.
 """
@@ -56,7 +56,7 @@ def adopts(policy: Policy) -> bool:
 @no_inference_mode
 @torch.no_grad()
 def adopt(owner: Owner, computed: Computed) -> None:
-    """Cache a prompt in all layers of ``owner``, which hold nothing and whose policies :func:`adopts` says."""
+    """Cache a prompt, or a piece that has attended to what is cached, in all layers of ``owner`` (:func:`adopts`)."""
     layers, n = owner.sparse_layers, computed.tokens
     keys, values = (of[:, :, :, :n].unbind(0) for of in (computed.k, computed.v))
     lasts, q_heads = computed.last.unbind(0), computed.last.shape[2]
@@ -67,6 +67,7 @@ def adopt(owner: Owner, computed: Computed) -> None:
         if computed.queries is not None:
             _calibrate([layer.policy for layer in layers[-len(computed.queries) :]], computed)
         for layer, k, v, last in zip(layers, keys, values, lasts):
+            layer.store.counters.exact += layer.store.length > 0
             layer.store.extend(k, v, None, layer.policy)
             owner.passed(layer.index)
             layer.next_step.after_prompt(layer.store, layer.policy, last, None)

@@ -12,7 +12,7 @@ from ..kv.store import LayerStore
 from ..ops.attention.sparse_decode import sparse_decode
 from ..types import AttentionParams
 
-_HEADS = 32  # query heads of a KV head that the kernel for keys and values takes at once without spilling registers
+HEADS = 32  # query heads of a KV head that the kernel for keys and values takes at once without spilling registers
 
 
 def attend_at_once(
@@ -35,7 +35,7 @@ def attend_at_once(
     heads, group = store.heads, q_heads // store.heads
     if store.latent:  # the whole row is the key, and its first part the value
         key, value = torch.cat((key, value), dim=-1), key
-    most = n if store.latent else max(1, _HEADS // group)  # the kernel for latents has tiles of heads
+    most = n if store.latent else max(1, HEADS // group)  # the kernel for latents has tiles of heads
     parts = [_past(store, part, rows, params, count=not i) for i, part in enumerate(query.split(most, dim=2))]
     past, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     asked = query.reshape(batch, heads, group * n, -1).float()

@@ -17,19 +17,21 @@ from transformers import PreTrainedModel
 
 from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
+from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
-from ..cuda_graph.prompts import EAGER, QUICK, SIZES
+from ..cuda_graph.prompts import EAGER, PIECES, QUICK, SIZES
 from ..exact_mode.install import Exact
 from ..generating import settings_of, sparse
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
-from ..row_batch import RowBatch
+from ..row_batch import RowBatch, positions
 from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
 from .config import ServingConfig
 from .in_flight import MOST
+from .prefix import Channels
 
 SHARE = 0.9  # share of the free memory at the start that keys and values get; the rest is for prompts
 CPU_SHARE = 0.5
@@ -221,6 +223,8 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = 
     longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
     for cache in longer:
         rows.adopt(cache)
+    if len(blocks) and rows.cache.offload_config is None:
+        capture_pieces(model, rows, np.repeat(blocks[:1], 2), channels)
     _all_widths(model, rows, row, exact)
     for cache in longer:
         _all_widths(model, rows, rows.join(cache))
@@ -234,6 +238,23 @@ def capture_prompts(model: PreTrainedModel, rows: RowBatch) -> None:
         ids = torch.zeros(1, size, dtype=torch.long, device=model.device)
         for _ in range(EAGER + 1):
             rows.drop(rows.prefill(model, ids))
+
+
+@torch.no_grad()
+def capture_pieces(model: PreTrainedModel, rows: RowBatch, blocks: np.ndarray, channels: Channels) -> None:
+    """Capture what is read behind full blocks that prompts share, so that no request waits for a capture."""
+    past = len(blocks) * rows.cache.config.block_size
+    for size in PIECES:
+        if past + size > rows.max_length:
+            break
+        ids = torch.zeros(1, size, dtype=torch.long, device=model.device)
+        for _ in range(EAGER + 1):
+            cache = rows.begin(blocks, channels)
+            try:
+                where = positions(past, past + size, model.device)
+                model(input_ids=ids, position_ids=where, **over(model, cache), use_cache=True, logits_to_keep=1)
+            finally:
+                rows.drop(cache)
 
 
 def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:

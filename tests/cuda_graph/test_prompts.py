@@ -8,12 +8,12 @@ import pytest
 import torch
 from caches import ALL, HOST_RANK, SMALL, TIGHT, two_level
 from calls import EmptyGraphs, calls
-from captured import imitated, on_gpu, same_counts
-from models import build, model, prompt
+from captured import imitated, on_gpu, pair, same_counts
+from models import model, prompt
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 from hf_sparsekv.cuda_graph import prompts
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.cuda_graph.prompts import EAGER, paused_passes
@@ -105,6 +105,67 @@ def eagerly(net, runner, run) -> None:
     found = run(net)
     assert runner.prompts.replays == before
     assert torch.equal(found, run(model("llama")))
+
+
+PIECE = (12, 16, 9, 14, 33, 60, 33, 60)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["device", "device-default", "device-tail", "need", "progressive", "predictive"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pieces_behind_what_is_cached(replayed, name, rows):
+    """Logits, texts and counters of a few tokens behind others are those of eager passes; so they are after a crop."""
+    net, runner = replayed
+    text, at = prompt(rows, 600, seed=9)["input_ids"], 100
+    mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
+    both = (net, mine), (model("llama"), theirs)
+    for reads, cache in both:
+        reads(text[:, :at], past_key_values=cache)
+    before = runner.prompts.replays
+    for n in PIECE:
+        one, other = (
+            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=1).logits for reads, cache in both
+        )
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        at += n
+        ids = torch.cat((text[:, :at], one[:, -1].argmax(-1)[:, None]), dim=1)
+        go = {**GO, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(*(model("llama").generate(ids, past_key_values=cache, **go) for cache in (mine, theirs)))
+        for cache in (mine, theirs):
+            cache.crop(at - cache.get_seq_length())
+        same_counts(mine, theirs)
+    assert runner.prompts.replays - before >= 2
+
+
+@torch.no_grad()
+def test_pieces_that_are_left_alone(replayed, monkeypatch):
+    """Blocks in host memory, padding, many tokens, and what would read too much."""
+    net, runner = replayed
+    ids = prompt(1, 400)["input_ids"]
+
+    def read_behind(cache, n: int, times: int = EAGER + 2) -> int:
+        before = runner.prompts.replays
+        net(ids[:, :200], past_key_values=cache)
+        for _ in range(times):
+            net(ids[:, 200 : 200 + n], past_key_values=cache, logits_to_keep=1)
+            cache.crop(-n)
+        return runner.prompts.replays - before
+
+    assert not read_behind(ALL["host-default"](**TIGHT), 8)
+    assert not read_behind(plain(), 100)
+    monkeypatch.setattr(prompts, "READ", 1e5)
+    assert not read_behind(plain(), 16)
+    monkeypatch.undo()
+    assert read_behind(plain(), 16) == 2
+    padded = plain()
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    net(ids[:, :200], attention_mask=mask[:, :200], past_key_values=padded)
+    before = runner.prompts.replays
+    for _ in range(EAGER + 1):
+        net(ids[:, 200:216], attention_mask=mask[:, :216], past_key_values=padded, logits_to_keep=1)
+        padded.crop(-16)
+    assert runner.prompts.replays == before
 
 
 @torch.no_grad()
@@ -295,8 +356,7 @@ def test_the_host_does_little(bare, offload, used, most_calls, most_operations, 
 @pytest.mark.parametrize("name", ["device-default", "host-default", "need-host-tail", "host-tail", "predictive"])
 def test_on_a_gpu(name):
     """Prompts of several sizes, new and used caches: the texts of eager ones, and they were replayed."""
-    eager = build("llama", "sparsekv").cuda()
-    fast = optimize(build("llama", "sparsekv").cuda(), fused=False)
+    eager, fast = pair("llama")
     runner = runner_of(fast)
     mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
     for tokens in (90, 20, 300):
@@ -307,3 +367,27 @@ def test_on_a_gpu(name):
             mine.reset(), theirs.reset()
     assert runner.prompts.captures == 2  # 20 and 90 tokens have one size
     assert runner.prompts.replays >= 5 + 2
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["device-default", "need", "device-tail"])
+def test_pieces_on_a_gpu(name):
+    eager, fast = pair("llama")
+    text, at = prompt(1, 900, seed=9)["input_ids"].cuda(), 300
+    mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
+    for reads, cache in ((fast, mine), (eager, theirs)):
+        reads(text[:, :at], past_key_values=cache)
+    for n in (30, 30, 30, 30, 60, 50, 60, 45, 9, 12, 16, 14):
+        found = [
+            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=1).logits
+            for reads, cache in ((fast, mine), (eager, theirs))
+        ]
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+        at += n
+        ids = torch.cat((text[:, :at], found[0][:, -1].argmax(-1)[:, None]), dim=1)
+        go = {**GO, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(*(eager.generate(ids, past_key_values=cache, **go) for cache in (mine, theirs)))
+        for cache in (mine, theirs):
+            cache.crop(at - cache.get_seq_length())
+    assert runner_of(fast).prompts.replays >= 4
