@@ -287,6 +287,7 @@ class Prompts:
             or not (isinstance(keep := given.get("logits_to_keep"), int) and keep == 1)
             or given.get("return_dict") is False
             or any(not (value is None or value is False) for name, value in given.items() if name not in _KNOWN)
+            or (cache.config.prefill is not None and not past and n >= cache.config.prefill_below)  # it is sparse
             or any_autocast()
             or self.eligibility.why_no_prompt(ids) is not None
         ):

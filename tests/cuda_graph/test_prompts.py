@@ -191,6 +191,11 @@ def test_other_passes_run_eagerly(replayed):
     more = {"output_hidden_states": True, "logits_to_keep": 1}
     eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), **more).hidden_states[1])
     eagerly(net, runner, second)
+
+    def sparse():
+        return two_level(False, level="auto", lag=False, prefill=0.9, prefill_below=64, **TIGHT)
+
+    eagerly(net, runner, lambda net: [read(net, 90, 1, sparse, 2) for _ in range(FIRST)][-1])
     eagerly(net, runner, lambda net: net(ids[:, :1], past_key_values=cache(), logits_to_keep=1).logits)
     with torch.autocast("cpu", torch.bfloat16):
         eagerly(net, runner, lambda net: net(ids, past_key_values=cache(), logits_to_keep=1).logits)
