@@ -38,9 +38,9 @@ def _say_what_stays(fusion: Fusion | None) -> None:
 def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
     """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
 
-    Short prompts are captured too, once some of a size have been read; longer ones and other caches run as before. So do
-    steps that cannot be captured, with one warning that says why. The
-    logits of a step are valid until the next step (``generate()`` copies what it needs).
+    Short prompts are captured too, once some of a size have been read. Longer ones and other caches run as before, and
+    so do steps that cannot be captured, with one warning that says why. The logits of a step are valid until the next
+    step (``generate()`` copies what it needs).
 
     Args:
         model: a causal language model loaded with ``attn_implementation="sparsekv"``.

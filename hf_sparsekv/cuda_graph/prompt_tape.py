@@ -20,6 +20,8 @@ from ..layers.dense_drafts import attend_at_once
 from ..predictor.channels import magnitudes
 from ..types import AttentionParams
 
+AT_ONCE = 128  # query heads of a KV head: many tokens read what is cached together, at the rate of tensor cores
+
 
 class Shape(NamedTuple):
     """What all layers of a model have in common: ``k_dim`` and ``v_dim`` are of a KV head."""
@@ -140,7 +142,7 @@ class Tape(Cache):
         if self.past is not None:
             layers, rows = self.past
             store: Any = layers[index]
-            return attend_at_once(store, query, step.k, step.v, rows, params), None, None
+            return attend_at_once(store, query, step.k, step.v, rows, params, AT_ONCE), None, None
         plain = params.softcap is None and params.sink_logits is None and params.sliding_window is None
         if plain and serves(query, step.k, step.v):  # a graph cannot make a plan
             return without_plan(query, step.k, step.v, params.scale), None, None

@@ -25,7 +25,6 @@ from ..cache_name import NAMES, output_name, over, without_cache
 from ..kv.pool import BlockPool
 from ..layers.adopting import Computed, adopt, adopts
 from ..layers.complete import check_complete
-from ..layers.dense_drafts import HEADS
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import ModelWatch
 from ..tensors import any_autocast, no_inference_mode
@@ -35,8 +34,8 @@ from .prompt_tape import Kept, Past, Shape, Tape
 from .recorder import Recorder, Sides
 
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens, all rows together; prompts are padded to one of these
-PIECES = (16, 32, 64)  # tokens of a row behind what is cached
-READ = 2e11  # bytes that the graph of a piece may read of that: what it takes longer than its kernels, the host saves
+PIECES = (16, 32, 64, 128, 192, 256)  # tokens of a row behind what is cached
+WORK = 2e13  # operations of a piece's attention in a graph: eager passes have faster kernels, which longer ones repay
 MOST = 6  # graphs of pieces; each is for some block pools
 QUICK = 512  # of these, what takes no longer than a turn between decode steps
 EAGER = 2  # prompts of a size that run eagerly: a capture takes as long as three
@@ -319,10 +318,10 @@ class Prompts:
             return None
         check_complete(cache.layers)
         rows, stores = cache.joined_rows(), [layer.store for layer in layers]
-        tokens = rows.batch * max(rows.lengths) * -(-size * shape.q_heads // (shape.heads * HEADS))
         if rows.valid is not None or rows.batch != batch or any(store.capturing for store in stores):
             return None
-        if tokens * sum(store.token_bytes * store.heads for store in stores) > READ:
+        pairs = shape.layers * shape.q_heads * size * sum(rows.lengths)
+        if 2 * pairs * (shape.k_dim + shape.v_dim) > WORK:
             return None
         width = 1 << (max(stores[0].block_table.shape[1], stores[0].pool.capacity) - 1).bit_length()
         pools = tuple([store.pool.kv.data_ptr() for store in stores])
@@ -356,14 +355,14 @@ class Prompts:
 
                 self.recorder.warm_up(run, shape.device)
                 step.graph, step.output = self.recorder.record(run, shape.device, [])
-        except RuntimeError as error:  # no memory among them
+        except Exception as error:  # no memory, what waits for the host, a kernel that does not fit the GPU
             self._cannot(error)
             return False
         self.captures += 1
         self.graphs[kind] = step
         return True
 
-    def _cannot(self, error: RuntimeError) -> None:
+    def _cannot(self, error: Exception) -> None:
         self.forget()
         self._able, self._memory = False, None
         why = next(iter(str(error).splitlines()), type(error).__name__)

@@ -12,11 +12,17 @@ from ..kv.store import LayerStore
 from ..ops.attention.sparse_decode import sparse_decode
 from ..types import AttentionParams
 
-HEADS = 32  # query heads of a KV head that the kernel for keys and values takes at once without spilling registers
+HEADS = 32  # query heads of a KV head that the kernel for keys and values takes at once with the parameters of a step
 
 
 def attend_at_once(
-    store: LayerStore, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, params: AttentionParams
+    store: LayerStore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    params: AttentionParams,
+    at_once: int = HEADS,
 ) -> Tensor:
     """Attention of new tokens to all that is cached before them, and to each other, causally.
 
@@ -27,6 +33,7 @@ def attend_at_once(
         query: ``[batch, Hq, n, Dk]``.
         key, value: of the new tokens, ``[batch, H, n, D]``, as they are stored afterwards.
         rows: int32 ``[batch, 2]``, tokens of each row before these, and those of them in full blocks.
+        at_once: query heads of a KV head that read what is cached together.
 
     Returns:
         ``[batch, Hq, n, Dv]``.
@@ -35,7 +42,7 @@ def attend_at_once(
     heads, group = store.heads, q_heads // store.heads
     if store.latent:  # the whole row is the key, and its first part the value
         key, value = torch.cat((key, value), dim=-1), key
-    most = n if store.latent else max(1, HEADS // group)  # the kernel for latents has tiles of heads
+    most = n if store.latent else max(1, at_once // group)  # the kernel for latents has tiles of heads
     parts = [_past(store, part, rows, params, count=not i) for i, part in enumerate(query.split(most, dim=2))]
     past, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     asked = query.reshape(batch, heads, group * n, -1).float()

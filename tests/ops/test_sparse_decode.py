@@ -31,6 +31,7 @@ SHAPES = {
     "group 4, blocks of 128": Case(batch=1, group=4, block_size=128, dk=128, dv=128, cap=3, chosen=2),
     "group 7": Case(batch=1, heads=1, group=7, dk=128, dv=96),
     "group 16": Case(batch=1, group=16, dk=64, dv=128),
+    "group 128": Case(batch=1, heads=1, group=128, block_size=64, dk=128, dv=128, cap=3, chosen=2),
     "wide heads": Case(batch=1, heads=1, group=4, dk=256, dv=256),
     "wider than a power of two": Case(batch=1, heads=1, group=4, dk=192, dv=128),
     "many rows": Case(batch=5, heads=1, group=2, cap=3, chosen=2),

@@ -98,6 +98,8 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
         # Clusters: in a step, with means, a layer's attention to 1,024 tokens takes 7.3 us for 12.7 (1 x 32k) and 20.9
         # for 27.4 (8 x 32k). With all tokens they are slower: 52 us for 45 (1 x 32k), 185 for 142 (1 x 128k).
         clusters = None if granularity == "token" else False
+        if dense and group > 32:  # of many tokens. Not measured yet
+            return Config(tile, group, programs(264, q), warps=8, stages=2, clusters=clusters)
         return Config(tile, group, aim, warps=4 if dense else 2, stages=2, clusters=clusters)
     if not is_native(q, kv, recent_kv):
         chosen = EXACT
