@@ -86,7 +86,8 @@ def _attend(
     start = None if columns is None else step.under_way.starts(columns)
     if mask is not None or dropout or (columns is not None and start is None):
         return exact_attention(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
-    start = None if start is None else start[row : row + len(query)]
+    if start is not None and len(start) > len(query):
+        start = start[row : row + len(query)].clone()  # its own address, aligned
     return sparse_attention(
         query.detach(),
         key.detach(),

@@ -19,6 +19,7 @@ from compile_kernels import Chip
 from triton.runtime.jit import JITFunction
 
 from hf_sparsekv.kv.block_table import table_width
+from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
@@ -31,6 +32,8 @@ from hf_sparsekv.ops.layers.route.triton import route
 from hf_sparsekv.ops.layers.small_linear.triton import small_linear
 from hf_sparsekv.ops.selection.block_score.triton import block_score
 from hf_sparsekv.ops.selection.mass_select.triton import mass_select
+from hf_sparsekv.ops.selection.prompt_choice.triton import prompt_choice
+from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
 from hf_sparsekv.ops.selection.query_predict.triton import query_predict
 from hf_sparsekv.ops.selection.query_ring.triton import push
 from hf_sparsekv.ops.selection.token_score.triton import token_score
@@ -272,6 +275,24 @@ def small_layers(model: Model) -> None:
             route(x, torch.empty(64, d, dtype=KIND), torch.empty(64, dtype=KIND), 4, **named)
 
 
+def sparse_prompts(model: Model) -> None:
+    """Pieces of prompts of any lengths, after pasts of any lengths; rows that begin with padding."""
+    dim = min(model.dk, 256)
+    for rows, past, padded in product((257, 1024, 1111), (0, 1, 640, 4999), (False, True)):
+        q = torch.empty(1, rows, model.q_heads, dim, dtype=KIND).transpose(1, 2)
+        k, v = (torch.empty(1, past + rows, model.heads, dim, dtype=KIND).transpose(1, 2) for _ in range(2))
+        start = torch.empty(1, dtype=INT) if padded else None
+        for lo in (0, 128):
+            some = q[:, :, lo:]
+            made = prompt_mass(
+                some, k, torch.empty(1, model.heads, past + rows, dim, dtype=KIND), 0.1, past + lo, start
+            )
+            wanted = torch.empty(1, model.q_heads)
+            lists = prompt_choice(*made, wanted, past + lo, some.shape[2], 999, start)
+            prompt_choice(*made, wanted, past + lo, some.shape[2], 999, start, wanted > 0, lists)
+            block_attention(some, k, v, *lists[:2], 0.1, past + lo, start)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Chip(90))
     made: defaultdict[str, defaultdict[str, dict]] = defaultdict(lambda: defaultdict(dict))
@@ -287,7 +308,7 @@ def main() -> None:
         made[self.fn.__name__][str(fixed)][str(other)] = other
 
     JITFunction.run = note
-    for story in (scores, attention, recent_tokens, pages, prompts, small_layers, long_rows):
+    for story in (scores, attention, recent_tokens, pages, prompts, sparse_prompts, small_layers, long_rows):
         for model in MODELS[: 1 if story is long_rows else None]:
             made.clear()
             story(model)

@@ -101,7 +101,8 @@ def test_mass(place, name):
         of_tiles(t).masked_fill(~seen.to(t.device)[:, :, :, None], float("-inf")) for t in (got[1], expected[1])
     )
     assert torch.equal(one.isinf().cpu(), other.isinf())
-    place.close(one.exp2(), other.exp2(), ratio)
+    top = other.amax(-1, keepdim=True).nan_to_num(neginf=0.0)  # or squares would be infinite
+    place.close((one.cpu() - top).exp2(), (other - top).exp2(), ratio)
 
 
 @pytest.mark.parametrize("name", CASES)
