@@ -40,6 +40,7 @@ CONFIGS = [
     Config(many=2, descriptors=True, warps=8, stages=3, heads_first=True),
     Config(many=1, descriptors=True, warps=8, stages=4, heads_first=True),
     Config(many=1, descriptors=True, warps=4, stages=3),
+    Config(rows=64, many=1, descriptors=True, warps=4, stages=3),
     Config(many=1, descriptors=False, warps=4, stages=2),
 ]
 MASSES = [

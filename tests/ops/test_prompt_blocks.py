@@ -139,6 +139,7 @@ def test_some_heads_choose_again(place32):
 HOWS = {
     "one": Config(many=1, warps=4, stages=2),
     "two": Config(many=2),
+    "half a tile": Config(rows=64, many=1, warps=4, stages=1),
     "descriptors": Config(many=1, descriptors=True, stages=3),
     "two by descriptors": Config(many=2, descriptors=True, heads_first=True),
 }

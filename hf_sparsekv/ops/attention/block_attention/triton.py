@@ -58,6 +58,7 @@ def block_attention_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    TILE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     MANY: tl.constexpr,
@@ -67,35 +68,35 @@ def block_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of queries of one query head: whole blocks first, then those that only some of its queries see."""
+    """``BM`` queries of a tile and query head: whole blocks first, then those that only some of the queries see."""
     begin(PDL)
     BK: tl.constexpr = padded(DK)
     BV: tl.constexpr = padded(DV)
     if HEADS_FIRST:
-        tiles = tl.num_programs(0) // GROUP
-        i_tile = tiles - 1 - tl.program_id(0) // GROUP
+        o_m = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUP * BM
         i_row = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
     else:
-        tiles = tl.num_programs(0)
-        i_tile = tiles - 1 - tl.program_id(0)  # later tiles have more to do
+        o_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # later ones have more to do
         i_row = tl.program_id(1)
+    i_tile = o_m // TILE
     i_batch, i_head = (i_row // Q_HEADS).to(tl.int64), (i_row % Q_HEADS).to(tl.int64)
     i_kv = i_head // GROUP
     first = 0
     if start is not None:
         first = tl.load(start + i_batch)
-    o_m = i_tile * BM + tl.arange(0, BM)
+    own = (past + o_m + 1) // BN  # whole blocks that the first query sees
+    o_m += tl.arange(0, BM)
     o_at = past + o_m
     m_m = o_m < rows
     o_k = tl.arange(0, BK)
     p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64)[:, None] * q.token + o_k[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & (o_k < DK)[None, :], other=0.0)  # [BM, BK]
 
-    i_list = i_row.to(tl.int64) * tiles + i_tile
+    i_list = i_row.to(tl.int64) * tl.cdiv(rows, TILE) + i_tile
     count = tl.load(counts + i_list)
     p_ids = ids + i_list * nb
-    last = past + tl.minimum(i_tile * BM + BM, rows) - 1
-    whole = tl.maximum(count - (last // BN - (past + i_tile * BM + 1) // BN + 1), 0)
+    last = past + tl.minimum(i_tile * TILE + TILE, rows) - 1
+    whole = tl.maximum(count - (last // BN - own + 1), 0)
     whole = whole // MANY * MANY
 
     b_max = tl.full([BM], float("-inf"), tl.float32)
@@ -167,7 +168,7 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         TensorDescriptor.from_tensor(t, [1, 1, BLOCK, padded(t.shape[3])]) if descriptors else operand(Tokens, t)
         for t in (key, value)
     ]
-    group, grid = q_heads // key.shape[1], (ids.shape[2], batch * q_heads)
+    group, grid = q_heads // key.shape[1], (triton.cdiv(r, config.rows), batch * q_heads)
     if config.heads_first:
         grid = grid[0] * group, grid[1] // group
     launch(
@@ -188,7 +189,8 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         GROUP=group,
         DK=dk,
         DV=dv,
-        BM=TILE,
+        TILE=TILE,
+        BM=config.rows,
         BN=BLOCK,
         MANY=config.many,
         DESCRIPTORS=descriptors,
