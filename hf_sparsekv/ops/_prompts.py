@@ -13,6 +13,7 @@ BLOCK = 64  # keys that are chosen together
 STEP = 16  # of so many queries the last one's scores are computed exactly
 ROWS = TILE // STEP  # exact rows of a tile
 POOL = 16  # keys of a mean
+EVERY = 4  # of so many queries the last one is compared with means: more find nothing more
 NEAR = 2  # whole blocks before a tile's own ones, which it always attends to
 
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._prompts import BLOCK, POOL, STEP, TILE, blocks_of, pool_counts, tiles_of
+from ..._prompts import BLOCK, EVERY, POOL, STEP, TILE, blocks_of, pool_counts, tiles_of
 
 
 def prompt_mass(
     query: Tensor, key: Tensor, means: Tensor, scale: float, past: int, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Two estimates: means of keys against all queries, and all keys against every ``STEP``-th query.
+    """Two estimates: means of keys against every ``EVERY``-th query, and all keys against every ``STEP``-th.
 
     A mean stands for as many keys as it is of. A query sees it if it sees its first key.
 
@@ -26,10 +26,10 @@ def prompt_mass(
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
 
     Returns:
-        float32 ``[batch, Hq, tiles, blocks]``: the share of each block by the means, the mean over the tile's queries
-        that see anything; and float32 ``[batch, Hq, tiles * ROWS, blocks]``: of queries ``STEP - 1``, ``2 STEP - 1``
-        and so on the binary logarithm of the sum of the exponentials of a block's logits, ``-inf`` where there is none.
-        Nobody may read entries of blocks that no query of a tile sees.
+        float32 ``[batch, Hq, tiles, blocks]``: the share of each block by the means, the mean over those of the
+        tile's queries that see anything; and float32 ``[batch, Hq, tiles * ROWS, blocks]``: of queries ``STEP - 1``,
+        ``2 STEP - 1`` and so on the binary logarithm of the sum of the exponentials of a block's logits, ``-inf`` where
+        there is none. Nobody may read entries of blocks that no query of a tile sees.
     """
     batch, q_heads, r, _ = query.shape
     group, n, nb, tiles = q_heads // key.shape[1], key.shape[2], blocks_of(past + r), tiles_of(r)
@@ -45,12 +45,14 @@ def prompt_mass(
     width = min(means.shape[2], -(-(past + r) // POOL))
     counts = pool_counts(n, start, query.device)[:, :width]
     group_at = torch.arange(width, device=query.device) * POOL
-    s = logits(query, means[:, :, :width]) + counts.log2()[:, None, None]
-    s = s.masked_fill(~((group_at <= at[:, None])[None] & live[..., None])[:, None], float("-inf"))
+    rows = torch.arange(EVERY - 1, r, EVERY, device=query.device)
+    s = logits(query[:, :, rows], means[:, :, :width]) + counts.log2()[:, None, None]
+    s = s.masked_fill(~((group_at <= at[rows][:, None])[None] & live[:, rows, None])[:, None], float("-inf"))
     share = torch.softmax(s * math.log(2), dim=-1).nan_to_num(0.0)
-    share = F.pad(share, (0, nb * BLOCK // POOL - width, 0, tiles * TILE - r))
-    share = share.view(batch, q_heads, tiles, TILE, nb, BLOCK // POOL).sum((3, 5))
-    seeing = F.pad(live.float(), (0, tiles * TILE - r)).view(-1, tiles, TILE).sum(-1).clamp_min(1)
+    missing = tiles * (TILE // EVERY) - len(rows)
+    share = F.pad(share, (0, nb * BLOCK // POOL - width, 0, missing))
+    share = share.view(batch, q_heads, tiles, TILE // EVERY, nb, BLOCK // POOL).sum((3, 5))
+    seeing = F.pad(live[:, rows].float(), (0, missing)).view(-1, tiles, TILE // EVERY).sum(-1).clamp_min(1)
     pooled = share / seeing[:, None, :, None]
 
     rows = torch.arange(STEP - 1, r, STEP, device=query.device)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..._dispatch import require_dense_rows
 from ..._operands import Tokens, operand, padded
 from ..._overlap import begin, launch
-from ..._prompts import BLOCK, POOL, ROWS, STEP, TILE, blocks_of, tiles_of
+from ..._prompts import BLOCK, EVERY, POOL, ROWS, STEP, TILE, blocks_of, tiles_of
 from .config import config as default
 
 
@@ -45,7 +45,20 @@ def _sum_exp(b_s, b_max, b_sum):
     return b_new, b_sum * tl.exp2(b_max - b_safe) + tl.sum(tl.exp2(b_s - b_safe[:, None]), 1)
 
 
-@triton.jit(do_not_specialize=["past", "rows", "n", "nb"])
+@triton.jit
+def _store_shares(
+    p_out, b_share, j, i_tile, tiles, nb, b_scale, EACH: tl.constexpr, BN: tl.constexpr, PER: tl.constexpr
+):
+    """Add up the shares ``[BM, BN]`` of the ``EACH`` queries of each tile, and of the means of each block."""
+    MANY: tl.constexpr = b_share.shape[0] // EACH
+    b_tiles = tl.sum(tl.reshape(b_share, [MANY, EACH, BN]), 1)  # [MANY, BN]
+    b_tiles = tl.sum(tl.reshape(b_tiles, [MANY, BN // PER, PER]), 2) * b_scale[:, None]
+    o_t, o_b = i_tile + tl.arange(0, MANY), j // PER + tl.arange(0, BN // PER)
+    m_out = (o_t < tiles)[:, None] & (o_b < nb)[None, :]
+    tl.store(p_out + o_t.to(tl.int64)[:, None] * nb + o_b[None, :], b_tiles, mask=m_out)
+
+
+@triton.jit(do_not_specialize=["past", "rows", "n", "nb", "tiles"])
 def pooled_mass_kernel(
     q,
     k,
@@ -55,39 +68,41 @@ def pooled_mass_kernel(
     rows,
     n,
     nb,
+    tiles,
     binary,
     Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    EACH: tl.constexpr,
+    EVERY: tl.constexpr,
     PER: tl.constexpr,
     POOL: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Shares of all blocks, by the means of keys, for one tile and query head: once for the sums, once for the shares.
+    """Shares of all blocks, by the means of keys, for some tiles of one query head: the sums first, then the shares.
 
-    ``PER``: means of a block.
+    ``EACH``: of ``BM`` queries, so many are a tile's. ``PER``: means of a block.
     """
     begin(PDL)
     BK: tl.constexpr = padded(DK)
-    tiles = tl.num_programs(0)
-    i_tile = tiles - 1 - tl.program_id(0)  # those with most to do first
+    begin_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # those with most to do first
     i_batch, i_head = (tl.program_id(1) // Q_HEADS).to(tl.int64), (tl.program_id(1) % Q_HEADS).to(tl.int64)
     first = 0
     if start is not None:
         first = tl.load(start + i_batch)
-    o_m = i_tile * BM + tl.arange(0, BM)
+    o_m = (begin_m + tl.arange(0, BM)) * EVERY + EVERY - 1
     o_at = past + o_m
     m_m = o_m < rows
     p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64) * q.token
     b_q = _load(p_q, tl.arange(0, BK), m_m, DK)  # [BM, BK]
     p_k = k.ptr + i_batch * k.batch + i_head // GROUP * k.head
     lo = first // (PER * POOL) * PER
-    last = past + tl.minimum(i_tile * BM + BM, rows) - 1
+    last = past + tl.minimum((begin_m + BM) * EVERY, rows) - 1
     hi = last // POOL + 1
-    whole = (past + i_tile * BM) // POOL  # means of `POOL` keys that all queries see
+    whole = (past + begin_m * EVERY) // POOL  # means of `POOL` keys that all queries see
     middle = lo
     if start is None:
         middle = whole // BN * BN
@@ -102,19 +117,16 @@ def pooled_mass_kernel(
         b_max, b_sum = _sum_exp(b_s, b_max, b_sum)
     m_live = m_m & (o_at >= first)
     b_lse = tl.where(m_live & (b_sum > 0), b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), float("inf"))
-    scale = 1.0 / tl.maximum(tl.sum(m_live.to(tl.float32), 0), 1.0)
+    b_scale = 1.0 / tl.maximum(tl.sum(tl.reshape(m_live.to(tl.float32), [BM // EACH, EACH]), 1), 1.0)
 
-    p_out = out + (tl.program_id(1).to(tl.int64) * tiles + i_tile) * nb
-    o_b = tl.arange(0, BN // PER)
+    p_out = out + tl.program_id(1).to(tl.int64) * tiles * nb
+    i_tile = begin_m // EACH
     for j in tl.range(lo, middle, BN, num_stages=STAGES):
         b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
-        b_share = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)  # [BN]
-        tl.store(p_out + j // PER + o_b, tl.sum(tl.reshape(b_share, [BN // PER, PER]), 1) * scale)
+        _store_shares(p_out, tl.exp2(b_s - b_lse[:, None]), j, i_tile, tiles, nb, b_scale, EACH, BN, PER)
     for j in tl.range(middle, hi, BN, num_stages=1):
         b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, True)
-        b_share = tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
-        m_b = j // PER + o_b < nb
-        tl.store(p_out + j // PER + o_b, tl.sum(tl.reshape(b_share, [BN // PER, PER]), 1) * scale, mask=m_b)
+        _store_shares(p_out, tl.exp2(b_s - b_lse[:, None]), j, i_tile, tiles, nb, b_scale, EACH, BN, PER)
 
 
 @triton.jit(do_not_specialize=["past", "rows", "nb", "exact_rows"])
@@ -186,7 +198,7 @@ def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
     binary, queries = scale * math.log2(math.e), operand(Tokens, query)
     launch(
         pooled_mass_kernel,
-        (tiles, batch * q_heads),
+        (triton.cdiv(tiles * TILE, TILE * EVERY), batch * q_heads),
         query,
         queries,
         operand(Tokens, means),
@@ -196,9 +208,12 @@ def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
         r,
         key.shape[2],
         nb,
+        tiles,
         binary,
         **sizes,
         BN=config.means,
+        EACH=TILE // EVERY,
+        EVERY=EVERY,
         PER=BLOCK // POOL,
         POOL=POOL,
         STAGES=config.stages,
