@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from hf_sparsekv.attention import sparse_prompt
+from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, key_means, tiles_of
 from hf_sparsekv.ops.attention.block_attention.config import Config
 from hf_sparsekv.ops.attention.block_attention.config import config as usual
@@ -29,6 +30,7 @@ from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.selection.prompt_choice.triton import prompt_choice
 from hf_sparsekv.ops.selection.prompt_mass.config import Config as MassConfig
 from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
+from hf_sparsekv.types import AttentionParams
 
 from ..shapes import parse_tokens
 
@@ -85,8 +87,11 @@ def drawn_lists(heads: int, q: int, n: int, density: float) -> tuple[Tensor, Ten
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
-    """Milliseconds of torch's dense kernels."""
+    """Milliseconds of torch's dense kernels, and of exact prompts as they are."""
     q, n, found = query.shape[2], key.shape[2], {}
+    with torch.no_grad():
+        params = AttentionParams(query.shape[3] ** -0.5)
+        found["exact"] = timed(lambda: exact_attention(query, key, value, params), 3)
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash 2", SDPBackend.FLASH_ATTENTION)):
         if q < n and name == "cudnn":
             continue  # has no piece with a past
