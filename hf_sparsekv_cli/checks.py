@@ -57,6 +57,16 @@ def exact_mode(exact: bool, sparse: bool, offload: bool | None, kv_dtype: str | 
     )
 
 
+def exact_requests(given: Mapping[str, Any]) -> None:
+    """``serve --exact``."""
+    offload = given["offload"] or given["device_kv"] is not None or given["host_kv"] is not None
+    exact_mode(given["exact"], True, offload, given["kv_dtype"])
+    _require(
+        not (given["exact"] and given["tensor_parallel"]),
+        "--exact is not for tensor parallel models: leave --tensor-parallel out",
+    )
+
+
 def prompted(prompt: object, prompt_file: object, demo: bool) -> None:
     """``generate`` reads one text."""
     given = sum((prompt is not None, prompt_file is not None, demo))
@@ -274,6 +284,7 @@ def check(command: str, given: Mapping[str, Any], facts: Mapping[str, Any]) -> N
         served(given["cache"], given["max_length"], given["api_key"])
         cache_options(given["cache"], given, facts)
         host_kept(given["offload"], given["device_kv"], given["host_kv"])
+        exact_requests(given)
         origins(given["cors_origin"])
         for name in ("device_kv", "host_kv", "max_body"):
             if given[name] is not None:

@@ -24,7 +24,7 @@ import torch
 import typer
 
 from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import host_kept, origins, served
+from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served
 
 from ..config import OffloadConfig
 from ..gguf_file import is_gguf
@@ -154,6 +154,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        _of_requests(
+            "--exact",
+            help='Answers are those of full attention: sparse steps only draft. Unless one asks "exact": false.',
+        ),
+    ] = False,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
@@ -166,6 +173,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
     _check_installed()
+    asked = {"offload": options.offload, "device_kv": device_kv, "host_kv": host_kv, "kv_dtype": options.kv_dtype}
+    exact_requests({**asked, "exact": exact, "tensor_parallel": tensor_parallel})
     rank = _rank() if tensor_parallel else 0
     served(cache.value, options.max_length, api_key)
     config = options.config(cache)
@@ -183,6 +192,7 @@ def serve(
         max_wait_s=max_wait_s,
         prefill_ms=prefill_ms,
         prefix_cache=prefix_cache,
+        exact=exact,
     )
     origins(cors_origin)
     if log_requests:

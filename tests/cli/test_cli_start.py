@@ -169,6 +169,8 @@ def test_an_unknown_command_is_told_at_once(args, line):
         ),
         (["generate", "x", "--prompt", "a", "--exact", "--offload"], "leave --offload and --kv-dtype out"),
         (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
+        (["serve", "x", "--exact", "--host-kv", "3GiB"], "leave --offload and --kv-dtype out"),
+        (["serve", "x", "--exact", "--tensor-parallel"], "leave --tensor-parallel out"),
         (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
         (["serve", "x", "--api-key", " "], "is empty: give a key"),
         (["serve", "x", "--cors-origin", "chat.example.org"], "'chat.example.org' is no origin of web pages"),

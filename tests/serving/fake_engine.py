@@ -175,7 +175,16 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         with self._lock:
             running, waiting = len(self._rows), len(self._waiting)
-        none = ("cached_tokens", "captures", "device_tokens", "device_tokens_used", "host_bytes", "link_bytes")
+        none = (
+            "cached_tokens",
+            "captures",
+            "drafted",
+            "accepted",
+            "device_tokens",
+            "device_tokens_used",
+            "host_bytes",
+            "link_bytes",
+        )
         counted = ("requests", "finished", "cancelled", "failed", "prompt_tokens", "generated_tokens", "steps")
         return EngineStats(
             running=running,

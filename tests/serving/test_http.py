@@ -108,7 +108,7 @@ def test_settings_reach_the_engine_and_defaults_are_openais(client, engine):
     assert engine.samplings[-1] == Sampling(max_tokens=16)
     client.chat.completions.create(model="fake/model", messages=HI, max_completion_tokens=3, stop="x")
     assert engine.samplings[-1] == Sampling(max_tokens=3, stop=("x",))
-    extra = {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True}
+    extra = {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True, "exact": False}
     named = {"temperature": 0, "top_p": 0.5, "seed": -4, "stop": ["q", "w"], "max_tokens": 2, "user": "me"}
     client.completions.create(model="fake/model", prompt="ab", extra_body=extra, **named)
     named.pop("user")

@@ -64,6 +64,7 @@ BOTH = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4 strings at most, got 5"),
     *(({"stop": stop}, "stop", "strings") for stop in ([1], 1, {"a": 1})),
     ({"ignore_eos": "yes"}, "ignore_eos", "True or False"),
+    ({"exact": 1}, "exact", "true or false"),
     ({"stream": "yes"}, "stream", "true or false, got a string"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true only"),
     *(({"stream": True, "stream_options": one}, "stream_options", "include_usage") for one in ({"more": 1}, 1)),
