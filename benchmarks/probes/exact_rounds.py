@@ -4,8 +4,9 @@
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
 each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
-``generate()``. Then ms a token of ``generate()``: dense by transformers' loop, and in exact mode for each acceptance,
-with as many drafts as it finds to pay; how many rounds had how many drafts. Prints only.
+``generate()``. Then ms a token of ``generate()``: dense by transformers' loop with captured steps, and in exact mode
+for each acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls, each less a
+shorter one, so that prefill, captures and first trials do not count; dense and exact calls take turns. Prints only.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Imitated(Choice):
     def __call__(
         self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        chosen = torch.full_like(ids[:, -1], RIGHT)
+        chosen = torch.full_like(logits.argmax(-1), RIGHT)
         if self._cache.row_table.exactness.everything:
             return chosen, logits
         return chosen.masked_fill(torch.rand(len(ids), device=ids.device) >= self._accepts, WRONG), logits
@@ -119,15 +120,35 @@ def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float |
         return time.perf_counter() - began, rounds
 
 
-def through_generate(model, batch: int, context: int, variant: Variant, tokens: int, accepts: float | None) -> str:
-    """Milliseconds a token, without the beginning."""
-    few, taken = tokens // 4, []
-    for new in (few, few, tokens):  # the first one compiles
-        cache = filled(model, batch, context, variant, new + 64)
-        taken.append(seconds(model, cache, batch, new, accepts))
-    ms = 1e3 * (taken[2][0] - taken[1][0]) / (tokens - few)
-    rounds = ", ".join(f"{drafts}: {n}" for drafts, n in sorted(taken[2][1].items()))
-    return f"{ms:.2f} ms a token" + (f"; rounds of drafts {rounds}" if rounds else "")
+def shares(rounds: Counter[int]) -> str:
+    """How many rounds had how many drafts."""
+    return ", ".join(f"{drafts}: {n}" for drafts, n in sorted(rounds.items()))
+
+
+def through_generate(model, batch: int, context: int, variant: Variant, args: argparse.Namespace) -> None:
+    """Print milliseconds a token, dense and by acceptance."""
+    few, kinds = args.tokens // 4, (None, *args.acceptance)
+    ms: dict[float | None, list[float]] = {kind: [] for kind in kinds}
+    rounds: dict[float | None, Counter[int]] = {kind: Counter() for kind in kinds}
+    for repeat in range(-1, args.repeats):  # the first one compiles
+        for kind in kinds:
+            taken = []
+            for new in (few,) if repeat < 0 else (few, args.tokens):
+                cache = filled(model, batch, context, variant, args.tokens + 64)
+                seconds_taken, counted = seconds(model, cache, batch, new, kind)
+                taken.append(seconds_taken)
+                del cache
+            if repeat >= 0:
+                ms[kind].append(1e3 * (taken[1] - taken[0]) / (args.tokens - few))
+                rounds[kind] += counted
+    dense = median(ms[None])
+    for kind in kinds:
+        about, found = "dense" if kind is None else f"exact, {kind:.0%} accepted", sorted(ms[kind])
+        print(
+            f"  {about}: {median(found):.2f} ms a token ({found[0]:.2f} to {found[-1]:.2f}), "
+            f"{median(found) / dense:.3f} of dense" + (f"; rounds of drafts {shares(rounds[kind])}" if kind else ""),
+            flush=True,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,7 +158,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=["1x32k", "1x128k", "8x32k", "8x64k"])
     parser.add_argument("--variant", default="token_only", help="as in `step --list`, such as mass:0.9")
-    parser.add_argument("--tokens", type=int, default=800)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--acceptance", nargs="+", type=float, default=[0.7, 0.8, 0.9, 0.95])
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,10 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     for shape in args.shapes:
         batch, context = parse_shape(shape) if isinstance(shape, str) else shape
         print(f"{batch} x {context}: {costs(model, batch, context, variant)}", flush=True)
-        for accepts in (None, *args.acceptance):
-            about = "dense" if accepts is None else f"exact, {accepts:.0%} accepted"
-            found = through_generate(model, batch, context, variant, args.tokens, accepts)
-            print(f"  {about}: {found}", flush=True)
+        through_generate(model, batch, context, variant, args)
 
 
 if __name__ == "__main__":
