@@ -24,10 +24,12 @@ from .next_step import NextStep
 
 
 def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
-    """Each of ``new`` drafts has a selection of its own.
+    """Each of ``new`` drafts has a selection of its own, or they are verified for rows that come and go.
 
     The policy says how, a decode step does not attend to everything, and so many of them do not read more than that.
     """
+    if store.table_of_rows.exactness.counts is not None:
+        return True
     return policy.drafts != "exact" and not plan_of(store, policy).dense and policy.drafts_read_less(new, store)
 
 

@@ -195,8 +195,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if drafts and captured is not None:
             drafts = captured.is_draft_pass
         elif drafts:
-            at_once = owner.row_table.exactness.counts is not None
-            drafts = step.under_way.drafts and (at_once or attend_as_steps(self.store, self.policy, query.shape[2]))
+            drafts = step.under_way.drafts and attend_as_steps(self.store, self.policy, query.shape[2])
         if not (one or drafts):
             return self._attend_exactly(step, query, mask, whole, params, dropout)
         with torch.no_grad():
