@@ -155,11 +155,7 @@ def serve(
         ),
     ] = None,
     exact: Annotated[
-        bool,
-        _of_requests(
-            "--exact",
-            help='Answers are those of full attention: sparse steps only draft. Unless one asks "exact": false.',
-        ),
+        bool, _of_requests("--exact", help='Give full attention\'s answers, unless one asks "exact": false.')
     ] = False,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
     dtype: opt.DTypeOption = opt.DType.auto,
