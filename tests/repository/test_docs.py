@@ -120,7 +120,7 @@ def rows() -> dict:
 
 
 def exact() -> dict:
-    return {"hf_sparsekv": hf_sparsekv, "model": build("llama", "sdpa"), "inputs": prompt(1, 300)}
+    return {"hf_sparsekv": hf_sparsekv, "inputs": prompt(1, 300), **serving()}
 
 
 def drafts() -> dict:
