@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
 from .attention.tap import QueryTap
+from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig
@@ -120,7 +121,13 @@ class CacheSource:
 
         Raises:
             RuntimeError: another thread is inside, with other settings.
+            ValueError: exact mode of a model that chooses tokens by itself.
         """
+        if use.settings.exact is not None and has_indexer(self.model.config):
+            raise ValueError(
+                f"this {self.model.config.model_type} model selects tokens by itself, by a trained indexer, and its "
+                "steps follow it exactly: leave exact out"
+            )
         others = [one for one in self.uses if not (use.lasting and one.lasting)]
         for other in others:
             if other.thread != use.thread and any(one.settings != use.settings for one in others):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
+from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
 from .kv.read_back import materialise
@@ -79,6 +80,16 @@ class PrefixCache(SparseCache):
         super().__init__(SparseConfig(max_length=max_length, dense_layers=0), offload, model_config)
 
     _method = staticmethod(lambda config: Method("prefix", SparseConfig, _Recording, shared=_Recorded))
+
+    def bind(self, model_config: PreTrainedConfig) -> None:
+        """As :meth:`SparseCache.bind`. Raises ValueError for a model with an indexer as well."""
+        if has_indexer(model_config):
+            raise ValueError(
+                "this model selects tokens by itself, by a trained indexer, whose keys a PrefixCache does not keep: "
+                "prefill SparseCache(TokenConfig()) or OffloadedSparseCache(), and go on with copy.deepcopy() of it, "
+                "which shares its blocks"
+            )
+        super().bind(model_config)
 
     @torch.no_grad()
     def start(self, cache: SparseCache) -> SparseCache:

@@ -38,7 +38,10 @@ def check_served(cache: Owner, text_config: PreTrainedConfig) -> None:
             "options out: OffloadedSparseCache(), sparse(model, offload=True), or TokenConfig() on the device"
         )
     if cache.block_pools is not None:
-        raise ValueError(f"{model}, which continuous batching (rows(), Engine) does not serve: use generate()")
+        raise ValueError(
+            f"{model}, which continuous batching (rows(), Engine) does not serve: use generate(), with a padded batch "
+            "for several texts"
+        )
 
 
 def check_first(cache: Any, config: PreTrainedConfig | None) -> None:

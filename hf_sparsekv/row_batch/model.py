@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from ..layers.indexed import IndexedLayer
 from ..layers.joining import open_rows
 from .protocol import Batch
 
@@ -29,6 +30,11 @@ def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
         raise ValueError("this cache has rows already: use them, or reset() it")
     if cache.get_seq_length():
         raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
+    if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
+        raise ValueError(
+            "this model selects tokens by itself, by a trained indexer, which continuous batching (rows(), Engine) does "
+            "not serve: use generate(), with a padded batch for several texts"
+        )
     check_kinds(cache)
 
 

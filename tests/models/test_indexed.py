@@ -15,6 +15,7 @@ from hf_sparsekv import (
     Engine,
     OffloadConfig,
     OffloadedSparseCache,
+    PrefixCache,
     ProgressiveConfig,
     ServingConfig,
     SparseCache,
@@ -280,17 +281,22 @@ def test_methods_that_choose_are_refused(config):
 
 
 def test_what_is_not_served():
-    net, cache = model("deepseek-v32"), new_cache()
+    net = model("deepseek-v32")
     with pytest.raises(ValueError, match="not planned yet"):
         model_shape(net.config)
+    with pytest.raises(ValueError, match="leave exact out"), sparse(net, exact=True):
+        pass
+    with pytest.raises(ValueError, match=r"go on with copy.deepcopy\(\)"):
+        net.generate(**INPUTS, **GO, **over(net, PrefixCache()))
+    with pytest.raises(ValueError, match="padded batch"):
+        SparseCache(TokenConfig(), model_config=net.config).rows(2, 200)
+    with pytest.raises(ValueError, match="padded batch"):
+        SparseCache(TokenConfig()).rows(2, 200).prefill(net, INPUTS["input_ids"][:1])
     with (
         pytest.raises(ValueError, match="continuous batching"),
         Engine(net, None, TokenConfig(), serving=ServingConfig(max_rows=2, max_length=200)),
     ):
         pass
-    net.generate(**INPUTS, **GO, **over(net, cache))
-    with pytest.raises(ValueError, match="cannot be saved yet"):
-        cache.save("/nonexistent/file")
 
 
 REPLAYED = [(name, i % 2 == 0, (0, 13)) for i, name in enumerate(INDEXED)] + [("deepseek-v32", False, None)]
