@@ -18,7 +18,7 @@ from ..predictor.channels import are_norms
 from .configuration import keeps_queries
 from .container import Layer, Reader, damaged, dtype_name
 from .earlier_codes import index_of
-from .filed_cache import FiledCache, kept_index
+from .filed_cache import INDEX_KEYS, FiledCache, kept_index
 
 _STORED = {"near_kv"}  # tensors of a store besides its blocks; all others belong to the policy
 # Memory that the configuration in a file may reserve beyond the file's content: in bytes, or as a multiple of its
@@ -103,6 +103,9 @@ def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str,
         **{name: name in kept for name in always},
         **{name: name in policy.file_names() for name in kept - always},
     }
+    if INDEX_KEYS in held:
+        keys = held[INDEX_KEYS]
+        fits[INDEX_KEYS] &= keys.is_floating_point() and keys.shape[:-1] == (record.batch, record.length)
     _refuse(file, layer.index, fits)
     sealed, lengths = (torch.tensor(of, dtype=torch.int64).view(-1, 1, 1) for of in (rows.sealed, rows.lengths))
     limits = {

@@ -21,6 +21,7 @@ from ..policies.shared import Shared
 from .container import dtype_name
 
 _LABELS = {"codes", "qparams"}
+INDEX_KEYS = "index_keys"  # of a model's own indexer, ``[batch, columns, D]``
 
 
 class FiledCache(Protocol):

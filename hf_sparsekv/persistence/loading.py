@@ -18,6 +18,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import BlockPool
 from ..kv.rows import Rows
 from ..layers.sparse_layer import SparseLayer
+from ..policies.indexed import IndexedPolicy
 from ..policies.registry import called, method_of
 from ..predictor.channels import describe
 from ..tensors import no_inference_mode
@@ -83,6 +84,11 @@ def _bind(cache: FiledCache, file: Reader, model_config) -> None:
             raise ValueError(
                 f"{file.path} holds sliding-window layers, which only the model's configuration describes: pass "
                 "model_config=model.config"
+            )
+        if any(record.policy == IndexedPolicy.__name__ for record in file.layers):
+            raise ValueError(
+                f"{file.path} is of a model that selects tokens by itself, by a trained indexer, which only the "
+                "model's configuration describes: pass model_config=model.config"
             )
         for index in range(len(windows)):
             cache.layers.append(SparseLayer(cache, index))

@@ -26,7 +26,7 @@ from ..policies.registry import method_of
 from ..predictor.channels import describe
 from .configuration import config_fields
 from .container import PIECE, Layer, Pieces, all_tensors, dtype_name, norms_shape, write
-from .filed_cache import FiledCache, Kinds, kept_index, kv_dtype_of
+from .filed_cache import INDEX_KEYS, FiledCache, Kinds, kept_index, kv_dtype_of
 
 
 def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) -> None:
@@ -126,6 +126,8 @@ def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]
             "TENSORS do not declare (docs/extending.md)"
         )
     kept = layer.policy.to_file(store.held.lengths)
+    if INDEX_KEYS in kept:  # without room for more columns
+        kept[INDEX_KEYS] = kept[INDEX_KEYS][:, : store.length]
     record.measure(kept)
     known = record.tensors(store.block_size)
     record.state = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in kept.items() if name not in known}

@@ -69,6 +69,7 @@ class Policy(Indexing):
 
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
+    own_name = False  # files call it by its class, whatever the method calls its policies
     store_type = LayerStore
     drafts: Literal["exact", "each", "together"] = "exact"  # others: :class:`.drafting.Drafting`
     launch = Launch()

@@ -37,9 +37,10 @@ class IndexedPolicy(LabelledPolicy):
         topk: columns that the indexer chooses.
     """
 
-    TENSORS: ClassVar = {"index_keys": Held(counted=True)}
+    TENSORS: ClassVar = {"index_keys": Held(counted=True, file="index_keys")}
     HOST: ClassVar = {"chosen": None}
     OWN: ClassVar = ("chosen",)
+    own_name = True
 
     index_keys: Tensor | None
     chosen: Tensor
@@ -57,6 +58,8 @@ class IndexedPolicy(LabelledPolicy):
     def keep_keys(self, keys: Tensor, first: int) -> Tensor:
         """Keep the indexer's keys ``[batch, n, D]`` of columns ``first ..``: all of them so far."""
         held, end = self.index_keys, first + keys.shape[1]
+        if first and held is None:
+            raise RuntimeError("this cache has lost the keys of the model's indexer: call reset() and prefill again")
         if held is None or held.shape[1] < end or (not first and not _alike(held, keys)):
             room = max(end + end // _MORE, self.config.max_length or 0)
             held = self.index_keys = _grown(held if first else None, keys, room)
@@ -116,9 +119,6 @@ class IndexedPolicy(LabelledPolicy):
         super().account(q, store, plan, tally)
         if (keys := self.index_keys) is not None:
             store.counters.index_bytes += tally.context * keys.shape[2] * keys.itemsize
-
-    def to_file(self, lengths) -> dict[str, Tensor]:
-        raise ValueError("caches of models that choose tokens by themselves (an indexer) cannot be saved yet")
 
 
 def _alike(held: Tensor, keys: Tensor) -> bool:

@@ -87,7 +87,7 @@ class Shared:
     def name_of(self, policy: Policy) -> str:
         """What files of saved caches call the policy of a layer."""
         kind = type(policy)
-        return kind.__name__ if self.saved_as is None or kind is Policy else self.saved_as
+        return kind.__name__ if self.saved_as is None or kind is Policy or kind.own_name else self.saved_as
 
     def check_model(self, text_config) -> None:
         """Raise ``ValueError`` for a model that this cache cannot serve."""

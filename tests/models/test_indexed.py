@@ -189,6 +189,25 @@ def test_reserved_keys_do_not_move():
     assert all(layer.policy.index_keys is keys for layer, keys in zip(cache.layers, held))
 
 
+@pytest.mark.parametrize(("name", "offload"), [("deepseek-v32", True), ("glm-moe-dsa", False)])
+def test_saved_caches_go_on(name, offload, tmp_path):
+    """On the host and on the device, with what indexers have kept; two copies of one share it."""
+    net, cache, path = model(name), new_cache(offload, max_length=400), tmp_path / "file"
+    text = net.generate(**INPUTS, **GO, **over(net, cache))
+    turn = longer(text, INPUTS["attention_mask"])
+    cache.save(path)
+    with pytest.raises(ValueError, match="pass model_config"):
+        SparseCache.load(path)
+    loaded = SparseCache.load(path, offload=None if offload else OffloadConfig(), model_config=net.config)
+    assert loaded.layers[0].policy.index_keys.shape[1] == 109
+    for one in (copy.deepcopy(loaded), loaded):
+        assert torch.equal(net.generate(**turn, **GO, **over(net, one)), plain_text(name, turn, **GO))
+    loaded = SparseCache.load(path, model_config=net.config)
+    loaded.layers[-1].policy.index_keys = None
+    with pytest.raises(RuntimeError, match="lost the keys"):
+        net.generate(**turn, **GO, **over(net, loaded))
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_other_attention_functions_get_everything(attn):
     name = "deepseek-v32"
