@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..attention.mla import absorb_mla, caller, calling_model, passes_on
+from ..config import SparseConfig
 from ..layers.owned import Owner
 from ..policies.indexed import chooses
 from .models import check_kind
@@ -27,21 +28,30 @@ def has_indexer(config: PreTrainedConfig | None) -> bool:
     return any(hasattr(text, name) for name in ("index_topk", "indexer_budget"))
 
 
-def check_served(cache: Owner, text_config: PreTrainedConfig) -> None:
-    """Raise ValueError unless this cache serves this model with an indexer."""
-    model = f"this {text_config.model_type} model selects tokens by itself, by a trained indexer"
+def check_options(config: SparseConfig, text_config: PreTrainedConfig) -> None:
+    """Raise ValueError unless a model with an indexer is of a kind that is served, with these options."""
+    model = _model(text_config)
     if text_config.model_type not in SERVED:
         raise ValueError(f"{model}: of such models {', '.join(SERVED)} are served. Leave past_key_values out")
-    if chooses(cache.config):
+    if chooses(config):
         raise ValueError(
-            f"{model}: {cache.config.brief()} would only lose tokens of its selection. Leave the configuration and its "
+            f"{model}: {config.brief()} would only lose tokens of its selection. Leave the configuration and its "
             "options out: OffloadedSparseCache(), sparse(model, offload=True), or TokenConfig() on the device"
         )
+
+
+def check_served(cache: Owner, text_config: PreTrainedConfig) -> None:
+    """Raise ValueError unless this cache serves this model with an indexer."""
+    check_options(cache.config, text_config)
     if cache.block_pools is not None:
         raise ValueError(
-            f"{model}, which continuous batching (rows(), Engine) does not serve: use generate(), with a padded batch "
-            "for several texts"
+            f"{_model(text_config)}, which continuous batching (rows(), Engine) does not serve: use "
+            "generate(), with a padded batch for several texts"
         )
+
+
+def _model(text_config: PreTrainedConfig) -> str:
+    return f"this {text_config.model_type} model selects tokens by itself, by a trained indexer"
 
 
 def check_first(cache: Any, config: PreTrainedConfig | None) -> None:

@@ -184,6 +184,8 @@ def show(p: MemoryPlan, gpu: int | None, host: int, owners: Owners) -> bool:
         row("device copies of what is chosen", p.device_pages, 0, 0)
     row("block bounds", p.bounds, 0, 0)
     row("token labels", p.labels, 0, 0)
+    if p.index_keys:
+        row("keys of the indexer", p.index_keys, 0, 0)
     if p.means:
         row("means of blocks", p.means, 0, 0)
     if p.scales:
@@ -239,6 +241,10 @@ def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
     if found.every:
         results.print(
             f"proposed: full attention, which {found.call} does by itself at this length; {need}", markup=False
+        )
+    elif topk := found.plan.model.topk:
+        results.print(
+            f"proposed: {found.call}: the {topk:,} tokens that the model chooses a step; {need}", markup=False
         )
     else:
         budget = (

@@ -14,13 +14,15 @@ from torch import Tensor
 from ..config import SparseConfig
 from ..kv.chosen_rows import ChosenRows
 from ..kv.counters import Tally
+from ..kv.ring import ring_tokens
 from ..kv.state import Held
 from ..kv.store import LayerStore
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
-from .device_tokens import DeviceTokens
+from .device_tokens import DeviceTokens, add_device_tokens
 from .labelled import LabelledPolicy
+from .memory import Memory, Request
 from .plan import DENSE, Plan, planned
 from .token_config import TokenConfig
 
@@ -61,7 +63,7 @@ class IndexedPolicy(LabelledPolicy):
         if first and held is None:
             raise RuntimeError("this cache has lost the keys of the model's indexer: call reset() and prefill again")
         if held is None or held.shape[1] < end or (not first and not _alike(held, keys)):
-            room = max(end + end // _MORE, self.config.max_length or 0)
+            room = _room(end, self.config.max_length)
             held = self.index_keys = _grown(held if first else None, keys, room)
         held[:, first:end] = keys
         return held[:, :end]
@@ -119,6 +121,24 @@ class IndexedPolicy(LabelledPolicy):
         super().account(q, store, plan, tally)
         if (keys := self.index_keys) is not None:
             store.counters.index_bytes += tally.context * keys.shape[2] * keys.itemsize
+
+
+def _room(columns: int, max_length: int | None) -> int:
+    """Keys that there is room for, once there are so many."""
+    return max(columns + columns // _MORE, max_length or 0)
+
+
+def needs(request: Request, topk: int) -> Memory:
+    """Bytes that layers take whose model chooses ``topk`` tokens, after a prompt in one piece.
+
+    Offloaded, prompts prepare captured steps; on the device the first of these does.
+    """
+    memory, there = Memory(blocks=request.blocks), request.table * request.config.block_size
+    room = max(_room(request.context, request.config.max_length), there + ring_tokens(request.config))
+    memory.index_keys = request.batch * room * request.item * sum(layer.index_dim for layer in request.layers)
+    if request.offload is not None:
+        add_device_tokens(memory, request, min(topk, there))
+    return memory
 
 
 def _alike(held: Tensor, keys: Tensor) -> bool:

@@ -27,6 +27,8 @@ class LayerShape:
         latent: both parts together are the key (MLA).
         window: tokens that a sliding layer keeps.
         state: bytes of a layer whose cache does not grow (linear attention).
+        index_dim: numbers of the key that the layer's own indexer keeps of a token; 0: it has none.
+        stock: numbers of a token that transformers' own cache keeps; 0: no others than ours.
     """
 
     kind: str
@@ -36,6 +38,8 @@ class LayerShape:
     window: int = 0
     state: int = 0
     latent: bool = False
+    index_dim: int = 0
+    stock: int = 0
 
     @property
     def width(self) -> int:
@@ -124,6 +128,7 @@ class Memory:
         blocks: keys and values of the physical blocks; in host memory if the cache is offloaded.
         bounds, labels: what is kept of blocks and of tokens to select them by.
         means: of the tokens of blocks, which stand for those that are not chosen.
+        index_keys: of the model's own indexer.
         tables: smaller tensors on the device.
         device_pages: device copies of what is chosen.
         working_set: estimate of the blocks that steps choose within 12 steps.
@@ -134,6 +139,7 @@ class Memory:
     bounds: int = 0
     labels: int = 0
     means: int = 0
+    index_keys: int = 0
     tables: int = 0
     device_pages: int = 0
     working_set: int = 0

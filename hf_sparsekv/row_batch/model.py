@@ -32,8 +32,8 @@ def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
         raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
     if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         raise ValueError(
-            "this model selects tokens by itself, by a trained indexer, which continuous batching (rows(), Engine) does "
-            "not serve: use generate(), with a padded batch for several texts"
+            "this model selects tokens by itself, by a trained indexer, which continuous batching (rows(), Engine) "
+            "does not serve: use generate(), with a padded batch for several texts"
         )
     check_kinds(cache)
 

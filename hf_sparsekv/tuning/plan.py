@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.mla import is_mla
+from ..bookkeeping.indexers import check_options
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
+from ..policies.indexed import chooses, needs
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
+from ..policies.token_config import TokenConfig
 
 # The only implementation of a mixture of experts that neither reads values nor requires a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
@@ -20,7 +23,11 @@ _META_SAFE = {"experts_implementation": "batched_mm"}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model: bytes of weights, what each layer caches, widths for the prefill estimate, query heads."""
+    """Sizes of a model: bytes of weights, what each layer caches, widths for the prefill estimate, query heads.
+
+    Attributes:
+        topk: tokens that the model's own indexer chooses for a query; 0: it has none.
+    """
 
     model_type: str
     dtype: torch.dtype
@@ -30,6 +37,7 @@ class ModelShape:
     intermediate: int
     query_heads: int = 0
     notes: tuple[str, ...] = ()
+    topk: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class MemoryPlan:
         bounds: least and largest key of each block, for the selection of blocks.
         labels: quantised label channels, for the selection of tokens.
         means: means of the keys and values of each block (``tail="mean"``).
+        index_keys: keys of the model's own indexer, if it has one.
         scales: scales of codes in host memory (``OffloadConfig.kv_dtype``), on the device.
         recent: sinks and recent tokens.
         tables: the block table, which all layers share, and page tables.
@@ -84,6 +93,7 @@ class MemoryPlan:
     dense_tokens: int = 0
     means: int = 0
     scales: int = 0
+    index_keys: int = 0
 
     @property
     def cache_device(self) -> int:
@@ -94,6 +104,7 @@ class MemoryPlan:
             + self.labels
             + self.means
             + self.scales
+            + self.index_keys
             + self.recent
             + self.tables
             + blocks
@@ -144,12 +155,17 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_META_SAFE)
         cache = DynamicCache(config=text)
-        if any(hasattr(layer, "update_indexer") for layer in cache.layers):
-            raise ValueError("what its indexer and its chosen tokens take is not planned yet")
+        indexed = any(hasattr(layer, "update_indexer") for layer in cache.layers)
+        if indexed:
+            check_options(TokenConfig(), text)
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
             model(input_ids=ids, **over(model, cache), use_cache=True)
-        latent = any(is_mla(module) for module in model.modules())
+        modules = [module for module in model.modules() if is_mla(module)]
+        if indexed:
+            layers = tuple(_indexed_shape(*pair) for pair in zip(cache.layers, modules, strict=True))
+        else:
+            layers = tuple(_layer_shape(layer, bool(modules)) for layer in cache.layers)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot plan for a {config.model_type} model: {reason}") from error
@@ -157,12 +173,22 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         model_type=config.model_type,
         dtype=dtype,
         weights=sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()),
-        layers=tuple(_layer_shape(layer, latent) for layer in cache.layers),
+        layers=layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         query_heads=text.num_attention_heads,
         notes=tuple(notes),
+        topk=text.index_topk if indexed else 0,
     )
+
+
+def _indexed_shape(layer, module) -> LayerShape:
+    """Of a layer whose model chooses its tokens. ``layer``: transformers' own, after a pass."""
+    keys = layer.indexer_keys
+    index_dim = 0 if keys is None else keys.shape[-1]
+    stock = sum(held.shape[1] * held.shape[3] for held in (layer.keys, layer.values)) + index_dim
+    sizes = {"key_dim": module.kv_lora_rank, "value_dim": module.qk_rope_head_dim}
+    return LayerShape("full", 1, **sizes, latent=True, index_dim=index_dim, stock=stock)
 
 
 def _layer_shape(layer, latent: bool) -> LayerShape:
@@ -207,7 +233,8 @@ def plan_memory(
         device: the target GPU, if it is present; only ``dense_tokens`` depends on it.
 
     Raises:
-        ValueError: ``context`` or ``batch`` is not positive, or exceeds ``config.max_length``.
+        ValueError: ``context`` or ``batch`` is not positive, or exceeds ``config.max_length``; or the model chooses
+            its tokens itself, and ``config`` would, too.
     """
     for name, value in (("context", context), ("batch", batch)):
         if value < 1:
@@ -220,9 +247,14 @@ def plan_memory(
     sparse, dense = [], []
     for index, layer in enumerate(model.layers):
         if layer.kind == "full":
-            (dense if index < config.dense_layers else sparse).append(layer)
+            (dense if index < config.dense_layers and not model.topk else sparse).append(layer)
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
-    memory = shared.needs(request)
+    if model.topk and chooses(config):
+        raise ValueError(
+            f"a {model.model_type} model selects tokens by itself, by a trained indexer: plan with the default cache, "
+            "without options that choose"
+        )
+    memory = needs(request, model.topk) if model.topk else shared.needs(request)
     block_capacity, recent_tokens = request.block_capacity, request.recent_tokens
     at_home = offload is not None and offload.keep_dense
     kept = block_capacity * size * sum(map(request.token if at_home else request.stored, dense))
@@ -235,10 +267,12 @@ def plan_memory(
     recent = batch * recent_tokens * sum(map(request.token, dense + sparse))
     others = [layer for layer in model.layers if layer.kind != "full"]
     stock = batch * sum(layer.state + min(layer.window, context) * request.token(layer) for layer in others)
-    dense_kv = stock + batch * context * sum(map(request.token, dense + sparse))
+    dense_kv = stock + batch * context * sum(layer.stock * item or request.token(layer) for layer in dense + sparse)
 
     # A layer holds a few copies of the hidden states, and the MLP's gate, up and product, at the same time.
     prefill = batch * context * (4 * model.hidden + 3 * model.intermediate) * item
+    if model.topk:  # the mask that an indexer reads
+        prefill += batch * context * context
     return MemoryPlan(
         model=model,
         context=context,
@@ -256,6 +290,7 @@ def plan_memory(
         prefill=prefill,
         kept=kept if at_home else 0,
         scales=scales,
+        index_keys=memory.index_keys,
         device_pages=memory.device_pages,
         working_set=memory.working_set,
         second=memory.second,
@@ -267,7 +302,7 @@ def _dense_tokens(
     model: ModelShape, config: SparseConfig, offload: OffloadConfig | None, batch: int, device: torch.device
 ) -> int:
     """Most tokens a row with which every sparse layer still attends densely, recent ones included; 0 for none."""
-    layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full"]
+    layers = [layer for layer in model.layers[config.dense_layers :] if layer.kind == "full" and not model.topk]
     offloaded, item = offload is not None, model.dtype.itemsize
     name = method_of(config).shared.crossover(config)
     in_blocks = [

@@ -67,15 +67,16 @@ def propose(
     Raises:
         ValueError: ``context`` or ``batch`` is not positive.
     """
+    presets = (None,) if model.topk else PRESETS  # an indexer of its own chooses
     for offload in (None, OffloadConfig()):
-        least = step_bytes(model, TokenConfig.preset("fast"), offload, context=context, batch=batch)
-        for preset in PRESETS:
-            config = TokenConfig() if preset is None else TokenConfig.preset(preset)
+        least = step_bytes(model, _config(presets[-1]), offload, context=context, batch=batch)
+        for preset in presets:
+            config = _config(preset)
             planned = plan_memory(model, config, offload, context=context, batch=batch, device=device)
             pieces = pieces_of(planned, gpu)
             more = step_bytes(model, config, offload, context=context, batch=batch) / least - 1
             if pieces is not None and planned.cache_host <= host and more <= MORE:
-                every = context <= max(whole_tokens(config), planned.dense_tokens)
+                every = context <= max(model.topk or whole_tokens(config), planned.dense_tokens)
                 return Proposal(preset, config, offload is not None, pieces, every, in_pieces(planned, pieces), more)
     return None
 
@@ -97,13 +98,17 @@ class Shortage:
 
 def shortage(model: ModelShape, *, context: int, batch: int = 1, gpu: int, host: int) -> Shortage:
     """Explain why :func:`propose`, with the same arguments, finds no preset."""
-    config = TokenConfig.preset("fast")
+    config = _config(None if model.topk else "fast")
     here, away = (
         in_pieces(plan_memory(model, config, offload, context=context, batch=batch), min(PIECE, context))
         for offload in (None, OffloadConfig())
     )
     missing = (here.device_total - gpu, away.device_total - gpu, away.cache_host - host)
     return Shortage(*(max(0, n) for n in missing))
+
+
+def _config(preset: str | None) -> TokenConfig:
+    return TokenConfig() if preset is None else TokenConfig.preset(preset)
 
 
 def step_bytes(
@@ -119,9 +124,11 @@ def step_bytes(
     for index, layer in enumerate(model.layers):
         if layer.kind == "full":
             width = layer.heads * layer.width * model.dtype.itemsize
-            dense, sparse = (dense + width, sparse) if index < config.dense_layers else (dense, sparse + width)
-    chosen = batch * reads(config, context) * sparse * (1 if offload is None else OFFLOADED)
-    everywhere = planned.labels + planned.means + planned.recent + planned.stock
+            whole = index < config.dense_layers and not model.topk
+            dense, sparse = (dense + width, sparse) if whole else (dense, sparse + width)
+    read = min(model.topk, context) if model.topk else reads(config, context)
+    chosen = batch * read * sparse * (1 if offload is None else OFFLOADED)
+    everywhere = planned.labels + planned.means + planned.index_keys + planned.recent + planned.stock
     return model.weights + batch * context * dense + everywhere + chosen
 
 

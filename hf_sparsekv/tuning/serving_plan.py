@@ -44,6 +44,11 @@ def rows_that_fit(
     Raises:
         ValueError: ``context`` is not positive.
     """
+    if model.topk:
+        raise ValueError(
+            f"a {model.model_type} model selects tokens by itself, by a trained indexer, which an engine does not "
+            "serve: plan for generate(), without --serve"
+        )
     read = plan_memory(model, config, None, context=min(context, CHUNK)).prefill
     offload = OffloadConfig() if offload is None else offload
 

@@ -27,7 +27,6 @@ from hf_sparsekv import (
 from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.tuning.plan import model_shape
 
 SMALL = {"block_size": 16, "window": 16, "max_draft": 4}
 GO = {"do_sample": False, "max_new_tokens": 20}
@@ -301,8 +300,6 @@ def test_methods_that_choose_are_refused(config):
 
 def test_what_is_not_served():
     net = model("deepseek-v32")
-    with pytest.raises(ValueError, match="not planned yet"):
-        model_shape(net.config)
     with pytest.raises(ValueError, match="leave exact out"), sparse(net, exact=True):
         pass
     with pytest.raises(ValueError, match=r"go on with copy.deepcopy\(\)"):

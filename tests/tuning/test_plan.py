@@ -24,8 +24,9 @@ from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.tuning.plan import MemoryPlan, ModelShape, plan_memory
 from hf_sparsekv.tuning.plan import model_shape as shape_of
+from hf_sparsekv.tuning.serving_plan import rows_that_fit
 
-NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next", "glm4-moe-lite")
+NAMES = ("llama", "llama-mqa", "qwen3", "gemma3", "mistral", "phi3", "qwen3-next", "glm4-moe-lite", "deepseek-v32")
 CONFIGS = {
     "default": {},
     "block only": {"level": "block"},
@@ -220,6 +221,33 @@ def test_a_second_device(changes):
     plan, other = (plan_of(AsyncPredictiveCache(c, None), None) for c in (config, alone))
     assert plan.blocks * 4 == other.blocks and plan.labels == 0
     assert plan.second > other.blocks * 3 // 4 + other.labels
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_length": 900}, {"block_size": 16, "window": 16, "dense_layers": 2}], ids=str
+)
+@pytest.mark.parametrize(
+    "offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=10**6)]
+)
+def test_a_model_that_chooses_its_tokens(offload, changes):
+    """Latents, keys of indexers (one layer uses another's choice), copies: as captured steps leave them."""
+    name, config = "glm-moe-dsa", TokenConfig(**changes)
+    shape = model_shape(model(name).config)
+    cache = prefill(name, SparseCache(config, offload), batch=2, length=700)
+    if offload is None:
+        for layer in cache.layers:
+            layer.policy.prepare(layer.store)  # as before a capture
+    plan = plan_memory(shape, config, offload, context=700, batch=2)
+    assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+    assert plan.index_keys > 0 and (plan.device_pages > 0) == (offload is not None and offload.device_pool != 0)
+    stock = prefill(name, DynamicCache(config=model(name).config), batch=2, length=700)
+    keys = [layer.indexer_keys for layer in stock.layers]
+    assert plan.dense_kv == sum(map(tensor_bytes, stock.layers)) + sum(t.nbytes for t in keys if t is not None)
+    assert plan.labels == plan.bounds == plan.means == plan.dense_tokens == 0
+    with pytest.raises(ValueError, match="without options that choose"):
+        plan_memory(shape, TokenConfig(token_budget=64), offload, context=700)
+    with pytest.raises(ValueError, match="an engine does not serve"):
+        rows_that_fit(shape, config, offload, context=700, gpu=1 << 40, host=1 << 40)
 
 
 def test_totals_add_up():

@@ -81,3 +81,17 @@ def test_other_models(name):
     assert found.plan == plan_memory(shape, found.config, None, context=3000, batch=2)
     with pytest.raises(ValueError, match="context must be positive"):
         propose(shape, context=0, **ROOMY)
+
+
+def test_a_model_that_chooses_its_tokens():
+    """There is nothing to choose among but the place."""
+    shape = model_shape(model("deepseek-v32").config)
+    found = propose(shape, context=700, gpu=GIB, host=GIB)
+    assert (found.preset, found.config, found.every) == (None, TokenConfig(), False)
+    least = min(
+        proposal.in_pieces(plan_memory(shape, TokenConfig(), offload, context=700), 700).device_total
+        for offload in (None, OffloadConfig())
+    )
+    assert propose(shape, context=700, gpu=least, host=GIB).call == "sparse(model, offload=True)"
+    assert proposal.shortage(shape, context=700, gpu=0, host=GIB).on_gpu > 0
+    assert step_bytes(shape, TokenConfig(), None, context=700, batch=1) > shape.weights
