@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
-from .bookkeeping.indexers import check_first, expect_latents, update_indexer
+from .bookkeeping.indexers import AllPositions, check_first, prepare_model, update_indexer
 from .bookkeeping.making import add_layers, layers_of
 from .bookkeeping.models import FirstAttentionLayer, need_config, once_bound, prefix_tuning
 from .bookkeeping.notices import Notices
@@ -297,13 +297,14 @@ class SparseCache(Cache):
         """As ``Cache.get_mask_sizes``; a forward pass begins with it, so an empty input is refused here."""
         if not query_length:
             check_not_empty(1, 0, int(self.get_seq_length()))
-        expect_latents(self)
+        prepare_model(self)
         return super().get_mask_sizes(query_length, layer_idx)
 
     update_conv_state = once_bound("update_conv_state")
     get_conv_state = once_bound("get_conv_state")
     get_recurrent_state = once_bound("get_recurrent_state")
     update_indexer = update_indexer
+    position_ids = AllPositions()
     first_attention_layer = FirstAttentionLayer()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:

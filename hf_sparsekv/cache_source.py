@@ -13,8 +13,10 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from .attention.indexer import is_replaced, restore_indexer
 from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
+from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
 from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
@@ -93,6 +95,7 @@ class CacheSource:
         self.uses: list[Use] = []
         self.attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self.latent = [module for module in model.modules() if is_mla(module) and not absorbs(module)]
+        self.indexers = [module for module in model.modules() if is_pooled(module) and not is_replaced(module)]
         self.optimized = False  # by us
         self.watch = GenerateWatch(model)
         self.tap = QueryTap(model)  # for eager steps of predictive caches; optimize() has its own
@@ -168,6 +171,8 @@ class CacheSource:
         self.watch.remove()
         for module in self.latent:  # the caches have replaced their expand_kv
             restore(module)
+        for module in self.indexers:
+            restore_indexer(module)
         for config, name in self.attention:
             config._attn_implementation_internal = name
         if self.had_own:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -29,10 +30,7 @@ def forward(self, *args, **kwargs) -> Tensor:
 
     With another cache or attention function the original method runs.
     """
-    own = self.__dict__[_OWN] or types.MethodType(type(self).forward, self)
-    kind: Any = type(self)
-    given = _signature(kind).bind(self, *args, **kwargs).arguments
-    given.pop("self")
+    own, given = own_forward(self), arguments(self, args, kwargs)
     new, mask = given["hidden_states"].shape[1], given["attention_mask"]
     cache: Any = given.get("past_key_values", given.get("cache"))
     if not is_ours(cache) or self.config._attn_implementation != "sparsekv":
@@ -46,6 +44,19 @@ def forward(self, *args, **kwargs) -> Tensor:
     found = [own(**_piece(given, lo, min(lo + step, new), past)) for lo in range(0, new, step)]
     most = found[-1].shape[-1]
     return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=1)
+
+
+def own_forward(indexer: Any) -> Callable[..., Tensor]:
+    """The ``forward`` that was replaced."""
+    return indexer.__dict__[_OWN] or types.MethodType(type(indexer).forward, indexer)
+
+
+def arguments(indexer: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call of an indexer's own ``forward``, by name."""
+    kind: Any = type(indexer)
+    given = _signature(kind).bind(indexer, *args, **kwargs).arguments
+    given.pop("self")
+    return given
 
 
 @lru_cache
@@ -65,15 +76,25 @@ def _piece(given: dict, lo: int, hi: int, past: int) -> dict:
 
 
 def take_pieces(indexer: Any) -> None:
-    """Replace the ``forward`` of an indexer."""
+    """Replace the ``forward`` of an indexer by one that scores a prompt in pieces."""
+    replace_forward(indexer, forward)
+
+
+def replace_forward(indexer: Any, other: Callable[..., Tensor]) -> None:
+    """Replace the ``forward`` of an indexer by ``other``, which gets it first."""
     if _OWN not in indexer.__dict__:
         indexer.__dict__[_OWN] = indexer.__dict__.get("forward")
-        indexer.forward = types.MethodType(forward, indexer)
+        indexer.forward = types.MethodType(other, indexer)
+
+
+def is_replaced(indexer: Any) -> bool:
+    """Whether :func:`replace_forward` has replaced its ``forward``."""
+    return _OWN in indexer.__dict__
 
 
 def restore_indexer(indexer: Any) -> None:
-    """Undo :func:`take_pieces`."""
-    if getattr(indexer.__dict__.get("forward"), "__func__", None) is forward:
+    """Undo :func:`replace_forward`."""
+    if is_replaced(indexer):
         own = indexer.__dict__.pop(_OWN)
         if own is None:
             del indexer.forward

@@ -169,9 +169,10 @@ def absorb_mla(model: nn.Module) -> list[nn.Module]:
 
 
 def restore_mla(model: nn.Module) -> None:
-    """Restore every ``expand_kv`` that :func:`absorb_mla`, ``optimize()`` or a cache has replaced."""
+    """Restore every ``expand_kv`` that :func:`absorb_mla`, ``optimize()`` or a cache has replaced; so for indexers."""
     for module in model.modules():
         restore(module)
+        restore_indexer(module)
 
 
 # ---------------------------------------------------------------------- attention

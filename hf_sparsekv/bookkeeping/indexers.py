@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..attention.mla import absorb_mla, caller, calling_model, passes_on
+from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
 from ..layers.owned import Owner
 from ..policies.indexed import chooses
@@ -19,7 +20,8 @@ from .models import check_kind
 passes_on(__name__)
 
 # Their attention modules give the attention function the indices, and nothing but their own latents.
-SERVED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+LATENT = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+SERVED = (*LATENT, "qwen4_exp_text")
 
 
 def has_indexer(config: PreTrainedConfig | None) -> bool:
@@ -64,20 +66,43 @@ def check_first(cache: Any, config: PreTrainedConfig | None) -> None:
         cache.bind(config)
 
 
-def expect_latents(cache: Any) -> None:
-    """The first forward pass of a cache begins: have attention modules with an indexer give it latents.
+def chosen_tokens(text_config: Any) -> int:
+    """Tokens that an indexer of such a model chooses for a query, at most."""
+    if hasattr(text_config, "index_topk"):
+        return text_config.index_topk
+    return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block
 
-    Those modules expand before they call the cache. (Later releases than transformers 5.17: after.)
+
+def prepare_model(cache: Any) -> None:
+    """The first forward pass of a cache begins: have attention modules give it latents, indexers what they choose.
+
+    Modules with latents expand before they call the cache. (Later releases than transformers 5.17: after.)
     """
     if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()
     if model is not None and _served(getattr(model, "config", None)):
+        check_first(cache, model.config)
         absorb_mla(model)
+        take_pooled(model)
 
 
 def _served(config: PreTrainedConfig | None) -> bool:
     return isinstance(config, PreTrainedConfig) and config.get_text_config(decoder=True).model_type in SERVED
+
+
+class AllPositions:
+    """Qwen4-Exp's own: the positions of all columns, which it keeps with the cache; those of what is cached."""
+
+    def __get__(self, cache: Any, kind: type) -> Any:
+        if cache is None:
+            return self
+        if not (length := cache.get_seq_length()) or "_positions" not in cache.__dict__:
+            raise AttributeError("nothing is cached yet")
+        return cache._positions[..., :length]
+
+    def __set__(self, cache: Any, positions: Tensor) -> None:
+        cache._positions = positions
 
 
 def update_indexer(cache: Any, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

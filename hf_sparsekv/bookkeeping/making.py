@@ -17,7 +17,7 @@ from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.watch import BlockWatch
 from ..predictor.channels import check_config
-from .indexers import check_served
+from .indexers import check_served, chosen_tokens
 from .models import check_kind, stock_layers, why_dense
 
 
@@ -60,7 +60,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
         check_served(cache, text)
     for index, layer in enumerate(stock):
         if isinstance(layer, DynamicIndexedLayer):
-            stock[index] = own_layer(cache, index, text.index_topk)
+            stock[index] = own_layer(cache, index, chosen_tokens(text))
         elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):

@@ -28,14 +28,17 @@ class IndexedLayer(SparseLayer):
 
     Attributes:
         index_at: the column that the indexer's next key belongs to.
+        choice: what an indexer left here for the attention of this pass, which does not get it: columns as
+            ``Step.indices``, and the mask that hides some.
     """
 
     policy: IndexedPolicy
+    index_at = 0
+    choice: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, owner: Owner, index: int, topk: int) -> None:
         super().__init__(owner, index)
         self.policy = IndexedPolicy(owner.config, index, owner.shared.offloaded, topk)
-        self.index_at = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         handles = super().update(key_states, value_states, *args, **kwargs)
@@ -47,6 +50,8 @@ class IndexedLayer(SparseLayer):
         """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
         if self.captured is not None:
             return self.policy.keep_key(keys, self.store.step_rows.window(EVERYTHING)[:, :1] - 1)
+        if self.pending is None:  # the indexer comes first
+            self.index_at = self.get_seq_length()
         first, self.index_at = self.index_at, self.index_at + keys.shape[1]
         return self.policy.keep_keys(keys, first)
 
@@ -65,6 +70,8 @@ class IndexedLayer(SparseLayer):
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
     ) -> Tensor:
+        if self.choice is not None:
+            (step.indices, mask), self.choice = self.choice, None
         if step.indices is None:
             raise ValueError(
                 "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "

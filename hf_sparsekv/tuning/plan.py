@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
-from ..bookkeeping.indexers import check_options
+from ..attention.pooled_indexer import is_pooled
+from ..bookkeeping.indexers import check_options, chosen_tokens
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
@@ -158,12 +160,14 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         indexed = any(hasattr(layer, "update_indexer") for layer in cache.layers)
         if indexed:
             check_options(TokenConfig(), text)
+            for module in filter(is_pooled, model.modules()):
+                replace_forward(module, _keeps_keys)
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
             model(input_ids=ids, **over(model, cache), use_cache=True)
         modules = [module for module in model.modules() if is_mla(module)]
-        if indexed:
-            layers = tuple(_indexed_shape(*pair) for pair in zip(cache.layers, modules, strict=True))
+        if indexed and modules:
+            layers = tuple(_latent_shape(*pair) for pair in zip(cache.layers, modules, strict=True))
         else:
             layers = tuple(_layer_shape(layer, bool(modules)) for layer in cache.layers)
     except Exception as error:
@@ -178,27 +182,39 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         query_heads=text.num_attention_heads,
         notes=tuple(notes),
-        topk=text.index_topk if indexed else 0,
+        topk=chosen_tokens(text) if indexed else 0,
     )
 
 
-def _indexed_shape(layer, module) -> LayerShape:
-    """Of a layer whose model chooses its tokens. ``layer``: transformers' own, after a pass."""
-    keys = layer.indexer_keys
-    index_dim = 0 if keys is None else keys.shape[-1]
-    stock = sum(held.shape[1] * held.shape[3] for held in (layer.keys, layer.values)) + index_dim
+def _keeps_keys(indexer, hidden, tables, mask, cache) -> torch.Tensor:
+    """In place of a ``forward`` that reads values."""
+    cache.update_indexer(hidden.new_empty(*hidden.shape[:2], indexer.index_head_dim), indexer.layer_idx)
+    return mask.new_ones((), dtype=torch.bool)
+
+
+def _latent_shape(layer, module) -> LayerShape:
+    """Of a layer whose model chooses its tokens. ``layer``: transformers' own, after a pass, which may expand."""
+    stock = sum(held.shape[1] * held.shape[3] for held in (layer.keys, layer.values)) + _index_dim(layer)
     sizes = {"key_dim": module.kv_lora_rank, "value_dim": module.qk_rope_head_dim}
-    return LayerShape("full", 1, **sizes, latent=True, index_dim=index_dim, stock=stock)
+    return LayerShape("full", 1, **sizes, latent=True, index_dim=_index_dim(layer), stock=stock)
+
+
+def _index_dim(layer) -> int:
+    keys = getattr(layer, "indexer_keys", None)
+    return 0 if keys is None else keys.shape[-1]
 
 
 def _layer_shape(layer, latent: bool) -> LayerShape:
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None:
+    if type(layer) in (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer) and layer.keys is not None:
         _, heads, _, key_dim = layer.keys.shape
         value_dim = layer.values.shape[3]
         if type(layer) is DynamicLayer:
             return LayerShape("full", heads, key_dim, value_dim, latent=latent)
+        if type(layer) is DynamicIndexedLayer:
+            own, stock = _index_dim(layer), heads * (key_dim + value_dim) + _index_dim(layer)
+            return LayerShape("full", heads, key_dim, value_dim, index_dim=own, stock=stock)
         # The token being read completes the window: one less is kept.
         return LayerShape("sliding", heads, key_dim, value_dim, window=layer.sliding_window - 1)
     return LayerShape("other", state=_tensor_bytes(vars(layer)))

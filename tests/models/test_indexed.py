@@ -356,18 +356,11 @@ def test_padding_between_tokens_is_not_captured():
     runner.remove()
 
 
-OTHER = {
-    "glm5_next": (tf.Glm5NextForConditionalGeneration, tf.Glm5NextConfig),
-    "qwen4_exp": (tf.Qwen4ExpForConditionalGeneration, tf.Qwen4ExpConfig),
-}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_indexers_of_other_kinds_are_refused(name):
-    """Their attention functions get a mask in place of indices."""
-    config = OTHER[name][1]()
-    with pytest.raises(ValueError, match="of such models axk2, deepseek_v32, glm_moe_dsa, hy_v4 are served"):
-        OffloadedSparseCache(model_config=config.get_text_config(decoder=True))
+def test_indexers_of_other_kinds_are_refused():
+    """Its attention functions get a mask in place of indices."""
+    config = tf.Glm5NextConfig().get_text_config(decoder=True)
+    with pytest.raises(ValueError, match=r"of such models axk2, .*, qwen4_exp_text are served"):
+        OffloadedSparseCache(model_config=config)
 
 
 def test_layers_that_choose_blocks_are_refused():

@@ -1,0 +1,201 @@
+"""Qwen4-Exp, whose indexer scores means of keys: the choice and the tokens of transformers' own loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers as tf
+from captured import Imitation
+from models import COMMON, prompt
+from transformers import DynamicCache
+
+from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TokenConfig, restore_mla, sparse
+from hf_sparsekv.attention import pooled_indexer
+from hf_sparsekv.attention.pooled_indexer import choose, is_pooled
+from hf_sparsekv.cache_name import over
+from hf_sparsekv.tuning.plan import model_shape, plan_memory
+
+SMALL = {"block_size": 16, "window": 16, "max_draft": 4}
+GO = {"do_sample": False, "max_new_tokens": 20}
+INPUTS = prompt(2, 90, (0, 30))
+MIXED, SPARSE = ["linear_attention", "qwen_sparse_attention"] * 2, ["qwen_sparse_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+
+
+def build(attn: str, kinds: list[str]) -> torch.nn.Module:
+    """Of blocks of 4 tokens, 4 of which a query chooses."""
+    config = tf.Qwen4ExpTextConfig(
+        vocab_size=COMMON["vocab_size"],
+        hidden_size=64,
+        num_hidden_layers=len(kinds),
+        layer_types=list(kinds),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters=ROPE,
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hc_lowrank"), 8),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+        num_experts=4,
+        num_experts_per_tok=2,
+        hc_count=2,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=16,
+        indexer_compress_ratio=4,
+        max_position_embeddings=2560,
+    )
+    torch.manual_seed(0)
+    net = tf.Qwen4ExpForCausalLM._from_config(config, attn_implementation=attn).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    return net
+
+
+model = functools.cache(lambda attn, *kinds: build(attn, kinds))
+
+
+def new_cache(net, offload: bool = True) -> SparseCache:
+    return SparseCache(TokenConfig(**SMALL), OffloadConfig() if offload else None, net.config)
+
+
+def longer(text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Another turn after ``text``; of the last answer a row loses some tokens."""
+    mask = torch.nn.functional.pad(INPUTS["attention_mask"], (0, text.shape[1] - 70), value=1)
+    return {"input_ids": torch.cat((text, prompt(2, 20, seed=5)["input_ids"]), 1), "attention_mask": mask}
+
+
+class Keys:
+    """A cache of an indexer's keys alone."""
+
+    def __init__(self, past: int, batch: int = 2) -> None:
+        self.keys = torch.randn(batch, past, 16, generator=torch.Generator().manual_seed(1))
+
+    def update_indexer(self, keys, layer_idx):
+        self.keys = torch.cat((self.keys, keys), 1)
+        return self.keys
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("piece", [1 << 30, 1])
+@pytest.mark.parametrize(("past", "new"), [(0, 3), (0, 50), (37, 1), (2, 1), (40, 23), (3, 1)])
+@pytest.mark.parametrize("holes", [None, (0, 9), "between"])
+def test_as_the_loop_over_rows_and_queries(past, new, holes, piece, monkeypatch):
+    monkeypatch.setattr(pooled_indexer, "_BYTES", piece)
+    monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)  # or several blocks score 0, and any may be chosen
+    net, n = model("sdpa", *MIXED), past + new
+    indexer = next(module for module in net.modules() if is_pooled(module))
+    generator = torch.Generator().manual_seed(n)
+    hidden, columns = torch.randn(2, new, 64, generator=generator), torch.ones(2, n, dtype=torch.bool)
+    if holes == "between":
+        columns = torch.rand(2, n, generator=generator) < 0.7
+    elif holes is not None:
+        columns = torch.arange(n) >= torch.tensor(holes)[:, None]
+    tables = net.model.rotary_emb(hidden, torch.arange(n).expand(3, 2, -1))
+    mask = torch.ones(new, n, dtype=torch.bool).tril(past) & columns[:, None]
+    with torch.no_grad():
+        expected = indexer(hidden, tables, mask[:, None], Keys(past))[:, 0]
+        keep = functools.partial(Keys(past).update_indexer, layer_idx=0)
+        found = choose(indexer, hidden, tables, None if holes is None else columns, keep)
+    chosen = torch.zeros(2, new, n + 1, dtype=torch.bool).scatter_(2, found.masked_fill(found < 0, n), True)[..., :n]
+    assert torch.equal(chosen, expected)
+    assert (found >= 0).sum() == expected.sum(), "none twice"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_tokens_are_those_of_transformers_own_cache(offload, monkeypatch):
+    """A padded batch, its next turn with a hole in the mask, and the prompt in chunks; nowhere the loop."""
+    net, stock = model("sparsekv", *MIXED), model("sdpa", *MIXED)
+    cache, theirs = new_cache(net, offload), DynamicCache(config=stock.config)
+    text = stock.generate(**INPUTS, **GO, **over(stock, theirs))
+    monkeypatch.setattr(pooled_indexer, "own_forward", lambda indexer: pytest.fail)
+    assert torch.equal(net.generate(**INPUTS, **GO, **over(net, cache)), text)
+    turn = longer(text)
+    turn["attention_mask"][1, 100:110] = 0
+    expected = stock.generate(**turn, **GO, **over(stock, theirs))
+    assert torch.equal(net.generate(**turn, **GO, **over(net, cache)), expected)
+    stats = cache.stats()
+    assert stats.sparse_calls == 2 * 2 * 19 and stats.materialised == 0
+    assert stats.attended_tokens <= stats.sparse_calls * 2 * 2 * 19, "of each row and KV head 4 blocks, and up to 3"
+    cache.reset()
+    assert torch.equal(net.generate(**INPUTS, **GO, prefill_chunk_size=40, **over(net, cache)), text)
+
+
+def test_nothing_has_to_be_asked_for():
+    net = build("sdpa", MIXED)
+    text, before = net.generate(**INPUTS, **GO), {key: dict(one.__dict__) for key, one in net.named_modules()}
+    with sparse(net, offload=True):
+        assert torch.equal(net.generate(**INPUTS, **GO), text)
+    assert {key: dict(one.__dict__) for key, one in net.named_modules()} == before
+    assert torch.equal(net.generate(**INPUTS, **GO), text)
+
+
+def test_masks_that_are_copied_on_their_way():
+    """As accelerate does between devices: what a query sees says only the mask. The loop runs, and steps are sparse."""
+    net, stock, cache = build("sparsekv", SPARSE), model("sdpa", *SPARSE), OffloadedSparseCache(TokenConfig(**SMALL))
+
+    def copied(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+    net.model.layers[1].register_forward_pre_hook(copied, with_kwargs=True)
+    assert torch.equal(net.generate(**INPUTS, **GO, **over(net, cache)), stock.generate(**INPUTS, **GO))
+    assert cache.stats().sparse_calls == 2 * 19
+    restore_mla(net)
+    assert not any("sparsekv" in key or key == "forward" for one in net.modules() for key in one.__dict__)
+    mask = INPUTS["attention_mask"].bool()[:, None, None] & torch.ones(90, 90, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="leave past_key_values out"):
+        net(INPUTS["input_ids"], attention_mask=mask, **over(net, new_cache(net)))
+
+
+def test_the_life_of_a_cache(tmp_path):
+    """Crops, rows that change places, copies: against prompts of the whole text. Never captured."""
+    net, stock = model("sparsekv", *SPARSE), model("sdpa", *SPARSE)
+    cache, held = OffloadedSparseCache(TokenConfig(**SMALL)), torch.empty(2, 0, dtype=torch.long)
+
+    @torch.no_grad()
+    def feed(cache, held, length: int, seed: int) -> torch.Tensor:
+        for part in prompt(2, length, seed=seed)["input_ids"].split(length if length > 9 else 1, 1):
+            held = torch.cat((held, part), 1)
+            found, expected = net(part, **over(net, cache)).logits, stock(held).logits
+            torch.testing.assert_close(found[:, -1], expected[:, -1], atol=5e-4, rtol=1e-4)
+        return held
+
+    held = feed(cache, feed(cache, held, 100, 0), 6, 1)
+    cache.crop(-60)
+    held = feed(cache, feed(cache, held[:, :-60], 20, 2), 5, 3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    held, copied = feed(cache, held.flip(0), 4, 4), copy.deepcopy(cache)
+    feed(copied, held, 4, 5)
+    feed(cache, held, 4, 6)
+    cache.save(tmp_path / "file")
+    loaded = SparseCache.load(tmp_path / "file", model_config=net.config)
+    with pytest.raises(ValueError, match="the model knows the positions of 1: prefill again"), torch.no_grad():
+        net(held[:, :1], **over(net, loaded))
+    cache.reset()
+    runner = Imitation(net)
+    runner.install()
+    with pytest.warns(UserWarning, match="the positions of all tokens"):
+        net.generate(**INPUTS, **GO, **over(net, cache))
+    assert runner.replays == 0
+    runner.remove()
+
+
+def test_what_it_takes():
+    net = model("sdpa", *MIXED)
+    plan = plan_memory(model_shape(net.config, torch.float32), TokenConfig(), None, context=700, batch=2)
+    cache = DynamicCache(config=net.config)
+    with torch.no_grad():
+        net(**prompt(2, 700), **over(net, cache))
+    whole = [layer for layer in cache.layers if hasattr(layer, "indexer_keys")]
+    assert plan.dense_kv - plan.stock == sum(
+        t.nbytes for one in whole for t in (one.keys, one.values, one.indexer_keys)
+    )
+    assert plan.index_keys > 0 and plan.labels == 0
