@@ -81,8 +81,9 @@ def prepare_model(cache: Any) -> None:
     if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()
-    if model is not None and _served(getattr(model, "config", None)):
-        check_first(cache, model.config)
+    config = getattr(model, "config", None)
+    if model is not None and _served(config):
+        check_first(cache, config)
         absorb_mla(model)
         take_pooled(model)
 
