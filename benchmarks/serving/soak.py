@@ -13,6 +13,9 @@ The server's memory (resident), threads, open files and its own metrics are note
 gone: nothing runs, waits or is held, and it ends at SIGTERM. A failure is: an answer that differs, an error that should
 not be, a request without an end after ``--limit`` seconds, rows that stay taken, memory of the last quarter more than
 ``--growth`` above the second quarter's, and more threads or files at the end than when it was warm.
+
+``--ranks 2`` serves tensor parallel: torchrun starts so many processes, and rank 0's is watched. With ``--lose-a-rank``
+the last one is killed at the end, while answers are under way: each of them must have an end, and all processes.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -44,6 +48,7 @@ from ..report import Report
 
 QUESTIONS = 12
 CROWD, CROWD_EVERY_S = 200, 300.0
+LOST_S = 60.0  # within which everything has ended after a rank is lost
 WORDS = ("river", "stone", "cloud", "wheel", "garden", "paper", "window", "light", "ocean", "bread", "letter", "road")
 BAD = (
     b"",
@@ -337,14 +342,53 @@ class Soak:
             self.fail(f"{last['requests_failed_total']:.0f} requests failed in the engine")
 
 
-def served(options: list[str]) -> tuple[subprocess.Popen, str]:
-    """A server and its address."""
+def rank_of(server: subprocess.Popen, rank: int, ranks: int) -> psutil.Process:
+    """The process of a rank; without ranks the server's own."""
+    if ranks < 2:
+        return psutil.Process(server.pid)
+    for process in psutil.Process(server.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == str(rank) and "serve" in process.cmdline():
+                return process
+    raise RuntimeError(f"there is no process of rank {rank}")
+
+
+async def lose_a_rank(soak: Soak, server: subprocess.Popen, ranks: int) -> float:
+    """Kill the last rank while answers are under way; seconds until all processes have ended."""
+    async with httpx.AsyncClient(base_url=soak.url, timeout=LOST_S) as client:
+        body = soak.body(0) | {"max_tokens": 512}
+        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(8)]
+        await asyncio.sleep(2)
+        rank_of(server, ranks - 1, ranks).kill()
+        killed = time.monotonic()
+        done, pending = await asyncio.wait(asked, timeout=LOST_S)
+        for task in pending:
+            task.cancel()
+        if pending:
+            soak.fail(f"{len(pending)} answers have no end {LOST_S:g} s after a rank was killed")
+        soak.ends["ended with a lost rank"] += len(done)
+    while server.poll() is None:
+        if time.monotonic() > killed + LOST_S:
+            soak.fail(f"the others have not ended {LOST_S:g} s after a rank was killed")
+            break
+        await asyncio.sleep(0.1)
+    return time.monotonic() - killed
+
+
+def served(options: list[str], ranks: int = 1) -> tuple[subprocess.Popen, str, deque[str]]:
+    """A server, its address, and its latest words."""
     command = [sys.executable, "-m", "hf_sparsekv", "serve", *options, "--port", "0"]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *torchrun, *command[1:], "--tensor-parallel"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
     while line := server.stderr.readline():
         print(line, end="", flush=True)
         if found := re.search(r"listening on (http://[\d.]+:\d+)", line):
-            return server, found[1]
+            words: deque[str] = deque(maxlen=200)
+            # Whoever writes to a full pipe waits.
+            threading.Thread(target=words.extend, args=(server.stderr,), daemon=True).start()
+            return server, found[1], words
     raise RuntimeError(f"the server has not started: it ended with {server.wait()}")
 
 
@@ -361,30 +405,39 @@ def arguments() -> ArgumentParser:
     add("--growth", type=float, default=0.05, help="of memory that is none yet, as a share")
     add("--may-differ", action="store_true", help="answers to the same question: not in float32")
     add("--seed", type=int, default=0)
+    add("--ranks", type=int, default=1, help="tensor parallel, over so many processes (default: 1)")
+    add("--lose-a-rank", action="store_true", help="with --ranks: kill one at the end")
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run it; 1 if something is wrong."""
     mine, serve = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ["small"])
-    args = arguments().parse_args(mine)
+    args = (parser := arguments()).parse_args(mine)
+    if args.lose_a_rank and args.ranks < 2:
+        parser.error("--lose-a-rank is of a tensor parallel server: give --ranks")
     print(device_name(), versions())
-    server, url = served(serve)
+    server, url, words = served(serve, args.ranks)
     soak = Soak(url, args, random.Random(args.seed))
     with Report("serving", serve[0], rows_file(args), None) as report:
         try:
-            with report.measuring(args.clients, 0, f"soak:minutes={args.minutes:g}"):
-                asyncio.run(soak.run(psutil.Process(server.pid)))
+            ranks = f":ranks={args.ranks}" * (args.ranks > 1)
+            with report.measuring(args.clients, 0, f"soak:minutes={args.minutes:g}{ranks}"):
+                asyncio.run(soak.run(rank_of(server, 0, args.ranks)))
                 soak.judge(report)
+                if args.lose_a_rank:
+                    report.add("gone_s", asyncio.run(lose_a_rank(soak, server, args.ranks)), "s")
         finally:
-            server.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.Error, RuntimeError):  # it has ended
+                rank_of(server, 0, args.ranks).send_signal(signal.SIGTERM)
             try:
-                rest = server.communicate(timeout=60)[1]
+                server.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 server.kill()
-                rest = server.communicate()[1]
+                server.wait()
                 soak.fail("it has not ended 60 s after SIGTERM")
-        if server.returncode != 0 or "Traceback" in rest:
+            rest = "".join(words)
+        if (server.returncode != 0 or "Traceback" in rest) and not args.lose_a_rank:
             soak.fail(f"it ended with {server.returncode}: {rest[-2000:]}")
     print(dict(soak.ends))
     print(f"{len(soak.wrong)} things were wrong" if soak.wrong else "nothing was wrong")
