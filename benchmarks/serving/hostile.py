@@ -45,7 +45,7 @@ from hf_sparsekv.results import device_name, versions
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from . import attacks
-from .soak import served
+from .server_process import served
 
 QUESTIONS = 8
 TOKENS = 48
@@ -273,10 +273,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, Report("serving", serve[0], rows_file(args), None) as report:
         options = [tiny(Path(folder)), *serve[1:]] if serve[0] == "tiny" else serve
         with on_cores(args.cores):
-            server, url = served(options)
-        honest, kept = Honest(url), []
-        draining = threading.Thread(target=lambda: kept.extend(server.stderr), daemon=True)
-        draining.start()  # or a full pipe would stop it
+            server, url, words = served(options)
+        honest = Honest(url)
         attacked: tuple[dict[str, int], list[str], list[attacks.Made]] = ({}, [], [])
         process = psutil.Process(server.pid)
         try:
@@ -304,8 +302,7 @@ def main(argv: list[str]) -> int:
                 server.kill()
                 server.wait()
                 honest.fail("it has not ended 60 s after SIGTERM")
-            draining.join(10)
-        said = "".join(kept)
+        said = words.all()
         if server.returncode != 0 or "Traceback" in said:
             honest.fail(f"it ended with {server.returncode}: {said[-2000:]}")
     print(f"{len(honest.wrong)} things were wrong" if honest.wrong else "nothing was wrong")

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import signal
@@ -31,10 +30,9 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -45,6 +43,7 @@ from hf_sparsekv.results import device_name, versions
 
 from ..arguments import new_parser, rows_file
 from ..report import Report
+from .server_process import rank_of, served
 
 QUESTIONS = 12
 CROWD, CROWD_EVERY_S = 200, 300.0
@@ -342,17 +341,6 @@ class Soak:
             self.fail(f"{last['requests_failed_total']:.0f} requests failed in the engine")
 
 
-def rank_of(server: subprocess.Popen, rank: int, ranks: int) -> psutil.Process:
-    """The process of a rank; without ranks the server's own."""
-    if ranks < 2:
-        return psutil.Process(server.pid)
-    for process in psutil.Process(server.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank) and "serve" in process.cmdline():
-                return process
-    raise RuntimeError(f"there is no process of rank {rank}")
-
-
 async def lose_a_rank(soak: Soak, server: subprocess.Popen, ranks: int) -> float:
     """Kill the last rank while answers are under way; seconds until all processes have ended."""
     async with httpx.AsyncClient(base_url=soak.url, timeout=LOST_S) as client:
@@ -373,23 +361,6 @@ async def lose_a_rank(soak: Soak, server: subprocess.Popen, ranks: int) -> float
             break
         await asyncio.sleep(0.1)
     return time.monotonic() - killed
-
-
-def served(options: list[str], ranks: int = 1) -> tuple[subprocess.Popen, str, deque[str]]:
-    """A server, its address, and its latest words."""
-    command = [sys.executable, "-m", "hf_sparsekv", "serve", *options, "--port", "0"]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *torchrun, *command[1:], "--tensor-parallel"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
-    while line := server.stderr.readline():
-        print(line, end="", flush=True)
-        if found := re.search(r"listening on (http://[\d.]+:\d+)", line):
-            words: deque[str] = deque(maxlen=200)
-            # Whoever writes to a full pipe waits.
-            threading.Thread(target=words.extend, args=(server.stderr,), daemon=True).start()
-            return server, found[1], words
-    raise RuntimeError(f"the server has not started: it ended with {server.wait()}")
 
 
 def arguments() -> ArgumentParser:
@@ -436,7 +407,7 @@ def main(argv: list[str]) -> int:
                 server.kill()
                 server.wait()
                 soak.fail("it has not ended 60 s after SIGTERM")
-            rest = "".join(words)
+            rest = words.all()
         if (server.returncode != 0 or "Traceback" in rest) and not args.lose_a_rank:
             soak.fail(f"it ended with {server.returncode}: {rest[-2000:]}")
     print(dict(soak.ends))
