@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def spread() -> dict:
 
 def distribute(model: nn.Module) -> None:
     """Spread a model without weights (on the meta device) over the ranks of torch.distributed, as :func:`spread`."""
-    kind = type(model)
+    kind: Any = type(model)
     config, _, mesh = kind.prepare_distribute_model(spread()["distributed_config"])
     kind.maybe_distribute_model(model, config, mesh)
 

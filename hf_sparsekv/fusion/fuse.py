@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -191,7 +192,7 @@ def _spread_otherwise(model: nn.Module, archs: set[Arch]) -> str | None:
     """Why a tensor parallel model is not fused: its layers are not spread by columns first, and then by rows."""
     if any(arch.latent or arch.router or arch.joined for arch in archs):
         return "it is tensor parallel, with latents, experts or joined projections"
-    plan = model.tp_plan
+    plan: Any = model.tp_plan
     for name, _ in model.named_modules():
         style = _STYLES.get(name.rpartition(".")[2])
         if style is not None and plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)) != style:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,8 @@ def local(p: Tensor) -> Tensor:
 
 def is_share(layer: nn.Module, dim: int) -> bool:
     """Whether ``layer`` is a linear layer whose weight transformers has sharded by ``dim``, and nothing more."""
-    weight = layer._parameters.get("weight")
-    placements = getattr(weight, "placements", ())
+    weight: Any = layer._parameters.get("weight")
+    placements: Any = getattr(weight, "placements", ())
     return (
         kind_of(layer) is nn.Linear
         and len(placements) == 1
@@ -109,7 +110,7 @@ class JoinedLinear:
         self.names = names
         self.product = product
 
-    def _layers(self, owner: nn.Module) -> list[nn.Module]:
+    def _layers(self, owner: nn.Module) -> list[Any]:
         return [getattr(owner, name) for name in self.names]
 
     def parameters(self, owner: nn.Module) -> list[nn.Parameter]:

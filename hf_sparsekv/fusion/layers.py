@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,11 +188,12 @@ def summed(layer: nn.Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor
     """
 
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
-        weight = local(layer.weight)
+        held: Any = layer.weight
+        weight = local(held)
         if args or kwargs or not is_usable(x, weight) or not serves(x) or is_observed(layer):
             return own(x, *args, **kwargs)
         out = small_linear(x, weight)
-        dist.all_reduce(out, group=layer.weight.device_mesh.get_group())
+        dist.all_reduce(out, group=held.device_mesh.get_group())
         return out if layer.bias is None else out + local(layer.bias)
 
     return forward

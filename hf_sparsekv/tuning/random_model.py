@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -56,12 +58,12 @@ def random_model(config, dtype: torch.dtype, device: torch.device, tensor_parall
     if tensor_parallel:
         distribute(model)
     for module in model.modules():
-        shares = dict(module._parameters)
+        shares: dict[str, Any] = dict(module._parameters)
         for held in (module._parameters, module._buffers):
             held.update({name: _empty(t, device) for name, t in held.items() if t is not None})
         model._init_weights(module)
         for name, share in shares.items():
-            if isinstance(share, nn.Parameter) and (mesh := getattr(share.data, "device_mesh", None)) is not None:
+            if (mesh := getattr(share, "device_mesh", None)) is not None:
                 module._parameters[name] = _share(module._parameters[name], mesh, share.placements)
     model.tie_weights()
     model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends an answer
