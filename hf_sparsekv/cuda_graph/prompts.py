@@ -343,6 +343,7 @@ class Prompts:
             return None
 
     @no_inference_mode
+    @torch.no_grad()
     def _captured(self, step: CapturedPrompt) -> bool:
         """Capture it, whose inputs are there. If that cannot be, a warning says why."""
         kind = step.kind

@@ -206,6 +206,23 @@ def test_other_passes_run_eagerly(replayed):
     assert runner.prompts.replays == before + 1
 
 
+def test_inference_mode():
+    """Prompts and pieces that are captured and stored there go on outside."""
+    net, runner = imitated()
+    mine, theirs = plain(), plain()
+    ids = prompt(1, 200)["input_ids"]
+    with torch.inference_mode():
+        for _ in range(FIRST + 1):
+            mine.reset()
+            net(ids[:, :100], past_key_values=mine, logits_to_keep=1)
+        for _ in range(EAGER + 2):
+            net(ids[:, 100:130], past_key_values=mine, logits_to_keep=1)
+            mine.crop(-30)
+    assert runner.prompts.replays == 4
+    expected = model("llama").generate(ids, past_key_values=theirs, **GO)
+    assert torch.equal(net.generate(ids, past_key_values=mine, **GO), expected)
+
+
 def test_a_change_of_the_model_is_seen():
     net, runner = imitated()
     read(net, 60, FIRST)
