@@ -63,7 +63,6 @@ def block_attention_kernel(
     BN: tl.constexpr,
     MANY: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALISED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,7 +101,7 @@ def block_attention_kernel(
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BV], tl.float32)
-    for i in tl.range(0, whole, MANY, num_stages=STAGES, warp_specialize=SPECIALISED):
+    for i in tl.range(0, whole, MANY, num_stages=STAGES):
         row = tl.load(p_ids + i) * BN
         b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, False)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
@@ -194,7 +193,6 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         BN=BLOCK,
         MANY=config.many,
         DESCRIPTORS=descriptors,
-        SPECIALISED=config.specialised,
         HEADS_FIRST=config.heads_first,
         STAGES=config.stages,
         num_warps=config.warps,
