@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 from hf_sparsekv import ops
 from hf_sparsekv.ops import _cuda, _device, _overlap
 from hf_sparsekv.ops._prompts import key_means
+from hf_sparsekv.ops.attention.block_attention.config import Config as Blocks
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
@@ -342,6 +343,8 @@ def prompts() -> None:
             pooled, exact = prompt_mass(q, k, key_means(k), 0.1, 0, start)
             lists = prompt_choice(pooled, exact, torch.ones(1, 4 * heads), 0, 256, 256, start)
             block_attention(q, k, k, *lists[:2], 0.1, 0, start)
+        for config in (Blocks(descriptors=True), Blocks(descriptors=True, ahead=True)):
+            block_attention(q, k, k, *lists[:2], 0.1, 0, config=config if dim == 128 else None)
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers, prompts)
@@ -419,7 +422,8 @@ def translate(src, target, options, **_) -> object:
         target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
     for stage in ("ttir", "ttgir"):
-        module = stages[stage](module, metadata)
+        if stage in stages:  # kernels in Gluon begin with the GPU dialect
+            module = stages[stage](module, metadata)
     return module
 
 
