@@ -37,6 +37,16 @@ class PromptAudit:
         self.sums = self.least = None
 
     @no_inference_mode
+    def merge(self, other: PromptAudit) -> None:
+        """Count what another of the same layer has counted, too."""
+        if other.sums is None or other.least is None:
+            return
+        if self.sums is None or self.least is None:
+            self.sums, self.least = other.sums.clone(), other.least.clone()
+        else:
+            self.sums, self.least = self.sums + other.sums, self.least.minimum(other.least)
+
+    @no_inference_mode
     def add(self, covered: Tensor, counts: Tensor, seen: Tensor, first_head: int, heads: int) -> None:
         """Count the tiles of some heads.
 

@@ -42,6 +42,7 @@ def read_sinks(store: LayerStore) -> None:
 def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
     """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
     other.store.writer.wait()
+    layer.audit.merge(other.audit)
     if layer.policy.foresight is not None:
         assert other.policy.foresight is not None
         layer.policy.foresight.join_row(row, other.policy.foresight, layer.store)

@@ -81,6 +81,20 @@ def test_what_is_counted():
     assert other.stats().prompts == stats.prompts
 
 
+@torch.no_grad()
+def test_rows_that_join_are_counted():
+    cache = CACHES["device-default"](**SOME)
+    rows, counted = cache.rows(2, 1000), []
+    for seed in range(2):
+        read = rows.prefill(model("llama"), prompt(1, 900, seed=seed)["input_ids"])
+        counted.append(read.cache.stats().prompts)
+        rows.join(read)
+    for layer, (one, two) in zip(cache.stats().prompts, zip(*counted)):
+        assert layer.audited == one.audited + two.audited > 0
+        assert layer.least == tuple(map(min, one.least, two.least))
+    assert len(cache.stats().prompts) == 2
+
+
 def test_a_pass_that_is_short_is_exact():
     cache = OffloadedSparseCache(TokenConfig(prefill=0.5), offload=None)
     with torch.no_grad():
@@ -213,3 +227,23 @@ def test_gradients_are_exact():
     torch.testing.assert_close(loss, expected)
     assert loss.requires_grad
     assert not cache.stats().prompts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [None, (0, 700)], ids=["", "padded"])
+@torch.no_grad()
+def test_on_a_gpu(start):
+    """Everything chosen is exact; less is what the definitions choose, up to rounding."""
+    query, key, value = (t.cuda().bfloat16() for t in tensors(2000, 3000, dim=128, batch=2))
+    key[:, :, ::29] *= 4
+    starts = None if start is None else torch.tensor(start, dtype=torch.int32, device="cuda")
+    columns = None if starts is None else torch.arange(3000, device="cuda") >= starts[:, None]
+    out = sparse_attention(query, key, value, 0.05, 1.0, PromptAudit(), start=starts)
+    exact = exact_attention(query, key, value, AttentionParams(0.05), columns=columns)
+    assert (out - exact).float().norm() < 1e-2 * exact.float().norm()
+    audits = PromptAudit(), PromptAudit()
+    out = sparse_attention(query, key, value, 0.05, 0.8, audits[0], start=starts)
+    given = (t.cpu().float() for t in (query, key, value))
+    other = sparse_attention(*given, 0.05, 0.8, audits[1], start=None if starts is None else starts.cpu())
+    assert (out.cpu() - other).norm() < 3e-2 * other.norm()
+    torch.testing.assert_close(audits[0].sums.cpu(), audits[1].sums, rtol=0.02, atol=1)
