@@ -14,9 +14,9 @@
     python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
     python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
 
-SYSTEM: dense, sparse, offload, working-set, segments (our engine, each with one thing more than the one before: see
-ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a known
-shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
+SYSTEM: dense, sparse, exact, offload, working-set, segments (our engine, each with one thing more than the one before:
+see ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a
+known shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
 (--kv-gb), rows at a time (--max-rows) and, but for the last rung, tokens of prompts in a step (--chunk).
 
 Metrics of open and goodput, of each trace (mean, p50, p99): ttft_s from a request's arrival in the trace to its first

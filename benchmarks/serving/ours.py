@@ -14,6 +14,7 @@ import torch
 
 from hf_sparsekv import TokenConfig
 from hf_sparsekv.config import OffloadConfig
+from hf_sparsekv.serving import rounds
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.request import Handle
@@ -26,6 +27,7 @@ from .replayed import ReplayedKeys, replaying
 from .settings import Settings
 
 BUDGET = 2048  # tokens: SparseServe, section 4.2
+ACCEPTS = 0.9
 INDEX_SHARE = 0.052  # of a token's keys and values: labels and bounds, which stay on the GPU
 
 
@@ -39,6 +41,8 @@ class Rung:
         offload: full blocks are in host memory.
         working_set: rows are held back whose working sets do not fit beside the others'.
         segments: prompts are read layer by layer between steps.
+        exact: steps only draft, and full attention verifies. (With random weights acceptance is imitated: each draft is
+            accepted with a probability of :data:`ACCEPTS`.)
     """
 
     about: str
@@ -46,11 +50,13 @@ class Rung:
     offload: bool = False
     working_set: bool = False
     segments: bool = False
+    exact: bool = False
 
 
 RUNGS = {
     "dense": Rung("all keys and values on the GPU, dense attention", sparse=False),
     "sparse": Rung("+ sparse attention (SA)"),
+    "exact": Rung("+ full attention verifies drafts of sparse steps", exact=True),
     "offload": Rung("+ full blocks in host memory, copied as they are chosen (Offload, FT)", offload=True),
     "working-set": Rung("+ rows are held back whose working sets do not fit (WC)", offload=True, working_set=True),
     "segments": Rung("+ prompts in layer segments (LP)", offload=True, working_set=True, segments=True),
@@ -112,6 +118,11 @@ def serve_flags(settings: Settings, name: str, budget: int = BUDGET) -> list[str
     return [*text, "--no-offload" if offload is None else "--offload"]
 
 
+def imitated(drafted: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """How many first drafts ``[n, k]`` are accepted, at random: int64 ``[n]``."""
+    return (torch.rand(drafted.shape, device=drafted.device) < ACCEPTS).long().cumprod(1).sum(1)
+
+
 class OurSystem:
     """A :class:`.client.System`.
 
@@ -133,6 +144,10 @@ class OurSystem:
         **options: Any,
     ) -> None:
         rung = RUNGS[name]
+        if rung.exact:
+            if settings.kv == "replayed":
+                raise ValueError("exact is not for replayed keys: verifications would ask for other ones")
+            rounds.agreed = imitated
         if not rung.sparse:
             options = {**options, "dense_below": settings.max_length}
         config = TokenConfig(token_budget=budget, **options)
@@ -156,6 +171,7 @@ class OurSystem:
                     chunk=ServingConfig().chunk if rung.segments else settings.chunk,
                     working_set=rung.working_set,
                     layer_segments=rung.segments,
+                    exact=rung.exact,
                 ),
             )
         self.rung, self.config = rung, config
@@ -186,6 +202,9 @@ class OurSystem:
         report.add("cached_tokens", now.cached_tokens - before.cached_tokens, "count")
         if steps:
             report.add("steps", steps, "count")
+            if self.rung.exact:
+                report.add("drafted", now.drafted - before.drafted, "count")
+                report.add("accepted", now.accepted - before.accepted, "count")
             report.add("step_ms", 1e3 * (now.step_s - before.step_s) / steps)
             report.add("rows_a_step", (now.generated_tokens - before.generated_tokens) / steps, "count")
         if self._meter is not None and steps:
