@@ -18,7 +18,7 @@ from hf_sparsekv_cli.values import parse_heads, refuse_gone
 from ..ops._dispatch import has_triton
 from ..policies import crossover
 from ..policies.token_config import TokenConfig
-from ..tuning.fitting import METHODS, Timing, fit, wrong_by
+from ..tuning.fitting import METHODS, Timing, fit, fit_verifications, wrong_by
 from . import loading
 from .output import CommandError, messages, note, results
 
@@ -53,7 +53,7 @@ def calibrate_device(
         bool | None, typer.Option("--crossover/--no-crossover", hidden=True, callback=refuse_gone)
     ] = None,
 ) -> None:
-    """Measure this GPU: up to which length dense attention is as quick as selecting."""
+    """Measure this GPU: up to which length dense attention is as quick as selecting; what verifying drafts takes."""
     q_heads, kv_heads = parse_heads(heads)
     where = loading.pick_device(device)
     if where.type != "cuda":
@@ -79,8 +79,14 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
     name, width = torch.cuda.get_device_name(), 2 * heads * dim * dtype.itemsize
     with messages.status("measuring") as status:
         timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)
-    rules = fit(timings, width)
+    rules, verified = fit(timings, width), fit_verifications(timings, width)
     _show(name, timings, rules, width)
+    for tokens, one in verified.items():
+        results.print(
+            f"verifying {tokens} tokens a row: {1e6 * one.fixed:.1f} us and {1e15 * one.per_byte:.1f} us a GB beyond a "
+            "dense step, in each layer",
+            markup=False,
+        )
     if not rules:
         raise CommandError("no method gains on dense attention with the length: there is nothing to write")
     if dry_run:
@@ -92,7 +98,7 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
         **_origin(),
         "timings_us": [{"batch": t.batch, "tokens": t.tokens, "dense": t.dense, **t.sparse} for t in timings],
     }
-    results.print(str(crossover.save(name, rules, about)), markup=False)
+    results.print(str(crossover.save(name, rules, about, verified)), markup=False)
 
 
 def measure(
@@ -105,7 +111,7 @@ def measure(
     progress=lambda text: None,
 ) -> list[Timing]:
     """Captured steps of one layer, dense and with each method; shapes that do not fit the GPU are left out."""
-    from ..tuning.layer_step import Shape
+    from ..tuning.layer_step import VERIFIED, Shape
 
     began, timings = time.perf_counter(), []
     for batch, context in grid:
@@ -128,7 +134,9 @@ def measure(
                 torch.cuda.empty_cache()
         if not coarse:
             times["two_level"] = times["two_level:lag"] = times["token_only"]
-        timings.append(Timing(batch, shape.full_blocks * shape.config.block_size, times.pop("dense"), times))
+        verify = {tokens: times.pop(f"verify:{tokens}") for tokens in VERIFIED}
+        tokens = shape.full_blocks * shape.config.block_size
+        timings.append(Timing(batch, tokens, times.pop("dense"), times, verify))
     return timings
 
 

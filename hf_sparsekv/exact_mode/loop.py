@@ -22,6 +22,7 @@ from ..cache_name import output_name
 from ..layers.decode import plan_of
 from ..layers.sliding import SlidingRing
 from .choice import Choice
+from .expected import expected
 from .pace import Pace
 from .ragged import Ragged, can_be_ragged
 from .text import Text, Until
@@ -103,6 +104,7 @@ class Loop:
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
         use_rings(self.cache)
+        pace.expected = expected(self.cache)
         kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         if self.streamer is None and can_be_ragged(self.text, self.cache, self.choice.processors, kept):
             text = self.text = Ragged(self.text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,18 @@ _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its sc
 _NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
 _HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
 _LOSES = 0.02  # share of the time of dense steps that the trials before them may have lost
+
+
+class Expected(NamedTuple):
+    """What is expected before anything was tried, in seconds beside a dense step.
+
+    Args:
+        faster: by which a sparse step is faster.
+        slower: by which a verification is slower, by its tokens. Empty: not at all, as far as is known.
+    """
+
+    faster: float
+    slower: Mapping[int, float]
 
 
 class Next(NamedTuple):
@@ -57,6 +70,9 @@ class Pace:
     Args:
         most: drafts that a round may have.
         fixed: drafts of each round, whatever they cost; None: as many as pay.
+
+    Attributes:
+        expected: what is known of the times; it decides when drafts are tried first. None: nothing.
     """
 
     def __init__(self, most: int, fixed: int | None = None) -> None:
@@ -66,6 +82,7 @@ class Pace:
         self._accepted, self._tried = 0.0, 0.0
         self._segments = 0
         self._long = _LONG
+        self.expected: Expected | None = None
         self._lost = 0.0  # seconds since the last long segment, beyond those of dense steps
 
     @property
@@ -98,6 +115,9 @@ class Pace:
             return Next(0, _SEGMENTS[self._segments])
         first, best, dense = min(_FIRST, self.most), self.beside(), self.rate(0)
         known = self.verify.get(self._width(first))
+        if known is None and self.expected is not None and not self._hopeful(self.expected):
+            self.expected = None
+            return Next(0, _LONGEST)
         if known is None or known.seen < _TRIALS:
             return Next(first)
         if self.rate(best) > _GAIN * dense:
@@ -135,6 +155,20 @@ class Pace:
         below = [w for w in known if w <= width]
         found = known[max(below)] if below else min(known.values(), default=0.0)
         return found or 0.0
+
+    def _hopeful(self, expected: Expected) -> bool:
+        """Whether drafts are expected to pay if nearly all are right."""
+        dense = self.dense.usual
+        if dense is None:
+            return True
+        draft = max(0.0, dense - expected.faster)
+
+        def rate(drafts: int) -> float:
+            least = min((n for n in expected.slower if n > drafts), default=max(expected.slower, default=0))
+            verify = dense + expected.slower.get(least, 0.0)
+            return sum(_HOPED**i for i in range(drafts + 1)) / (drafts * draft + verify)
+
+        return max(map(rate, range(1, self.most + 1))) > _GAIN / dense
 
     def _ran(self, drafts: int) -> bool:
         """Whether verifications of so many drafts were measured."""

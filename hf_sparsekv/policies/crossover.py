@@ -28,6 +28,7 @@ from ..kv.store import LayerStore
 from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton
 
+READ = 0.8  # share of a GPU's bandwidth at which a dense step reads keys and values
 FORMAT = 1  # of the file; another one is not read
 
 
@@ -46,6 +47,18 @@ class Rule:
     def tokens(self, batch: int, width: int) -> int:
         """Tokens a row up to which dense attention is as quick; ``width``: bytes of a token, all KV heads."""
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a pass over drafts takes in one layer beyond a dense step, on one GPU.
+
+    Args:
+        fixed: seconds. per_byte: seconds for each byte of keys and values that both read.
+    """
+
+    fixed: float
+    per_byte: float
 
 
 # One layer of 32 query and 8 KV heads of 128 channels, bf16, in captured steps: by calibrate-device; its times are in
@@ -181,6 +194,29 @@ def lookup(device_name: str, method: str | None) -> Rule | None:
     return None
 
 
+def verifications(device_name: str) -> dict[int, Verification]:
+    """What verifications take on a GPU, by their tokens, from the user's file; empty: they were not measured."""
+    try:
+        return _read_verifications(str(table_path())).get(device_name, {})
+    except RuntimeError:  # there is no home directory
+        return {}
+
+
+def faster(device: torch.device, method: str, batch: int, tokens: int, width: int) -> float | None:
+    """Seconds by which a selecting step of one layer is expected to be faster than a dense one; None: not known.
+
+    Args:
+        method: the table's name of the selection.
+        batch, tokens: rows, and tokens of each in full blocks.
+        width: bytes of a token's keys and values, all KV heads.
+    """
+    there = gpu(device)
+    rule = lookup(torch.cuda.get_device_name(device), method) or guess(there, method)
+    if rule is None or there.bandwidth is None:
+        return None
+    return (batch * tokens * width - rule.fixed_bytes - batch * width * rule.row_tokens) / (READ * there.bandwidth)
+
+
 def guess(there: Gpu, method: str | None) -> Rule | None:
     """What is expected of a method on a GPU that was not measured; None if its bandwidth is not known.
 
@@ -220,10 +256,26 @@ def _rules(entry: dict) -> dict[str, Rule]:
     return rules
 
 
-def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
+@functools.cache
+def _read_verifications(path: str) -> dict[str, dict[int, Verification]]:
+    return user_file.read(Path(path), FORMAT, _verifications)
+
+
+def _verifications(entry: dict) -> dict[int, Verification]:
+    of = entry.get("verifications", {})  # files of earlier releases have none
+    found = {int(n): Verification(float(one["fixed"]), float(one["per_byte"])) for n, one in of.items()}
+    if not all(math.isfinite(one.fixed + one.per_byte) for one in found.values()):
+        raise ValueError(f"{of} are not finite numbers")
+    return found
+
+
+def save(
+    device_name: str, rules: dict[str, Rule], about: dict, verifications: dict[int, Verification] | None = None
+) -> Path:
     """Write what was measured on a GPU into the user's file; what it says of other GPUs stays.
 
     Args:
+        verifications: by their tokens.
         about: what the rules were measured with (JSON values), kept beside them for people.
 
     Raises:
@@ -231,6 +283,8 @@ def save(device_name: str, rules: dict[str, Rule], about: dict) -> Path:
     """
     path = table_path()
     entry = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
+    entry["verifications"] = {str(tokens): asdict(one) for tokens, one in (verifications or {}).items()}
     user_file.save(path, FORMAT, _rules, device_name, entry)
     _read.cache_clear()
+    _read_verifications.cache_clear()
     return path

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..exact_mode.expected import expected
 from ..exact_mode.pace import Pace
 from ..exact_mode.text import Added, agreed
 from ..row_batch.verifying import selects, take_back
@@ -80,7 +81,11 @@ class Rounds:
 
     @property
     def _pace(self) -> Pace:
-        return self._paces.setdefault(self.rows.width, Pace(self.most))
+        pace = self._paces.get(self.rows.width)
+        if pace is None:
+            pace = self._paces[self.rows.width] = Pace(self.most)
+            pace.expected = expected(self.rows.cache)
+        return pace
 
     def drafts(self, active: Mapping[int, Request]) -> int | None:
         """Drafts of the next round; None: all rows make a step that attends to everything."""

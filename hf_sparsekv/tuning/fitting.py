@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 import numpy as np
 
-from ..policies.crossover import Rule
+from ..policies.crossover import Rule, Verification
 
 METHODS = ("two_level", "two_level:lag", "block_only", "token_only")
 
@@ -21,6 +21,7 @@ class Timing:
     tokens: int  # in full blocks, a row
     dense: float
     sparse: dict[str, float]
+    verify: dict[int, float] = field(default_factory=dict)  # by tokens of a pass that verifies drafts
 
 
 def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -> dict[str, Rule]:
@@ -53,6 +54,21 @@ def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -
             rule = Rule(float(-fixed / token * width), float(-row / token))
             rules[method] = _least_wrong(rule, timings, method, width)
     return rules
+
+
+def fit_verifications(timings: list[Timing], width: int) -> dict[int, Verification]:
+    """By tokens of a pass that verifies drafts, what it takes beyond a dense step: linear in the bytes that both read.
+
+    ``width``: bytes of a token's keys and values, all KV heads.
+    """
+    found = {}
+    for tokens in sorted(set.intersection(*(set(t.verify) for t in timings)) if timings else ()):
+        features = np.array([[1.0, t.batch * t.tokens * width] for t in timings])
+        longer = np.array([t.verify[tokens] - t.dense for t in timings])
+        weight = 1 / np.array([t.verify[tokens] for t in timings])
+        fixed, byte = np.linalg.lstsq(features * weight[:, None], longer * weight, rcond=None)[0]
+        found[tokens] = Verification(max(0.0, float(fixed)) / 1e6, max(0.0, float(byte)) / 1e6)
+    return found
 
 
 def _least_wrong(rule: Rule, timings: list[Timing], method: str, width: int) -> Rule:

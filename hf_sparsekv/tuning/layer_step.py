@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ..kv.block_ids import bucket
 from ..kv.ring import ring_tokens
+from ..layers.dense_drafts import attend_at_once
 from ..ops._device import gpu
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.selection.block_score import block_score
@@ -25,6 +27,7 @@ from ..ops.storage.quantise import quantise
 from ..ops.storage.seal import quantise_labels
 from ..policies.label_index import default_channels
 from ..policies.token_config import TokenConfig
+from ..types import AttentionParams
 
 MODELS = {
     "qwen3-8b": {"q_heads": 32, "heads": 8, "dim": 128, "value_dim": None},
@@ -33,6 +36,7 @@ MODELS = {
 }
 ROUND_BYTES = 1 << 27  # a round of inputs reads at least this much if it can, and twice the L2 cache
 MEMORY = 0.45  # share of the device's memory for the sets of inputs
+VERIFIED = (4, 8, 16)  # drafts of a pass, with the token before them
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
@@ -267,6 +271,28 @@ class Layer:
         self.append()
         self.decode(None, "all")
 
+    def verification(self, tokens: int) -> Callable[[], None]:
+        """A pass over so many drafts of each row, which attend to everything (keys and values, no latents)."""
+        s = self.shape
+        q = self.q[:, :, None].expand(-1, -1, tokens, -1).contiguous()
+        k, v = (one.expand(-1, -1, tokens, -1).contiguous() for one in (self.k, self.v))
+        store = SimpleNamespace(
+            latent=False,
+            heads=s.heads,
+            pool=SimpleNamespace(kv=self.kv, fields={}),
+            table=self.block_table,
+            recent_kv=self.recent_kv,
+            value_dim=s.values,
+            sinks=self.sinks,
+            counters=self,
+        )
+
+        def run() -> None:
+            attend_at_once(store, q, k, v, self.rows, AttentionParams(scale=s.dim**-0.5))
+            append(k, v, None, self.recent_kv, self.past, self.sinks)
+
+        return run
+
     def block_step(self) -> None:
         """All tokens of the best blocks (Quest)."""
         self.append()
@@ -303,6 +329,9 @@ def steps(layers: list[Layer], side: torch.cuda.Stream | None, coarse: bool = Tr
         "block_only": lambda i: layers[i].block_step(),
         "token_only": lambda i: layers[i].token_step(scores),
     }
+    for tokens in VERIFIED:
+        runs = [layer.verification(tokens) for layer in layers]
+        found[f"verify:{tokens}"] = lambda i, runs=runs: runs[i]()
     if coarse:
         found["two_level"] = lambda i: layers[i].step()
         found["two_level:lag"] = lambda i: layers[i].lagged_step(side)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.exact_mode.pace import Expected, Next, Pace
 from hf_sparsekv.exact_mode.text import Added
 
 pytestmark = pytest.mark.quick
@@ -93,3 +93,26 @@ def test_never_much_slower_than_dense(accepts, share, more, dense):
 def test_drafts_that_cannot_pay_are_tried_rarely():
     found = run(Pace(16), 1.0, draft=0.0049, dense=0.005, more=0.001, tokens=5000)
     assert found["counts"][3] <= 3 + 5000 // 512
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower", "tried"),
+    [
+        (0.0001, {}, False),
+        (0.0015, {}, True),
+        (0.0015, {4: 0.004, 8: 0.009, 16: 0.02}, False),
+        (0.003, {4: 0.0005, 8: 0.001}, True),
+        (0.01, {}, True),  # more than a step takes
+    ],
+)
+def test_what_is_expected_says_whether_drafts_are_tried_at_once(faster, slower, tried):
+    """Of dense steps of 5 ms. Otherwise they are tried once, much later."""
+    pace = Pace(16)
+    pace.expected = Expected(faster, slower)
+    for _ in range(2):
+        assert not pace.next(sparse=True).drafts
+        pace.stepped(0.005)
+    assert (pace.next(sparse=True) == Next(3)) == tried
+    if not tried:
+        pace.stepped(0.005)
+        assert pace.next(sparse=True) == Next(3)

@@ -21,7 +21,7 @@ from hf_sparsekv.ops._device import H200 as H200_FACTS
 from hf_sparsekv.ops._device import Gpu
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.crossover import BUILT_IN, Rule
-from hf_sparsekv.tuning.fitting import METHODS, Timing, fit, wrong_by
+from hf_sparsekv.tuning.fitting import METHODS, Timing, fit, fit_verifications, wrong_by
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 H200 = "NVIDIA H200"
@@ -400,7 +400,33 @@ def test_what_is_measured(monkeypatch):
     assert short.sparse["two_level"] == short.sparse["two_level:lag"] == short.sparse["token_only"]
     assert set(short.sparse) == set(long.sparse) == set(METHODS)
     assert len(set(long.sparse.values())) == 4
-    assert ran == [2] * (3 + 5)
+    assert ran == [2] * (6 + 8)
+    assert set(short.verify) == set(long.verify) == {4, 8, 16}
+
+
+def test_verifications_are_fitted_and_kept(empty_table):
+    """Beyond a dense step: a fixed time, and one for each byte; never less than it."""
+    made = [replace(t, verify={4: t.dense + 12 + 0.1 * t.dense, 8: t.dense - 1}) for t in made_up()]
+    found = fit_verifications(made, WIDTH)
+    assert (found[4].fixed, found[4].per_byte) == pytest.approx((13.5e-6, 1e-12 / 30), rel=1e-6)
+    assert (found[8].fixed, found[8].per_byte) == (0, pytest.approx(0, abs=1e-18))
+    assert crossover.verifications("Made-up GPU") == {}
+    crossover.save("Made-up GPU", fit(made, WIDTH), {}, found)
+    assert crossover.verifications("Made-up GPU") == found
+    crossover.save("Made-up GPU", fit(made, WIDTH), {})
+    assert crossover.verifications("Made-up GPU") == {}
+
+
+def test_what_drafts_are_expected_to_save(monkeypatch):
+    """At the crossover nothing; a third of the bandwidth's time for what is beyond it, on each GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
+    monkeypatch.setattr(crossover, "gpu", lambda device: H200_FACTS)
+    rule = BUILT_IN[H200]["progressive"]
+    end = rule.tokens(1, WIDTH)
+    assert crossover.faster(GPU, "progressive", 1, end, WIDTH) == pytest.approx(0.0, abs=1e-8)
+    more = crossover.faster(GPU, "progressive", 1, end + 100_000, WIDTH)
+    assert more == pytest.approx(100_000 * WIDTH / (0.8 * H200_FACTS.bandwidth), rel=1e-3)
+    assert crossover.faster(GPU, "no method", 1, end, WIDTH) is None
 
 
 @pytest.mark.gpu

@@ -1,0 +1,32 @@
+"""What drafts and verifications are expected to take before any was tried, by ``calibrate-device`` or a guess.
+
+Apart from the pace, which soon measures by itself, and knows neither caches nor GPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cache import SparseCache
+from ..policies import crossover
+from .pace import Expected
+
+
+def expected(cache: SparseCache) -> Expected | None:
+    """Of a filled cache, for captured passes; None: nothing is known."""
+    layers = [layer for layer in cache.sparse_layers if layer.index >= cache.config.dense_layers]
+    rule = getattr(layers[-1].policy, "crossover", None) if layers else None
+    if rule is None or rule.name is None or layers[-1].store.device.type != "cuda":
+        return None
+    store = layers[-1].store
+    width, held = store.heads * store.token_bytes, store.held
+    rows = max(1, sum(n > 0 for n in held.lengths))
+    tokens = sum(held.sealed) * store.block_size // rows
+    name = f"{rule.name}:mla" if store.latent else rule.name
+    less = crossover.faster(store.device, name, rows, tokens, width)
+    if less is None:
+        return None
+    read = rows * tokens * width
+    known = crossover.verifications(torch.cuda.get_device_name(store.device))
+    more = {n: len(cache.sparse_layers) * (one.fixed + read * one.per_byte) for n, one in known.items()}
+    return Expected(len(layers) * less, more)
