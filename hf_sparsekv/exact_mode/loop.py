@@ -23,6 +23,7 @@ from ..layers.decode import plan_of
 from ..layers.sliding import SlidingRing
 from .choice import Choice
 from .expected import expected
+from .lookup import found_before
 from .pace import Pace
 from .ragged import Ragged, can_be_ragged
 from .text import Text, Until
@@ -164,7 +165,13 @@ class Loop:
         text, cache, clock = self.text, self.cache, self.clock
         had, rows = text.ids.shape[1], text.ahead
         begin, began = clock.now(), time.perf_counter()
-        ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
+        found = self._looked_up(drafts)
+        if found is not None:
+            drafts = found.shape[1]
+            ids = torch.cat((text.ids, found), dim=1)
+            kwargs = self.model._update_model_kwargs_for_generation({}, dict(text.kwargs), num_new_tokens=drafts)
+        else:
+            ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
         middle = clock.now()
         self._can_take_back(drafts + 1)
         with cache.drafts():
@@ -188,7 +195,21 @@ class Loop:
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
             drafting = clock.between(begin, middle)
-            self.pace.drafted(drafts, added, drafting, time.perf_counter() - began - drafting)
+            verifying = time.perf_counter() - began - drafting
+            if found is not None:
+                self.pace.looked_up(drafts, added, verifying)
+            else:
+                self.pace.drafted(drafts, added, drafting, verifying)
+
+    def _looked_up(self, drafts: int) -> Tensor | None:
+        """Drafts ``[1, k]`` of the text itself, if they are expected to give more than ``drafts`` steps."""
+        text, pace = self.text, self.pace
+        if not drafts or len(text.ids) > 1 or not pace.looks_up(drafts):
+            return None
+        room = pace.most if text.room is None else min(pace.most, text.room - 1)
+        found = found_before(text.ids, room)
+        best = 0 if found is None else pace.best_of(found.shape[1], drafts)
+        return None if found is None or not best else found[:, :best]
 
     def _drafted(self, drafts: int) -> tuple[Tensor, dict]:
         """All tokens and drafts after them, and the model's arguments for these. The cache holds none of the drafts."""

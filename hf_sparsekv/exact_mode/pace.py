@@ -22,6 +22,7 @@ _KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
 _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
 _NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
 _HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
+_SURE = 8.0  # drafts of the text itself that were tried, before it may be worth to capture wider verifications
 _LOSES = 0.02  # share of the time of dense steps that the trials before them may have lost
 
 
@@ -80,6 +81,7 @@ class Pace:
         self.draft, self.dense = Seconds(), Seconds()
         self.verify: dict[int, Seconds] = {}  # by the width of a captured pass
         self._accepted, self._tried = 0.0, 0.0
+        self._found, self._looked = 0.0, 0.0  # the same of drafts of the text itself
         self._segments = 0
         self._long = _LONG
         self.expected: Expected | None = None
@@ -99,6 +101,27 @@ class Pace:
         accepted, tried = (count / added.rows for count in (added.accepted, added.accepted + added.rejected))
         self._accepted = _KEEPS * self._accepted + accepted
         self._tried = _KEEPS * self._tried + tried
+
+    def looked_up(self, drafts: int, added: Added, verify_seconds: float) -> None:
+        """A round is over whose drafts were those of the text itself."""
+        self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
+        self._found = _KEEPS * self._found + added.accepted
+        self._looked = _KEEPS * self._looked + added.accepted + added.rejected
+
+    def looks_up(self, drafts: int) -> bool:
+        """Whether it pays to look for drafts in the text, before a round with so many drafts of steps."""
+        return self.fixed is None and self._ran(drafts) and self.best_of(self.most, drafts) > 0
+
+    def best_of(self, found: int, drafts: int) -> int:
+        """How many of the drafts ``found`` in the text to verify; 0: a round with ``drafts`` of steps gives more."""
+        accepts = (self._found + 0.8) / (self._looked + 1.0)
+        rates = {
+            n: sum(accepts**i for i in range(n + 1)) / self._verification(self._width(n))
+            for n in range(1, min(found, self.most) + 1)
+            if self._ran(n) or self._looked > _SURE
+        }
+        best = max(rates, key=lambda n: rates[n], default=0)
+        return best if best and rates[best] > self.rate(drafts) else 0
 
     def stepped(self, seconds: float) -> None:
         """A segment of dense steps is over; ``seconds``: of each."""

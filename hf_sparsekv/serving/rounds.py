@@ -46,7 +46,7 @@ class Round:
         drafts: of each that can draft.
         chosen: ``[drafts + 1, 2, n]`` on the host, as :attr:`.Sampler.last` of each token. told: log probabilities.
         used: ``[2, n]`` on the host: accepted drafts of each request, all and those that it had room for.
-        marks: of the clock: its start, the end of its drafts, and its own.
+        marks: of the clock: its start, the end of its drafts, and its own. pace: that hears of them.
         event: when the host's copies are there.
     """
 
@@ -58,6 +58,7 @@ class Round:
     told: list[Logprobs | None]
     used: Tensor
     marks: tuple
+    pace: Pace
     event: torch.cuda.Event | None
 
 
@@ -129,7 +130,8 @@ class Rounds:
         requests = [request for request in active().values() if request.exact]
         places: list[int] = [request.row for request in requests]
         before, index = [rows.lengths[place] for place in places], sent(places, torch.long, work.device)
-        counted, began, tokens = sampler.counted(places), work.clock.mark(), [work.tokens.clone()]
+        counted, pace = sampler.counted(places), self._pace
+        began, tokens = work.clock.mark(), [work.tokens.clone()]
         for i in range(drafts):
             others = [request for request in active().values() if not request.exact]
             self.drawn.step(active(), ahead=dict.fromkeys(places, i))
@@ -161,7 +163,7 @@ class Rounds:
         marks = began, middle, work.clock.mark()
         both = on_host(torch.stack((accepted, used)))
         self.in_flight = Round(
-            requests, before, counts, drafts, on_host(every), told, both, marks, written(work.device)
+            requests, before, counts, drafts, on_host(every), told, both, marks, pace, written(work.device)
         )
 
     @staticmethod
@@ -198,7 +200,7 @@ class Rounds:
         if drafted:
             rejected = sum(n < one.drafts for n in drafted)
             added = Added(len(drafted), sum(drafted), rejected, min(drafted) + 1)
-            self._pace.drafted(one.drafts, added, drafting, verifying + time.perf_counter() - began)
+            one.pace.drafted(one.drafts, added, drafting, verifying + time.perf_counter() - began)
             exactness = self.rows.cache.row_table.exactness
             exactness.drafted += one.drafts * len(drafted)
             exactness.accepted += sum(drafted)

@@ -24,8 +24,10 @@ from transformers.generation.streamers import BaseStreamer
 import hf_sparsekv
 from hf_sparsekv import OffloadConfig, PredictiveConfig, StreamingConfig, TokenConfig, sparse
 from hf_sparsekv.cuda_graph import late_stop
+from hf_sparsekv.exact_mode import lookup
 from hf_sparsekv.exact_mode.choice import Choice
 from hf_sparsekv.exact_mode.install import ExactSampling
+from hf_sparsekv.exact_mode.lookup import found_before
 from hf_sparsekv.exact_mode.pace import Next, Pace
 
 CONFIG = TokenConfig(**{**SMALL, "token_budget": 8})
@@ -202,6 +204,42 @@ def test_hidden_states_of_each_step():
     )
     assert len(out.hidden_states) == 5
     assert kv.stats().drafted == 0
+
+
+# ---------------------------------------------------------------------- drafts of the text itself
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_drafts_of_the_text_itself(monkeypatch, kept, sample, captured):
+    """Right ones and wrong ones, of a text that repeats itself; none takes a step."""
+    draw, found = random.Random(3), []
+    monkeypatch.setattr(lookup, "TOKENS", 1)
+    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 2, 3)), 2))
+    monkeypatch.setattr(Pace, "looks_up", lambda *_: True)
+    monkeypatch.setattr(Pace, "best_of", lambda self, most, drafts: found.append(most) or draw.randint(1, most))
+    ids = prompt(1, 40)["input_ids"].repeat(1, 4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    go = {"max_new_tokens": 60, "do_sample": sample, "temperature": 0.3 if sample else None, "pad_token_id": PAD}
+    torch.manual_seed(2)
+    expected = reference("llama").generate(**inputs, **go)
+    net = imitated("llama")[0] if captured else model("llama")
+    torch.manual_seed(2)
+    with exact(net, None):
+        out = net.generate(**inputs, **go, return_dict_in_generate=kept)
+    assert torch.equal(out.sequences if kept else out, expected)
+    assert found, "the text never repeated itself"
+
+
+def test_what_came_after_the_same_tokens():
+    text = torch.tensor([[5, 1, 2, 3, 7, 8, 1, 2, 3, 9, 4, 1, 2, 3]])
+    assert found_before(text, 4).tolist() == [[9, 4, 1, 2]]
+    assert found_before(text, 2).tolist() == [[9, 4]]
+    assert found_before(text[:, :-1], 4) is None
+    assert found_before(text, 0) is None
+    assert found_before(text[:, :3], 4) is None
+    assert found_before(torch.tensor([[1, 1, 1, 1]]), 4).tolist() == [[1]]
 
 
 # ---------------------------------------------------------------------- caches that are kept

@@ -116,3 +116,18 @@ def test_what_is_expected_says_whether_drafts_are_tried_at_once(faster, slower, 
     if not tried:
         pace.stepped(0.005)
         assert pace.next(sparse=True) == Next(3)
+
+
+def test_drafts_of_the_text_itself_are_verified_while_they_are_right():
+    """Nothing but their verification is lost to them, so they may be wrong more often than those of steps."""
+    pace = Pace(16)
+    run(pace, 0.8, draft=0.005, dense=0.009, more=0.0002, tokens=200)
+    assert pace.looks_up(3) and 1 <= pace.best_of(2, 3) <= 2
+    for _ in range(20):
+        pace.looked_up(3, Added(1, 3, 0, 4), 0.0095)
+    assert pace.best_of(16, 3) > 7, "wider ones are tried"
+    assert pace.acceptance < 0.9, "steps draft as they did"
+    for _ in range(200):
+        pace.looked_up(3, Added(1, 0, 1, 1), 0.0095)
+    assert not pace.looks_up(3)
+    assert not Pace(16, fixed=4).looks_up(4)

@@ -283,6 +283,15 @@ def test_all_passes_are_captured_at_the_start(drafting):
     runner.remove()
 
 
+@pytest.mark.parametrize("max_length", [6, 162, 163, 164])
+def test_passes_are_captured_whatever_the_longest_row(max_length):
+    net, runner = imitated()
+    with Engine(net, None, TIGHT, None, replace(EXACT, max_length=max_length)) as engine:
+        output = engine.submit(ids_of(max_length - 3, 1), greedy(3)).result(60)
+        assert len(output.token_ids) == 3
+    runner.remove()
+
+
 def test_rounds_end_with_the_longest_row(drafting):
     """Drafts are written to no place behind it."""
     serving, longest = replace(EXACT, max_length=190), []
