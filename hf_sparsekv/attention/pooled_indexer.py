@@ -43,7 +43,7 @@ def forward(config: Any, self: Any, *args, **kwargs) -> Tensor:
     if not is_ours(cache) or config._attn_implementation != "sparsekv":
         return own(*args, **kwargs)
     mask, layer = given["attention_mask"], cache.layers[self.layer_idx]
-    columns = columns_of(mask)
+    columns: Any = columns_of(mask)
     if columns is mask:  # of the caller: which columns a query sees says only the mask
         indices = _chosen(
             shows(own(*args, **kwargs)[:, 0]) & shows(mask[:, 0]), self.token_budget + self.compress_ratio

@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 from ..attention.mla import absorb_mla, caller, calling_model, passes_on
 from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
+from ..layers.indexed import IndexedLayer
 from ..layers.owned import Owner
 from ..policies.indexed import chooses
-from .models import check_kind
+from .models import check_kind, need_config
 
 passes_on(__name__)
 
@@ -81,9 +82,7 @@ def prepare_model(cache: Any) -> None:
     if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()
-    config = getattr(model, "config", None)
-    if model is not None and _served(config):
-        check_first(cache, config)
+    if model is not None and _served(getattr(model, "config", None)):
         absorb_mla(model)
         take_pooled(model)
 
@@ -93,17 +92,22 @@ def _served(config: PreTrainedConfig | None) -> bool:
 
 
 class AllPositions:
-    """Qwen4-Exp's own: the positions of all columns, which it keeps with the cache; those of what is cached."""
+    """The positions of all columns, which Qwen4-Exp keeps with the cache (5.17), or with its first such layer."""
 
     def __get__(self, cache: Any, kind: type) -> Any:
         if cache is None:
             return self
-        if not (length := cache.get_seq_length()) or "_positions" not in cache.__dict__:
-            raise AttributeError("nothing is cached yet")
-        return cache._positions[..., :length]
+        layer = self._layer(cache)
+        if layer is None or (positions := layer.indexer_position_ids) is None:
+            raise AttributeError("no positions are kept")  # as the model asks
+        return positions
 
     def __set__(self, cache: Any, positions: Tensor) -> None:
-        cache._positions = positions
+        need_config(cache.model_config, type(cache).__name__)
+        self._layer(cache).indexer_position_ids = positions
+
+    def _layer(self, cache: Any) -> Any:
+        return next((layer for layer in cache.layers if isinstance(layer, IndexedLayer)), None)
 
 
 def update_indexer(cache: Any, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

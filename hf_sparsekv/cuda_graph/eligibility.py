@@ -161,7 +161,7 @@ class Eligibility:
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
-        if hasattr(cache, "position_ids"):
+        if any(isinstance(layer, IndexedLayer) and layer.indexer_position_ids is not None for layer in cache.layers):
             return "the model keeps the positions of all tokens, which are more with each step"
         columns = any(isinstance(layer, SlidingRing | IndexedLayer) for layer in cache.layers)
         if columns and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):

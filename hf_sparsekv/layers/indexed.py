@@ -5,6 +5,8 @@ Apart from :mod:`.sparse_layer`, because other layers choose by a policy, and ke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from ..attention.handle import Step
 from ..attention.indices import visible
 from ..attention.masks import columns_of
 from ..attention.mla import passes_on
+from ..kv.rows import Rows
 from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
 from .owned import Owner
@@ -35,10 +38,31 @@ class IndexedLayer(SparseLayer):
     policy: IndexedPolicy
     index_at = 0
     choice: tuple[Tensor, Tensor] | None = None
+    _positions: Tensor | None = None  # replaced, never written in place
 
     def __init__(self, owner: Owner, index: int, topk: int) -> None:
         super().__init__(owner, index)
         self.policy = IndexedPolicy(owner.config, index, owner.shared.offloaded, topk)
+
+    def __deepcopy__(self, memo: dict) -> IndexedLayer:
+        new: Any = super().__deepcopy__(memo)
+        new._positions = self._positions
+        return new
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions ``[3, batch, length]`` of what is cached, if the model keeps them here (Qwen4-Exp)."""
+        length = self.get_seq_length()
+        return self._positions[..., :length] if length and self._positions is not None else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def map_rows(self, index: Tensor, rows: Rows) -> None:
+        super().map_rows(index, rows)
+        if self._positions is not None:
+            self._positions = self._positions.index_select(1, index.to(self._positions.device))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         handles = super().update(key_states, value_states, *args, **kwargs)

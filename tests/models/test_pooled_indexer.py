@@ -12,7 +12,7 @@ from captured import Imitation
 from models import COMMON, prompt
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, TokenConfig, restore_mla, sparse
+from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, restore_mla, sparse
 from hf_sparsekv.attention import pooled_indexer
 from hf_sparsekv.attention.pooled_indexer import choose, is_pooled
 from hf_sparsekv.cache_name import over
@@ -140,7 +140,8 @@ def test_nothing_has_to_be_asked_for():
 
 def test_masks_that_are_copied_on_their_way():
     """As accelerate does between devices: what a query sees says only the mask. The loop runs, and steps are sparse."""
-    net, stock, cache = build("sparsekv", SPARSE), model("sdpa", *SPARSE), OffloadedSparseCache(TokenConfig(**SMALL))
+    net, stock = build("sparsekv", SPARSE), model("sdpa", *SPARSE)
+    cache = new_cache(net)
 
     def copied(module, args, kwargs):
         return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
@@ -153,12 +154,13 @@ def test_masks_that_are_copied_on_their_way():
     mask = INPUTS["attention_mask"].bool()[:, None, None] & torch.ones(90, 90, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="leave past_key_values out"):
         net(INPUTS["input_ids"], attention_mask=mask, **over(net, new_cache(net)))
+    assert not hasattr(SparseCache(TokenConfig()), "position_ids")
 
 
 def test_the_life_of_a_cache(tmp_path):
     """Crops, rows that change places, copies: against prompts of the whole text. Never captured."""
     net, stock = model("sparsekv", *SPARSE), model("sdpa", *SPARSE)
-    cache, held = OffloadedSparseCache(TokenConfig(**SMALL)), torch.empty(2, 0, dtype=torch.long)
+    cache, held = new_cache(net), torch.empty(2, 0, dtype=torch.long)
 
     @torch.no_grad()
     def feed(cache, held, length: int, seed: int) -> torch.Tensor:
