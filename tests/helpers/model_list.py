@@ -133,13 +133,23 @@ def _values(kind: type[PreTrainedConfig], layers: int, own: dict) -> dict:
 # Where sizes by name are not enough: what the configuration is made of in their place, beside them.
 MIXED = ["linear_attention", "full_attention"] * 2
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+QWEN4 = {
+    **{"layer_types": MIXED, "hc_count": 2, "hc_lowrank": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4},
+        **{"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    },
+}
 OWN: dict[str, dict] = {
     # Published checkpoints have both: without a window all layers attend to their whole past.
     **{
         key: {"sliding_window": None}
         for key in ("mistral", "mixtral", "ministral3", "phimoe", "starcoder2", "doge", "phi4_multimodal")
     },
-    **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in indexers.SERVED},  # with an indexer of their own
+    **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in indexers.LATENT},  # with an indexer of their own
+    "qwen4_exp_text": QWEN4,
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {

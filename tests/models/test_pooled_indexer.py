@@ -127,6 +127,9 @@ def test_tokens_are_those_of_transformers_own_cache(offload, monkeypatch):
     assert stats.attended_tokens <= stats.sparse_calls * 2 * 2 * 19, "of each row and KV head 4 blocks, and up to 3"
     cache.reset()
     assert torch.equal(net.generate(**INPUTS, **GO, prefill_chunk_size=40, **over(net, cache)), text)
+    cache, beams = new_cache(net, offload), {**GO, "num_beams": 3}
+    monkeypatch.undo()
+    assert torch.equal(net.generate(**INPUTS, **beams, **over(net, cache)), stock.generate(**INPUTS, **beams))
 
 
 def test_nothing_has_to_be_asked_for():
