@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent
 def long_description(text: str, repository: str, ref: str) -> str:
     """README.md with absolute links: files to the repository, headings to this page, pictures to their contents.
 
+    Badges of the repository's own state are left out, and the command that installs it has its address.
+
     Args:
         repository: its address, as https://github.com/NAME/PROJECT; empty: the text as it is.
         ref: tag or branch.
@@ -29,6 +31,9 @@ def long_description(text: str, repository: str, ref: str) -> str:
             return match.group()
         return f"{mark}[{label}]({repository.rstrip('/')}/{'raw' if mark else 'blob'}/{ref}/{target})"
 
+    text = re.sub(r"<!-- only on GitHub -->\n.*?<!-- /only on GitHub -->\n", "", text, flags=re.S)
+    text = text.replace("https://github.com/OWNER/hf-sparsekv", repository.rstrip("/"))
+    text = re.sub(r'(src|srcset)="(?!https?:)', rf'\1="{repository.rstrip("/")}/raw/{ref}/', text)
     return re.sub(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)", absolute, text)
 
 

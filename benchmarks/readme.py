@@ -3,7 +3,7 @@
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
 
-Which lines and columns they have is in readme.yaml.
+Which lines and columns they have is in readme.yaml. ``--write`` also draws README's pictures (picture.py).
 A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's
 where nothing else is said.
 The commands that measure are beside the tables.
@@ -161,6 +161,28 @@ def _ruler(rows: list[dict], case: str, variant: str, none: str = NONE) -> str:
     name = f"ruler:average:{variant}"
     both = [newest(rows, name, metric, 1, 32 * K, case) for metric in ("score", "score_in_steps")]
     return none if None in both else " / ".join(f"{100 * value:.1f}" for value in both)
+
+
+def ruler_by_default(case: str, context: int) -> tuple[tuple, tuple, float | None]:
+    """RULER's mean in %, question prefilled and in steps: full attention's, today's defaults', and their share read."""
+    rows = read("accuracy.csv")
+    todays = since_defaults(rows, "token")
+    both = []
+    for variant, of in (("full", rows), ("token", todays)):
+        name = f"ruler:average:{variant}"
+        found = (newest(of, name, metric, 1, context, case) for metric in ("score", "score_in_steps"))
+        both.append(tuple(None if value is None else 100 * value for value in found))
+    return both[0], both[1], newest(todays, "ruler:average:token", "attended", 1, context, case)
+
+
+def models() -> str:
+    """RULER by today's defaults beside full attention, and what share of the context they read."""
+    lines = []
+    for about, case, context in DATA["models"]:
+        full, ours, share = ruler_by_default(case, context)
+        cells = (UNKNOWN if None in both else " / ".join(f"{value:.1f}" for value in both) for both in (full, ours))
+        lines.append((about, f"{context // 1000}k", *cells, UNKNOWN if share is None else f"{100 * share:.0f} %"))
+    return table(("RULER, %", "tokens", "full attention", "default settings", "read of the context"), lines)
 
 
 def presets() -> str:
@@ -338,9 +360,16 @@ def working_sets() -> str:
     return table(("rows", *heads, "commit"), lines)
 
 
+def picture() -> str:
+    """README's, which shows files that :func:`main` writes."""
+    from .picture import embedded
+
+    return embedded()
+
+
 PAGES = {
-    "README.md": {"speed": speed, "presets": presets},
-    "docs/speed.md": {"default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
+    "README.md": {"picture": picture, "models": models},
+    "docs/speed.md": {"speed": speed, "default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
     "docs/presets.md": {"all-presets": all_presets},
     "docs/compared.md": {"peers": peers.tables},
     "docs/serving.md": {"ladder": ladder},
@@ -378,6 +407,11 @@ def main(argv: list[str] | None = None) -> None:
                 written = written[:start] + made + written[stop:]
         if args.write:
             (ROOT / page).write_text(written)
+    if args.write:
+        from .picture import files
+
+        for path, drawn in files().items():
+            (ROOT / path).write_text(drawn)
 
 
 if __name__ == "__main__":

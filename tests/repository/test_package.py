@@ -156,12 +156,14 @@ def test_the_long_description_leads_somewhere(wheel):
     text = long_description("https://example.org/project/")
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert all(target.startswith(("https://", "#")) for target in targets)
-    assert "(https://example.org/project/blob/v1.2/docs/speed.md)" in text and "(#install)" in text
+    assert "(https://example.org/project/blob/v1.2/docs/speed.md)" in text and "actions/workflows" not in text
+    assert 'src="https://example.org/project/raw/v1.2/docs/first-light.svg"' in text
+    assert 'hf-sparsekv[gpu] @ git+https://example.org/project"' in text
     assert long_description("") == (ROOT / "README.md").read_text()
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA"))).decode()
     assert "Description-Content-Type: text/markdown" in metadata
-    assert "## Does it help me?" in metadata
+    assert "**Do not use it**" in metadata
 
 
 def names_info(names: set[str]) -> str:
@@ -180,14 +182,15 @@ def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
 
 
 def test_nobody_is_sent_to_an_index():
-    """The package is on none: extras are those of a checkout."""
+    """The package is on none: extras are those of a checkout or of the repository's address."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     files += [
         path
         for folder in ("hf_sparsekv", "hf_sparsekv_eval", "demo", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    wrong = [path for path in files if re.search(r"pip install [^\n`]*hf-sparsekv(\[|\b)", path.read_text())]
+    index = re.compile(r"pip install (?![^\n`]* @ git\+)[^\n`]*hf-sparsekv(\[|\b)")
+    wrong = [path for path in files if index.search(path.read_text())]
     assert len(files) > 200 and not wrong, wrong
 
 

@@ -3,7 +3,8 @@
 A hook of mkdocs (mkdocs.yml). README.md is the home page, CHANGELOG.md and CONTRIBUTING.md are pages as they are, a
 notebook of docs/notebooks is a page of its cells. On GitHub the same files lead to each other by relative links, so a
 link to a file that is not on the site becomes one to the repository, if its address is known (``REPOSITORY_URL``), and
-plain text otherwise. A link to a file that is not there is an error.
+plain text otherwise. A link to a file that is not there is an error. Commands that install the package have the
+repository's address, and badges that only GitHub can show are left out.
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 OTHERS = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 OTHERS["SECURITY.md"] = "security.md"
+NAMELESS = "https://github.com/OWNER/hf-sparsekv"  # the repository, in commands
+GITHUB = re.compile(r"<!-- only on GitHub -->\n.*?<!-- /only on GitHub -->\n", re.S)
+PICTURE = re.compile(r'((?:src|srcset)="|!\[[^\]]*\]\()docs/')  # README's
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`(?!\])", re.M | re.S)  # not the code that a link is labelled with
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
 def cells(path: Path) -> str:
-    """A notebook's text and code as Markdown."""
+    """A notebook's text, code and outputs as Markdown."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            else:
+                picture = "".join(output["data"]["image/png"]).replace("\n", "")
+                parts.append(f'<img alt="what the cell above draws" src="data:image/png;base64,{picture}">')
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,7 +52,10 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(text: str, page, config, files: Files) -> str:
-    """Links as the site needs them."""
+    """Links, pictures and the repository's address as the site needs them."""
+    text = PICTURE.sub(r"\1", GITHUB.sub("", text)).replace("<details>", "<details markdown>")
+    if config.repo_url:
+        text = text.replace(NAMELESS, config.repo_url.rstrip("/"))
     there = next((source for source, made in OTHERS.items() if made == page.file.src_uri), f"docs/{page.file.src_uri}")
 
     def changed(match: re.Match) -> str:
