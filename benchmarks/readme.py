@@ -370,12 +370,12 @@ def picture() -> str:
 PAGES = {
     "README.md": {"picture": picture, "models": models},
     "docs/speed.md": {"speed": speed, "default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
-    "docs/presets.md": {"all-presets": all_presets},
+    "docs/measured/presets.md": {"all-presets": all_presets},
     "docs/compared.md": {"peers": peers.tables},
-    "docs/serving.md": {"ladder": ladder},
+    "docs/measured/serving.md": {"ladder": ladder},
     "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
-    "docs/serving-scale.md": spread_tables.TABLES,
-    "docs/hardware.md": {"gpus": gpus, "weights": weights},
+    "docs/measured/serving-scale.md": spread_tables.TABLES,
+    "docs/measured/hardware.md": {"gpus": gpus, "weights": weights},
     "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
 }
 
