@@ -17,14 +17,15 @@ from . import documents, recording
 from .caches import DENSE, METHODS
 from .desk import DEPTH, Desk
 from .models import PROBE, SMALL, Models
+from .panes import status as status_line
 from .recording import Recording
 
 NO_FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the system: others would be fetched
 MONO = ["ui-monospace", "monospace"]
 LABELS = {SMALL: "small (SmolLM2-135M)", PROBE: "probe (6M, own language)"}  # of the models that are always offered
-PRESS = "Press Race: both caches answer the same question about the same document."
 SOURCES = ["Bundled", "Paste", "Upload"]
 INTRO = "One long document, the same question: full attention, and a cache that reads only what it chooses."
+SETTINGS = "<a class='small jump' href='#settings'>Model, document and cache: below</a>"  # on a phone
 CHAT = "The document is read once, with the first question; later questions start from what was read."
 
 
@@ -60,7 +61,7 @@ def build(
     offered = [(LABELS.get(name, name), name) for name in dict.fromkeys([*LABELS, model, *more])]
     on_gpu = models.device.type == "cuda"
     with gr.Blocks(title="hf-sparsekv: time per token", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.HTML(f"<h1>Sparse KV cache against full attention</h1><p class='intro'>{INTRO}</p>")
+        gr.HTML(f"<h1>Sparse KV cache against full attention</h1><p class='intro'>{INTRO} {SETTINGS}</p>")
         with gr.Row(equal_height=False, elem_id="columns"):
             with gr.Column(scale=2, min_width=300, elem_id="settings"):
                 chosen = gr.Dropdown(
@@ -124,20 +125,20 @@ def build(
             with gr.Column(scale=5, min_width=320, elem_id="results"), gr.Tabs():
                 with gr.Tab("Race", elem_id="race-tab"):
                     with gr.Row(elem_id="buttons"):
-                        start = gr.Button("Race", variant="primary", elem_id="race", min_width=120, scale=2)
+                        start = gr.Button("Run it here", variant="primary", elem_id="race", min_width=120, scale=2)
                         stop = gr.Button("Stop", interactive=False, elem_id="stop", min_width=80)
                         clear = gr.Button("Clear", elem_id="clear", min_width=80)
                     plays = _recorded(desk.recordings)
-                    status = gr.HTML(desk.status(PRESS), elem_id="status")
-                    verdict = gr.HTML("", elem_id="verdict")
-                    with gr.Row():
+                    status = gr.HTML(status_line(desk.press(model)), elem_id="status")
+                    first = iter(desk.first())
+                    verdict = gr.HTML(next(first), elem_id="verdict")
+                    with gr.Row(elem_id="panes"):
                         panes = [
-                            gr.HTML(desk.empty_pane(i), elem_id=f"pane-{name}", min_width=280)
-                            for i, name in enumerate(("dense", "sparse"))
+                            gr.HTML(next(first), elem_id=f"pane-{name}", min_width=280) for name in ("dense", "sparse")
                         ]
-                    pictures = [gr.HTML(first, elem_id=name) for name, first in desk.empty_pictures().items()]
+                    pictures = [gr.HTML(next(first), elem_id=name) for name in ("plot", "numbers", "heat")]
                 with gr.Tab("Chat", elem_id="chat-tab"):
-                    heard = gr.HTML(desk.status(CHAT), elem_id="heard")
+                    heard = gr.HTML(status_line(CHAT), elem_id="heard")
                     talk = gr.Chatbot(
                         show_label=False, height=240, elem_id="talk", render_markdown=False, buttons=[],
                         placeholder="Ask something about the document.", feedback_options=None,
@@ -192,9 +193,8 @@ def _recorded(recordings: Sequence[Recording]) -> list[gr.Button]:
     if not recordings:
         return []
     with gr.Row(elem_id="recorded"):
-        gr.HTML("<span class='small'>Recorded races:</span>", min_width=100)
         return [
-            gr.Button(f"\u25b6 {each.title}", size="sm", elem_id=f"play-{number}", min_width=120)
+            gr.Button(f"\u25b6 {each.headline}\n{each.title}, recorded", elem_id=f"play-{number}", min_width=200)
             for number, each in enumerate(recordings)
         ]
 

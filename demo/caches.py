@@ -88,14 +88,14 @@ def _plain(method: Registered) -> Method:
 
 METHODS: dict[str, Method] = {
     "two_level": Method(
-        "Tokens among all",
-        "the best tokens, by labels of 4 bits a channel: what OffloadedSparseCache does by default",
+        "Tokens by need",
+        "the tokens that hold a share of each head's attention, by labels of 4 bits a channel: the default",
         TokenConfig,
         (_MASS,),
         {"dense_below": 0},  # short contexts, too, show what is read
     ),
     "blocks": Method(
-        "Two-level",
+        "Two levels",
         "blocks by a bound on their scores, then the best tokens in them (AsyncTLS)",
         TokenConfig,
         (

@@ -14,10 +14,10 @@ import gradio as gr
 import psutil
 import torch
 
-from . import charts, documents
+from . import charts, documents, panes
 from .caches import METHODS
 from .language import Language, Needle
-from .models import Loaded, ModelError, Models
+from .models import PROBE, Loaded, ModelError, Models
 from .race import Busy, Session, Started, Stepped, Task
 from .recording import Recording
 from .turns import Turns
@@ -108,9 +108,9 @@ class Desk:
                 tab.session.new_talk()
                 tab.history.clear()
         except Busy as busy:
-            return [self.status(str(busy), error=True), gr.update(), gr.update(), gr.update()]
-        said = self.status("A new conversation; the document is not read again.")
-        return [said, "", *map(self.empty_pane, range(2))]
+            return [panes.status(str(busy), error=True), gr.update(), gr.update(), gr.update()]
+        said = panes.status("A new conversation; the document is not read again.")
+        return [said, "", "", ""]
 
     # ------------------------------------------------------------------ the document
 
@@ -157,15 +157,36 @@ class Desk:
             return _needle(language, depth, length).question
         return now
 
+    def press(self, model: str) -> str:
+        """What the page says at first: what the button costs."""
+        if self._on_gpu:
+            takes = "seconds"
+        else:
+            takes = "a few seconds" if model == PROBE else "half a minute on two idle cores"
+        shown = "Shown below: a recorded race. " if self.recordings else ""
+        return f"{shown}Run one here: both caches answer the same question about the same document ({takes})."
+
+    def first(self) -> list[str]:
+        """What the page shows below that: how the first recording ends, or nothing."""
+        view = self.recordings[0].view(float("inf")) if self.recordings else RaceView()
+        return self._shown(view, []) if self.recordings else ["", "", "", charts.line_plot(view), "", ""]
+
+    def _shown(self, view: RaceView, history: list) -> list[str]:
+        where = {"recorded:": view.recorded} if view.recorded else self.machine()
+        return [
+            panes.verdict(view), *(panes.pane(view, i, history) for i in range(2)),
+            charts.line_plot(view), charts.numbers(view, where), charts.heat_map(view.lanes[1].blocks),
+        ]  # fmt: skip
+
     def chose_model(self, model: str, hide: bool, depth: float) -> list:
         """Controls follow the model."""
         try:
             self.models.look(model)
         except ModelError as error:
-            return [gr.update(), gr.update(), self.status(str(error), error=True)]
+            return [gr.update(), gr.update(), panes.status(str(error), error=True)]
         longest, length = self.longest(model), self.length(model)
         slider = gr.update(maximum=longest, value=length)
-        return [slider, self.question(model, hide, depth, length), self.status("Press Race.")]
+        return [slider, self.question(model, hide, depth, length), panes.status(self.press(model))]
 
     # ------------------------------------------------------------------ the race
 
@@ -317,7 +338,7 @@ class Desk:
             said.append({"role": "user", "content": each.question})
             said.append({"role": "assistant", "content": each.answer or "\u2026"})
         buttons = [gr.update(interactive=not running), gr.update(interactive=running)]
-        return [self.status(message, error=error), said, charts.questions(talk), *buttons]
+        return [panes.status(message, error=error), said, charts.questions(talk), *buttons]
 
     def new_chat(self, request: gr.Request) -> list:
         """The button Clear of the chat: forget its conversation, keep the document."""
@@ -327,7 +348,7 @@ class Desk:
                 tab.session.new_talk("chat")
                 tab.chat.clear()
         except Busy as busy:
-            return [self.status(str(busy), error=True), gr.update(), gr.update(), gr.update(), gr.update()]
+            return [panes.status(str(busy), error=True), gr.update(), gr.update(), gr.update(), gr.update()]
         return self._chat(tab, None, "A new conversation; the document is not read again.")
 
     # ------------------------------------------------------------------ what both ask
@@ -377,12 +398,9 @@ class Desk:
         if view.reading and not view.decoding and not view.ended:
             fraction = view.reading[0] / view.reading[1]
         history = [] if view.recorded else tab.history
-        where = {"recorded:": view.recorded} if view.recorded else self.machine()
         buttons = [gr.update(interactive=not running), gr.update(interactive=running)]
         return [
-            self.status(message, fraction, error), self.verdict(view),
-            *(self.pane(view, i, history) for i in range(2)),
-            charts.line_plot(view), charts.numbers(view, where), charts.heat_map(view.lanes[1].blocks), *buttons,
+            panes.status(message, fraction, error), *self._shown(view, history), *buttons,
             *(gr.update(interactive=not running) for _ in self.recordings),
         ]  # fmt: skip
 
@@ -406,63 +424,6 @@ class Desk:
             done, total = view.reading
             return f"Reading the document: {done:,} of {total:,} tokens."
         return "Getting ready."
-
-    @staticmethod
-    def status(message: str, fraction: float | None = None, error: bool = False) -> str:
-        """The line above the panes."""
-        bar = "" if fraction is None else f"<div class='bar'><i style='width:{100 * fraction:.0f}%'></i></div>"
-        return f"<div class='status{' error' * error}' role='status'>{charts.esc(message)}{bar}</div>"
-
-    @staticmethod
-    def empty_pane(number: int) -> str:
-        """A pane before anything was asked."""
-        name = ("full attention", "sparse")[number]
-        about = ("reads every token of the context at every step", "reads what it chooses at every step")[number]
-        return (
-            f"<div class='pane'><div class='name {charts.NAMES[number]}'>{name}</div>"
-            f"<div class='about'>{about}</div></div>"
-        )
-
-    @staticmethod
-    def empty_pictures() -> dict[str, str]:
-        """Element ids of what lies below the panes, and what they hold at first."""
-        return {"plot": charts.line_plot(RaceView()), "numbers": "", "heat": ""}
-
-    @staticmethod
-    def verdict(view: RaceView) -> str:
-        """The headline, above everything else; of a recording with its mark."""
-        mark = ""
-        if view.recorded:
-            mark = f"<div class='mark'><b>Recorded</b> {charts.esc(view.recorded)}</div>"
-        if (verdict := view.verdict()) is None:
-            return mark
-        headline, below = map(charts.esc, verdict)
-        return f"{mark}<div class='verdict'><strong>{headline}</strong><span>{below}</span></div>"
-
-    @staticmethod
-    def pane(view: RaceView, number: int, history: list[tuple[str, list[str]]]) -> str:
-        lane = view.lanes[number]
-        name, _, about = (lane.name or ("full attention", "sparse")[number]).partition(", ")
-        said = [f"<p class='q'>{charts.esc(q)}</p><p class='a'>{charts.esc(a[number])}</p>" for q, a in history]
-        foot = ""
-        if lane.ids:
-            foot = f"<span>{len(lane.ids)} tokens{f' x {view.rows} sequences' if view.rows > 1 else ''}</span>"
-            found = view.found(lane)
-            mark = ("right", "the hidden fact: found") if found else ("wrong", "the hidden fact: not found")
-            if found is False and view.model_missed:  # no fault of the cache
-                mark = ("quiet", "the hidden fact: not found by the model" + ", nor here" * number)
-            foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if found is not None else ""
-        question = view.question or ("Random weights say nothing: this race is of times." if view.recorded else "")
-        said.append(
-            f"<p class='q'>{charts.esc(question)}</p><p class='a'>{charts.esc(lane.answer)}</p>"
-            + (f"<p class='after'>decoding on: &hellip;{charts.esc(lane.after[-60:])}</p>" if lane.after else "")
-        )
-        badge = "<span class='badge'>recorded</span>" if view.recorded else ""
-        return (
-            f"<div class='pane'><div class='name {charts.NAMES[number]}'>{charts.esc(name)}{badge}</div>"
-            f"<div class='about'>{charts.esc(about)}</div><div class='talk'><div>{''.join(said)}</div></div>"
-            f"<div class='foot'>{foot}</div></div>"
-        )
 
     def machine(self) -> dict[str, str]:
         """Where it runs, and memory in use."""

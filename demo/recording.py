@@ -98,6 +98,12 @@ class Recording:
         )
 
     @property
+    def headline(self) -> str:
+        """How the race ends, in a few words."""
+        verdict = self.view(float("inf")).verdict()
+        return verdict[0].replace(" of the context", "").replace("hidden ", "") if verdict else self.title
+
+    @property
     def seconds(self) -> float:
         """That the slower lane took to decode."""
         return max(sum(lane.ms[1:]) for lane in self.lanes) / 1e3
@@ -172,14 +178,14 @@ def read(path: Path) -> Recording:
 
 
 def found(folder: Path = FOLDER) -> list[Recording]:
-    """The recordings of a folder, by file name. Says on standard error which cannot be played."""
+    """The recordings of a folder: with text first, then by file name. Says on standard error which cannot be played."""
     recordings = []
     for path in sorted(folder.glob("*.json")):
         try:
             recordings.append(read(path))
         except RecordingError as error:
             print(error, file=sys.stderr)
-    return recordings
+    return sorted(recordings, key=lambda each: (not each.question, not each.on_gpu))
 
 
 def _lane_out(lane: RecordedLane) -> dict:

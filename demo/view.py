@@ -174,14 +174,15 @@ class RaceView:
         taken = (stats.kv_bytes_read + stats.index_bytes_read) / steps
         amount = f"{size(taken)} of KV cache a token instead of {size(stats.kv_bytes_dense / steps)}"
         if ratio >= 1.02:
-            factor = f"{ratio:.2f} times as long"
+            factor = f"{_times(ratio)} faster"
         else:
-            factor = "as long" if ratio > 0.98 else f"sparse takes {1 / ratio:.2f} times as long here"
+            factor = "as fast" if ratio > 0.98 else f"{_times(1 / ratio)} slower here"
         why = "" if ratio >= 1.02 else " " + self._why(stats)
         why += " " + MISSED if self.model_missed else ""
         if self.on_gpu:
             times = f"{sparse.median_ms:.1f} ms a token, full attention {dense.median_ms:.1f} ms"
-            return f"{times} ({factor})", f"{reads}: {amount}.{why}"
+            headline = f"{factor[0].upper()}{factor[1:]}, {reads[0].lower()}{reads[1:]}"
+            return headline, f"{times}: {amount}.{why}"
         times = f"Time: {sparse.median_ms:.0f} ms a token, full attention {dense.median_ms:.0f} ms ({factor})."
         return reads, f"{amount[0].upper()}{amount[1:]}, index included. {times}{why}"
 
@@ -190,8 +191,10 @@ class RaceView:
         if same is None:
             return ""
         ended = all(bool(lane.after) or lane.ended is not None for lane in self.lanes)
+        if same and ended:
+            return ", same answer: both find the hidden fact" if self.found(self.lanes[0]) else ", same answer"
         if same:
-            return ", same answer" if ended else ", same answer so far"
+            return ", same answer so far"
         if all(self.found(lane) for lane in self.lanes):
             return ", both find the hidden fact"
         if ended and self.model_missed:
@@ -219,6 +222,11 @@ class RaceView:
             "On a CPU, choosing what to read from so short a context can take longer than reading all of it: less is "
             "read, and no time is gained."
         )
+
+
+def _times(ratio: float) -> str:
+    """A factor for a headline."""
+    return f"{ratio:.1f}x" if ratio >= 1.1 else f"{ratio:.2f}x"
 
 
 def _percent(share: float) -> str:

@@ -25,6 +25,7 @@ from demo import app  # noqa: E402
 from demo.models import Models, pick_device  # noqa: E402
 
 DESKTOP, PHONE = 1280, 390
+WIDTH = 1300  # of the picture
 
 
 def shots(url: str, args: argparse.Namespace) -> list[Image.Image]:
@@ -81,7 +82,9 @@ def main() -> int:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
     page, url = app.launch(Models(pick_device(args.device)), args.model, block=False)
     try:
-        whole = beside(shots(url, args)).quantize(128, dither=Image.Dither.NONE)
+        whole = beside(shots(url, args))
+        whole = whole.resize((WIDTH, whole.height * WIDTH // whole.width), Image.Resampling.LANCZOS)
+        whole = whole.quantize(64, dither=Image.Dither.NONE)
     finally:
         page.close()
     whole.save(args.out, optimize=True)

@@ -150,13 +150,15 @@ def test_the_first_press_finds_the_fact(browser, tmp_path):
     with serving(tmp_path / "elsewhere.log") as (url, _):
         tab = Tab(browser, url)
         assert "small" in tab.page.input_value("#model input")
+        shown = tab.text("verdict")
+        assert "Recorded" in shown and "context" in shown, "a recorded race is there before anything is pressed"
         tab.race()
         tab.wait_status("Done", seconds=400)
         dense, sparse = tab.text("pane-dense"), tab.text("pane-sparse")
         verdict = tab.text("verdict")
         tab.context.close()
     assert FOUND in dense and FOUND in sparse
-    assert re.match(r"Reads \d+ % of the context, same answer\n", verdict), verdict
+    assert re.match(r"Reads \d+ % of the context, same answer: both find the hidden fact\n", verdict), verdict
     share = int(re.search(r"\d+", verdict).group())
     assert share < 50, "there is something to choose"
     assert not tab.complaints
@@ -186,7 +188,7 @@ def test_race_streams_draws_and_finds_the_needle(tab):
     assert re.search(r"time per token, median\s+[\d.]+ ms\s+[\d.]+ ms", table)
     read = [float(x) for x in re.search(r"KV read per token\s+([\d.]+) MB\s+([\d.]+) MB", table).groups()]
     assert read[1] < read[0], "the sparse cache reads less"
-    assert re.match(r"Reads \d+ % of the context, same answer\n", tab.text("verdict"))
+    assert re.match(r"Reads \d+ % of the context, same answer: both find the hidden fact\n", tab.text("verdict"))
     assert re.search(r"Time: \d+ ms a token, full attention \d+ ms", tab.text("verdict"))
 
 
@@ -318,7 +320,7 @@ def test_a_recording_plays_at_once_and_says_that_it_is_one(tabs):
     tab = tabs()
     began = time.monotonic()
     tab.page.locator("#recorded button", has_text="CPU").click()  # those of a GPU are over in two seconds
-    tab.page.wait_for_selector("#verdict .mark")
+    tab.wait_status("Playing a recording")
     assert time.monotonic() - began < 10
     tab.page.wait_for_selector("#verdict .verdict")
     for word in ("Recorded", "commit", "torch"):

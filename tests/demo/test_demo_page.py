@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[d
 
 from demos import a_task, probe_model, run
 
-from demo import charts, record
+from demo import charts, panes, record, recording
 from demo.desk import Desk
 from demo.race import Session
 from demo.turns import Turns
@@ -45,10 +46,10 @@ def test_verdicts():
 
     headline, below = said(20, 10, answers=("7", "7"))
     assert headline == f"Reads {share} of the context, same answer"
-    assert "10 ms a token, full attention 20 ms (2.00 times as long)" in below
+    assert "10 ms a token, full attention 20 ms (2.0x faster)" in below
     headline, below = said(10, 20, answers=("7", "8"))
     assert headline.endswith("another answer"), "what is not so is not said"
-    assert "sparse takes 2.00 times as long here" in below, "a slower one is told, too"
+    assert "(2.0x slower here)" in below, "a slower one is told, too"
     assert said(10, 20, answers=("7, a", "7, b"), wanted="7")[0].endswith("both find the hidden fact")
     # Of full attention that finds nothing the cache is not accused, whatever it finds itself.
     for theirs, wanted, headline in (
@@ -56,15 +57,16 @@ def test_verdicts():
         (("8", "9"), "7", ", the model itself misses the hidden fact"),
         (("8", "7"), "7", ", the model itself misses the hidden fact"),
         (("7", "8"), "7", ", another answer"),
-        (("7", "7"), "7", ", same answer"),
+        (("7", "7"), "7", ", same answer: both find the hidden fact"),
     ):
         told = said(10, 20, answers=theirs, wanted=wanted)
         assert told[0].endswith(headline)
         assert ("that is the model's limit, not the cache's" in told[1]) == (theirs[0] == "8")
     assert said(10, 20)[0] == f"Reads {share} of the context", "of answers that are not there, nothing"
     headline, below = said(20, 10, on_gpu=True, answers=("7", "7"))
-    assert headline == "10.0 ms a token, full attention 20.0 ms (2.00 times as long)"
-    assert f"Reads {share} of the context, same answer" in below
+    assert headline == f"2.0x faster, reads {share} of the context, same answer"
+    assert below.startswith("10.0 ms a token, full attention 20.0 ms: ")
+    assert said(10, 10.1, on_gpu=True)[0].startswith("As fast, reads")
     assert "fixed time" in said(10, 20, on_gpu=True)[1] or "little to save" in said(10, 20, on_gpu=True)[1]
     assert said(10, 20, count=4) is None, "too few to say"
     assert "noise" in said(10, 10.1, stats=None)[1]
@@ -91,7 +93,21 @@ def test_panes_say_who_missed_the_fact(answers, marks):
     for lane, answer in zip(view.lanes, answers):
         lane.answer, lane.after = answer, "x"
     for number, mark in enumerate(marks):
-        assert mark in Desk.pane(view, number, [])
+        assert mark in panes.pane(view, number, [])
+
+
+def test_the_page_begins_with_how_a_recorded_race_ended():
+    """One with text comes first; without recordings there is nothing but the button."""
+    here = torch.device("cpu")
+    desk = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)), recording.found())
+    verdict, dense, sparse, *pictures = desk.first()
+    assert "Recorded" in verdict and "the context" in verdict and all(pictures)
+    assert all("the hidden fact: found" in pane for pane in (dense, sparse))
+    assert "half a minute" in desk.press("small") and "recorded" in desk.press("small")
+    bare = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)))
+    assert bare.first()[:3] == ["", "", ""] and "recorded" not in bare.press("small")
+    headlines = [each.headline for each in desk.recordings]
+    assert all(re.search(r"reads? [\d.]+ %", headline, re.I) for headline in headlines), headlines
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
