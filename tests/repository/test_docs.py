@@ -88,6 +88,10 @@ def generating() -> dict:
     return {"hf_sparsekv": hf_sparsekv, "pipe": pipe, "model": model, "inputs": prompt(1, 40)}
 
 
+def sparse_prompts() -> dict:
+    return {"model": build("llama", "sdpa"), "inputs": prompt(1, 40)}
+
+
 def saving() -> dict:
     questions = [words(5, seed=1), words(7, seed=2)]
     return {
@@ -168,8 +172,20 @@ def extending() -> dict:
 
 # What a page's blocks may use, and what in them is replaced to run here: lengths that a tiny model has, no hub.
 NAMES: dict[str, Callable[[], dict]] = {
-    f"docs/{made.__name__}.md": made
-    for made in (generating, saving, reuse, monitoring, rows, drafts, exact, serving, evaluation, extending)
+    f"docs/{made.__name__.replace('_', '-')}.md": made
+    for made in (
+        generating,
+        sparse_prompts,
+        saving,
+        reuse,
+        monitoring,
+        rows,
+        drafts,
+        exact,
+        serving,
+        evaluation,
+        extending,
+    )
 }
 REPLACED = {
     "docs/generating.md": (("you/sparse-generate", str(ROOT)),),
