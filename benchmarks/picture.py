@@ -92,8 +92,9 @@ def panels() -> tuple[list[Panel], list[Panel], str]:
     share = f"{low} %" if low == high else f"{low} to {high} %"
     longest = max(one.panel.most for one in gpu)
     left = [one.panel._replace(most=longest) for one in gpu]
-    about = f"Times: Qwen3-8B's shape, bf16, one {GPU.removeprefix('NVIDIA ')}. Default settings: each head chooses "
-    return left, [*(one.panel for one in host), score()], f"{about}{share} of the tokens (90 % of its attention)."
+    about = f"Times: Qwen3-8B's shape, random weights, keys like recorded ones, one {GPU.removeprefix('NVIDIA ')}. "
+    about += f"Default settings: each head chooses {share} of the tokens."
+    return left, [*(one.panel for one in host), score()], about
 
 
 def said() -> str:
