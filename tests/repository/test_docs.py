@@ -82,6 +82,12 @@ def words(count: int, seed: int = 0) -> str:
     return " ".join(f"w{token}" for token in prompt(1, count, seed=seed)["input_ids"][0].tolist())
 
 
+def quickstart() -> dict:
+    tokenizer = tokenizer_of(VOCAB)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    return {"hf_sparsekv": hf_sparsekv, "model": build("llama", "sdpa"), "tokenizer": tokenizer, "text": words(40)}
+
+
 def generating() -> dict:
     model = build("llama", "sdpa")
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer_of(VOCAB))
@@ -174,6 +180,7 @@ def extending() -> dict:
 NAMES: dict[str, Callable[[], dict]] = {
     f"docs/{made.__name__.replace('_', '-')}.md": made
     for made in (
+        quickstart,
         generating,
         sparse_prompts,
         saving,
@@ -205,7 +212,6 @@ def test_every_block_runs_or_says_why_not():
     assert set(RUN) == {*NAMES, *BY_ANOTHER_TEST}
     assert [(block.page, block.why) for block in BLOCKS if block.why] == [
         ("docs/mla.md", "a model of 30B parameters from the hub"),
-        ("docs/quickstart.md", "README has it as a whole"),
         ("docs/serving-http.md", "asks a server"),
         ("docs/serving-http.md", "makes an engine that nobody closes"),
         ("docs/serving-scale.md", "starts a cluster and a large model"),
