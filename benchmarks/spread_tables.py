@@ -83,15 +83,20 @@ def ranks() -> str:
     return table((*heads, *parts), lines) if lines else NOTHING
 
 
-def rank_prompts() -> str:
-    """Seconds of a prompt by the number of ranks."""
-    found, lines = Found(), []
+def prompts(found: Found) -> list[tuple[tuple[str, int], dict[int, dict]]]:
+    """Models and tokens, and the row of each number of ranks."""
     of: dict[tuple[str, int], dict[int, dict]] = {}
     for (case, _, context, variant, metric), row in found.rows.items():
         if metric == "ttft_s" and ":prompt" in variant and case in MODELS:
             size = int(variant.partition(":ranks=")[2].partition(":")[0])
             of.setdefault((case, context), {})[size] = row
-    for (case, context), rows in sorted(of.items(), key=lambda one: (list(MODELS).index(one[0][0]), one[0][1])):
+    return sorted(of.items(), key=lambda one: (list(MODELS).index(one[0][0]), one[0][1]))
+
+
+def rank_prompts() -> str:
+    """Seconds of a prompt by the number of ranks."""
+    lines = []
+    for (case, context), rows in prompts(Found()):
         cells = [fixed(float(rows[size]["value"]) if size in rows else None, 2, "not run") for size in (1, 2, 4)]
         lines.append((MODELS[case], _many(context), *cells, commits_of(rows.values())))
     return table(("model", "prompt", "1 GPU", "2", "4", "commit"), lines) if lines else NOTHING
