@@ -49,8 +49,10 @@ def draw(found: Found, out: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
         axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
     save(figure, out)
 
 
