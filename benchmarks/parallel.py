@@ -35,9 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import why_not
-from hf_sparsekv.ops.layers.small_linear import MAX_ROWS
 from hf_sparsekv.ranks import ranks_of
 from hf_sparsekv.results import device_name, versions
 
@@ -46,7 +44,6 @@ from .baselines import NotRun, Variant, check, find, make_cache, prepare
 from .decoding import WARM_UP, Steps, capture_seconds, free, generate, in_a_row_ms, replay_ms
 from .filling import SOURCES, Source, fill_layers
 from .kernels import describe_step, launched
-from .probes.sums import one_shot
 from .report import Report
 from .shapes import case_name, known_config, kv_bytes, parse_context, random_model, text_config
 
@@ -133,10 +130,6 @@ class Bench:
         self.fused = args.fused and self.captures and why_not(self.model) is None
         self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
         self.how = f":layers={len(gpus)}" if args.layers_over > 1 else f":ranks={spread.size}"
-        if args.one_shot:
-            self.how += ":one-shot"
-            add = one_shot(spread.ranks.group, MAX_ROWS * text_config(self.model).hidden_size)
-            fused_layers.add_up = lambda x, group: add(x)
 
     def label(self, variant: Variant) -> str:
         """Name of a variant's rows."""
@@ -300,7 +293,6 @@ def arguments() -> ArgumentParser:
     add("--prompts", nargs="+", type=parse_context, default=[], metavar="TOKENS", help="to read: 32k 128k")
     add("--chunk", type=parse_context, metavar="TOKENS", help="of a prompt at once; default: all")
     add("--tokens", type=parse_count, default=48, help="to generate (default: 48)")
-    add("--one-shot", action="store_true", help="sum few rows by reading peers' memory (benchmarks.probes.sums)")
     add("--profile", action="store_true", help="also where a step's time goes")
     return parser
 
@@ -331,8 +323,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--ranks and --layers-over are two ways to spread a model: give one of them")
     if not args.shapes and not args.prompts:
         parser.error("nothing to measure: give --shapes or --prompts")
-    if args.one_shot and args.ranks < 2:
-        parser.error("--one-shot is a way to sum over ranks: give --ranks")
     if args.layers_over > 1:
         args.kv = "random"  # replayed queries are on one GPU
     most, there = max(args.ranks, args.layers_over), torch.cuda.device_count()

@@ -180,12 +180,6 @@ class FusedLinear:
         return small_linear(x, self.weight, self.bias)
 
 
-def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' ``x``, in place."""
-    dist.all_reduce(x, group=group)
-    return x
-
-
 def summed(layer: nn.Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward pass of a layer whose inputs are sharded: our kernel for few rows, then the sum over all ranks.
 
@@ -198,7 +192,8 @@ def summed(layer: nn.Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor
         weight = local(held)
         if args or kwargs or not is_usable(x, weight) or not serves(x) or is_observed(layer):
             return own(x, *args, **kwargs)
-        out = add_up(small_linear(x, weight), held.device_mesh.get_group())
+        out = small_linear(x, weight)
+        dist.all_reduce(out, group=held.device_mesh.get_group())
         return out if layer.bias is None else out + local(layer.bias)
 
     return forward
