@@ -91,11 +91,18 @@ def choose(indexer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], columns:
     else:  # tokens in front, in their order
         order = (~columns).byte().argsort(dim=1, stable=True)
         seen = columns.cumsum(1)[:, -new:]  # tokens that each query sees
-    whole = order[:, : n // size * size]
-    pooled = keys.gather(1, whole[..., None].expand(-1, -1, dim)).unflatten(1, (-1, size)).float().mean(2)
+
+    def in_blocks(values: Tensor, each: int) -> Tensor:
+        """Of ``values [batch, n, D]`` those of every ``each``-th token in whole blocks."""
+        some = slice(0, n // size * size, each)
+        if columns is None:
+            return values[:, some]
+        at = order[:, some, None]
+        return values.expand(batch, -1, -1).gather(1, at.expand(-1, -1, values.shape[2]))
+
+    pooled = in_blocks(keys, 1).unflatten(1, (-1, size)).float().mean(2)
     pooled = indexer.k_layernorm(pooled.to(keys.dtype))[:, :, None]
-    starts = whole[:, ::size, None]
-    cos, sin = (table.expand(batch, -1, -1).gather(1, starts.expand(-1, -1, table.shape[2])) for table in tables)
+    cos, sin = (in_blocks(table, size) for table in tables)
     pooled = rotate(pooled, cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0].float().transpose(1, 2)  # [batch, D, blocks]
     blocks, most = pooled.shape[2], min(indexer.block_topk, n // size)
     inside, rest = (torch.arange(length, device=keys.device) for length in (size, size - 1))

@@ -204,3 +204,14 @@ def test_what_it_takes():
         t.nbytes for one in whole for t in (one.keys, one.values, one.indexer_keys)
     )
     assert plan.index_keys > 0 and plan.labels == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_tokens_on_a_gpu(offload, monkeypatch):
+    monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)  # no equal scores
+    net, stock = build("sparsekv", MIXED).cuda(), build("sdpa", MIXED).cuda()
+    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
+    cache = new_cache(net, offload)
+    assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), stock.generate(**inputs, **GO))
+    assert cache.stats().sparse_calls == 2 * 19
