@@ -260,7 +260,8 @@ def plan_memory(
     shared = method_of(config).shared
     offload = shared.place(config, offload)
     item, size = model.dtype.itemsize, config.block_size
-    sparse, dense = [], []
+    sparse: list[LayerShape] = []
+    dense: list[LayerShape] = []
     for index, layer in enumerate(model.layers):
         if layer.kind == "full":
             (dense if index < config.dense_layers and not model.topk else sparse).append(layer)
