@@ -6,6 +6,7 @@ Apart from the rows because only exact mode asks for it, which needs no more of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from .batch import RowBatch
 
 def selects(rows: RowBatch) -> bool:
     """Whether the next step attends to a selection: of the last layer, because the first ones may be dense."""
-    layer = rows.cache.sparse_layers[-1]
-    with layer.store.at(asked(layer.store, rows.cache)):
+    cache: Any = rows.cache
+    layer = cache.sparse_layers[-1]
+    with layer.store.at(asked(layer.store, cache)):
         return not plan_of(layer.store, layer.policy).dense
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ class Rounds:
         pace = self._paces.get(self.rows.width)
         if pace is None:
             pace = self._paces[self.rows.width] = Pace(self.most)
-            pace.expected = expected(self.rows.cache)
+            cache: Any = self.rows.cache
+            pace.expected = expected(cache)
         return pace
 
     def drafts(self, active: Mapping[int, Request]) -> int | None:
@@ -108,7 +109,7 @@ class Rounds:
             if not drafts:
                 return None
         lengths = self.rows.lengths
-        return min(drafts, self.rows.max_length - max(lengths[request.row] for request in exact))
+        return min(drafts, self.rows.max_length - max(lengths[row] for row, one in active.items() if one.exact))
 
     def dense_step(self, active: Mapping[int, Request]) -> None:
         """Launch a step of all rows that attends to everything."""
@@ -128,7 +129,7 @@ class Rounds:
         """
         work, rows, sampler = self.work, self.rows, self.drawn.sampler
         requests = [request for request in active().values() if request.exact]
-        places: list[int] = [request.row for request in requests]
+        places = [row for row, request in active().items() if request.exact]
         before, index = [rows.lengths[place] for place in places], sent(places, torch.long, work.device)
         counted, pace = sampler.counted(places), self._pace
         began, tokens = work.clock.mark(), [work.tokens.clone()]

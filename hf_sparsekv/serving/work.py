@@ -43,7 +43,7 @@ class Work:
 
     def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig) -> None:
         self.model, self.rows, self.serving = model, rows, serving
-        self.device = model.device
+        self.device: torch.device = model.device  # type: ignore[assignment]
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=self.device)
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)

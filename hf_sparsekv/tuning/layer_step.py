@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -276,7 +278,7 @@ class Layer:
         s = self.shape
         q = self.q[:, :, None].expand(-1, -1, tokens, -1).contiguous()
         k, v = (one.expand(-1, -1, tokens, -1).contiguous() for one in (self.k, self.v))
-        store = SimpleNamespace(
+        store: Any = SimpleNamespace(
             latent=False,
             heads=s.heads,
             pool=SimpleNamespace(kv=self.kv, fields={}),
@@ -319,6 +321,10 @@ def set_count(shape: Shape, device: torch.device) -> int:
     return max((n for n in (4, 5, 10, 20) if n <= fits and n // 2 < wanted), default=3)
 
 
+def _run(runs: list[Callable[[], None]], i: int) -> None:
+    runs[i]()
+
+
 def steps(layers: list[Layer], side: torch.cuda.Stream | None, coarse: bool = True) -> dict[str, Callable[[int], None]]:
     """A step over ``layers[i]``, by method; without ``coarse`` only methods of one level."""
     first = layers[0]
@@ -331,7 +337,7 @@ def steps(layers: list[Layer], side: torch.cuda.Stream | None, coarse: bool = Tr
     }
     for tokens in VERIFIED:
         runs = [layer.verification(tokens) for layer in layers]
-        found[f"verify:{tokens}"] = lambda i, runs=runs: runs[i]()
+        found[f"verify:{tokens}"] = partial(_run, runs)
     if coarse:
         found["two_level"] = lambda i: layers[i].step()
         found["two_level:lag"] = lambda i: layers[i].lagged_step(side)
