@@ -59,6 +59,25 @@ def test_what_the_engine_refuses_is_told(client):
     assert error.value.status_code == 400
 
 
+def test_exact_answers_are_asked_for(engine, client):
+    """Those of full attention, as of this engine's budget, streamed; a server without exact mode says so."""
+    with pytest.raises(Exception, match="the server with --exact") as error:
+        client.completions.create(model="m", prompt="the", extra_body={"exact": True})
+    assert error.value.status_code == 400
+    options = {"model": "m", "prompt": PROMPTS[1] * 3, "max_tokens": 40, "temperature": 0}
+    expected = client.completions.create(**options, extra_body={"exact": False}).choices[0].text
+    settings = {**SMALL, "dense_below": 0, "token_budget": 16}
+    exact = ServingConfig(max_rows=3, max_length=500, chunk=64, prefill_ms=0.5, exact=True)
+    net = build("llama", "sparsekv", vocab_size=engine.vocabulary)
+    with Engine(net, byte_level(), TokenConfig(**settings), None, exact) as other:
+        with serving(create_app(other, "m")) as url, openai_client(url) as asks:
+            stream = asks.completions.create(**options, stream=True)
+            beside = asks.completions.create(**options, extra_body={"exact": False})
+            assert "".join(chunk.choices[0].text for chunk in stream) == expected
+            assert beside.usage.completion_tokens == 40
+        assert other.stats().drafted > 0
+
+
 def chat(client, **more):
     more = {"max_tokens": 6, "temperature": 0, **more}
     return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "the cat"}], **more)
