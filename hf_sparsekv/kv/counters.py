@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from ..tensors import no_inference_mode
+from .memory import new_memory
 from .rows import Rows, Taken
 from .state import Held, State
 
@@ -119,7 +120,7 @@ class Counters(State):
         self.stored_bytes = stored_bytes
         for name in self.TENSORS:
             shape = (batch, heads) if name in ("attended", "from_host") else ()
-            setattr(self, name, torch.zeros(shape, dtype=torch.int64, device=device))
+            setattr(self, name, new_memory(name, shape, torch.int64, device, zeros=True))
 
     def reset(self) -> None:
         """Reset to zero in place, because captured graphs hold the addresses."""

@@ -18,6 +18,7 @@ from ..ops.storage.block_copy import block_copy, gather_blocks
 from ..ops.storage.quantise import quantise
 from ..tensors import no_inference_mode
 from .block_ids import BlockIds, bucket
+from .memory import new_memory
 
 
 def _pins(host: HostBudget, device: torch.device) -> bool:
@@ -105,7 +106,7 @@ class BlockPool:
         """Room for ``capacity`` physical blocks; the first ``kept`` keep their contents."""
         arena, size = None, capacity * self._block_bytes
         if self.host is None:
-            new = torch.empty(capacity, *shape, dtype=dtype, device=self.device)
+            new = new_memory("blocks", (capacity, *shape), dtype, self.device)
         else:
             # The steps are those of the capacity, a quarter to a seventh of what is there. A minimum in bytes would
             # be multiplied by the number of layers, which grow together.
@@ -124,7 +125,7 @@ class BlockPool:
     @no_inference_mode
     def add_field(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep a tensor ``[capacity, *shape]`` on the device beside the blocks."""
-        self.fields[name] = torch.empty(self.capacity, *shape, dtype=dtype, device=self.device)
+        self.fields[name] = new_memory(name, (self.capacity, *shape), dtype, self.device)
         self._addresses = None
 
     def register(self, user: User) -> None:
@@ -179,7 +180,7 @@ class BlockPool:
         self.wait_for_copies()  # another stream may still read the fields
         fields = {}
         for name, field in self.fields.items():
-            fields[name] = torch.empty(capacity, *field.shape[1:], dtype=field.dtype, device=self.device)
+            fields[name] = new_memory(name, (capacity, *field.shape[1:]), field.dtype, self.device)
             fields[name][: self.capacity] = field
         # The last call that can fail; nothing has changed before it.
         self.kv = self._new_kv(capacity, self.kv.shape[1:], self.kv.dtype, self.capacity)

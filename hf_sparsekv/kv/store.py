@@ -26,6 +26,7 @@ from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .block_writer import BlockWriter
 from .counters import Counters, Tally
+from .memory import new_memory
 from .pool import BlockPool, room
 from .ring import Ring, ring_tokens
 from .row_table import RowTable
@@ -98,8 +99,7 @@ class LayerStore(State):
         self.table_of_rows, self.batch, self.device = table, batch, k.device
         self._rows = table.start(batch, tokens)
         table.blocks.on[k.device]  # now, so that what a cache takes is known before the first block is full
-        self._sealed = False  # it has sealed
-        self.capturing = False
+        self._sealed = self.capturing = False  # it has sealed; its step is being captured
         self.config, self.heads, self.dtype, self.latent = config, heads, k.dtype, latent
         self.split, self.width = split, split + v.shape[3]
         self.key_dim, self.value_dim = (self.width, split) if latent else (split, v.shape[3])
@@ -121,7 +121,7 @@ class LayerStore(State):
             ids=table.ids,
         )
         self.token_bytes, self.stored_bytes = self.width * self.dtype.itemsize, self.width * self.pool.kv.itemsize
-        self.recent_kv = k.new_zeros(self.batch, self.heads, sum(self.ring), self.width)
+        self.recent_kv = new_memory("ring", (batch, heads, sum(self.ring), self.width), k.dtype, k.device, zeros=True)
         self.writer = BlockWriter(self.pool, table, copy_streams)
         self.pages = None if pools is None else LayerPages(pools, self.pool)
         stored = 0 if self.pool.host is None else self.heads * self.block_size * self.stored_bytes
@@ -268,6 +268,10 @@ class LayerStore(State):
                 recent_kv = self.recent_kv if rows == _ALL else self.recent_kv[rows]
                 past = after.past(len(recent_kv), length + skip, self.device)
                 append(mine[:, :, skip:], values[:, :, skip:], None, recent_kv, past, self.sinks)
+        self.took(after)
+
+    def took(self, after: Rows) -> None:
+        """New columns are cached: hold ``after``."""
         self._taken, self.held = None, after
 
     # ------------------------------------------------------------------ sealing

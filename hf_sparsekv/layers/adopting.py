@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attention.handle import Step
+from ..kv.memory import for_layers
 from ..kv.store import LayerStore
+from ..kv.together import extend_together
 from ..policies.base import Policy
 from ..policies.label_index import calibrate_all
 from ..policies.labelled import LabelledPolicy
@@ -19,6 +21,7 @@ from ..predictor.channels import ChannelStats
 from ..tensors import no_autocast, no_inference_mode
 from ..types import AttentionParams
 from .owned import Owner, end_pass
+from .sparse_layer import SparseLayer
 
 _BYTES = 1 << 26  # of keys in float32, of which moments are taken at once
 
@@ -61,14 +64,16 @@ def adopt(owner: Owner, computed: Computed) -> None:
     keys, values = (of[:, :, :, :n].unbind(0) for of in (computed.k, computed.v))
     lasts, q_heads = computed.last.unbind(0), computed.last.shape[2]
     try:
-        for layer, k, v, params in zip(layers, keys, values, computed.params):
-            layer.policy.params, layer.latent = params, False
-            layer.begin(Step(layer, k, v, 0), q_heads)
+        with for_layers(len(layers)):
+            for layer, k, v, params in zip(layers, keys, values, computed.params):
+                layer.policy.params, layer.latent = params, False
+                layer.begin(Step(layer, k, v, 0), q_heads)
         if computed.queries is not None:
             _calibrate([layer.policy for layer in layers[-len(computed.queries) :]], computed)
-        for layer, k, v, last in zip(layers, keys, values, lasts):
+        for layer in layers:
             layer.store.counters.exact += layer.store.length > 0
-            layer.store.extend(k, v, None, layer.policy)
+        _store(layers, computed)
+        for layer, last in zip(layers, lasts):
             owner.passed(layer.index)
             layer.next_step.after_prompt(layer.store, layer.policy, last, None)
         end_pass(owner, layers[-1].index)
@@ -76,6 +81,21 @@ def adopt(owner: Owner, computed: Computed) -> None:
         for layer in layers:
             layer.broken = f"{type(error).__name__} while a prompt was stored"
         raise
+
+
+def _store(layers: list[SparseLayer], computed: Computed) -> None:
+    """Store the tokens: of layers that follow each other and index alike at once, if their memory lies side by side."""
+    k, v = (of[:, :, :, : computed.tokens] for of in (computed.k, computed.v))
+    first = 0
+    for end in range(1, len(layers) + 1):
+        if end < len(layers) and type(layers[end].policy) is type(layers[first].policy):
+            continue
+        some = layers[first:end]
+        stores, policies = [layer.store for layer in some], [layer.policy for layer in some]
+        if len(some) == 1 or not extend_together(stores, policies, k[first:end], v[first:end]):
+            for nth, layer in enumerate(some, first):
+                layer.store.extend(k[nth], v[nth], None, layer.policy)
+        first = end
 
 
 def _calibrate(policies: list[Policy], computed: Computed) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kv.memory import new_memory
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.selection.mass_select import MASS_ONE, TOTALS, Selection, mass_select
@@ -39,7 +40,7 @@ class ByNeed(State):
     @no_inference_mode
     def start(self, store: LayerStore) -> None:
         """The layer's first tokens have arrived."""
-        self.totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=store.device)
+        self.totals = new_memory("totals", (len(TOTALS) + LENGTHS,), torch.int64, store.device, zeros=True)
 
     def reset(self) -> None:
         super().reset()

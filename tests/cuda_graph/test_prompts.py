@@ -297,7 +297,7 @@ def test_an_error_while_storing_is_told(replayed, monkeypatch):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr("hf_sparsekv.kv.store.LayerStore.extend", full)
+        patch.setattr("hf_sparsekv.kv.store.LayerStore.took", full)
         with pytest.raises(MemoryError):
             net(ids, past_key_values=cache, logits_to_keep=1)
     with pytest.raises(RuntimeError, match="incomplete after an error"), torch.no_grad():
@@ -350,8 +350,9 @@ def bare():
 )
 def test_the_host_does_little(bare, offload, used, most_calls, most_operations, monkeypatch):
     """Calls of ours and torch operations a layer, without what our own operators make of them on a CPU."""
-    for operator in ("kv.store.append", "kv.sealing.seal_range"):
-        monkeypatch.setattr(f"hf_sparsekv.{operator}", lambda *given, **named: None)
+    launched = []
+    for operator in ("store.append", "sealing.seal_range", "together.append", "together.seal_range"):
+        monkeypatch.setattr(f"hf_sparsekv.kv.{operator}", lambda *given, **named: launched.append(0))
     small = {key: value for key, value in SMALL.items() if key not in ("dense_layers", "dense_below")}
     ids = torch.arange(PROMPT)[None] % 50
     held = []
@@ -367,9 +368,11 @@ def test_the_host_does_little(bare, offload, used, most_calls, most_operations, 
         run()
     found = calls(run)
     mine = sum(n for call, n in found.items() if call.has_name and not call.is_operator)
+    launched.clear()
     with NoWaits(reads=True) as operations:
         run()
-    print(mine / LAYERS, operations.count / LAYERS)
+    print(mine / LAYERS, operations.count / LAYERS, len(launched))
+    assert len(launched) == (4 if offload is None else 2 * LAYERS), "the dense layer, and the others"
     assert mine <= most_calls * LAYERS
     assert operations.count <= most_operations * LAYERS
 
