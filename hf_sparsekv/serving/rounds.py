@@ -27,6 +27,8 @@ from .request import Logprob
 from .sampler import Logprobs
 from .work import Work
 
+_RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done nothing but what rounds need
+
 
 class Heard(NamedTuple):
     """A token of a request at the end of a round; ``bad``: its logits were NaN or infinite."""
@@ -47,6 +49,7 @@ class Round:
         chosen: ``[drafts + 1, 2, n]`` on the host, as :attr:`.Sampler.last` of each token. told: log probabilities.
         used: ``[2, n]`` on the host: accepted drafts of each request, all and those that it had room for.
         marks: of the clock: its start, the end of its drafts, and its own. pace: that hears of them.
+        idle: seconds since the device had ended the round before, if one came right before.
         event: when the host's copies are there.
     """
 
@@ -59,6 +62,7 @@ class Round:
     used: Tensor
     marks: tuple
     pace: Pace
+    idle: float
     event: torch.cuda.Event | None
 
 
@@ -78,6 +82,7 @@ class Rounds:
         self.most = min(MOST, self.rows.cache.config.max_draft)
         self.in_flight: Round | None = None
         self._paces: dict[int, Pace] = {}  # by the rows that a step runs
+        self._over: float | None = None  # when the device had ended the round before this turn
         self._dense: tuple[Pace | None, int] = None, 0  # steps before drafts are tried
 
     @property
@@ -113,6 +118,7 @@ class Rounds:
 
     def dense_step(self, active: Mapping[int, Request]) -> None:
         """Launch a step of all rows that attends to everything."""
+        self._over = None
         self.drawn.step(active, took=self._pace.stepped)
 
     # ------------------------------------------------------------------ a round
@@ -131,6 +137,8 @@ class Rounds:
         requests = [request for request in active().values() if request.exact]
         places = [row for row, request in active().items() if request.exact]
         before, index = [rows.lengths[place] for place in places], sent(places, torch.long, work.device)
+        idle = 0.0 if self._over is None else time.perf_counter() - self._over
+        idle = idle if idle < _RIGHT_AFTER else 0.0
         counted, pace = sampler.counted(places), self._pace
         began, tokens = work.clock.mark(), [work.tokens.clone()]
         for i in range(drafts):
@@ -164,7 +172,7 @@ class Rounds:
         marks = began, middle, work.clock.mark()
         both = on_host(torch.stack((accepted, used)))
         self.in_flight = Round(
-            requests, before, counts, drafts, on_host(every), told, both, marks, pace, written(work.device)
+            requests, before, counts, drafts, on_host(every), told, both, marks, pace, idle, written(work.device)
         )
 
     @staticmethod
@@ -179,7 +187,7 @@ class Rounds:
         assert one is not None
         if one.event is not None:
             one.event.synchronize()
-        began, heard, lengths, drafted = time.perf_counter(), [], {}, []
+        self._over, heard, lengths, drafted = time.perf_counter(), [], {}, []
         chosen, (accepted, used) = one.chosen.tolist(), one.used.tolist()
         told = [logprobs_of(tokens, found) for (tokens, _), found in zip(chosen, one.told)]
         for place, request in enumerate(one.requests):
@@ -201,7 +209,7 @@ class Rounds:
         if drafted:
             rejected = sum(n < one.drafts for n in drafted)
             added = Added(len(drafted), sum(drafted), rejected, min(drafted) + 1)
-            one.pace.drafted(one.drafts, added, drafting, verifying + time.perf_counter() - began)
+            one.pace.drafted(one.drafts, added, drafting, verifying + one.idle)
             exactness = self.rows.cache.row_table.exactness
             exactness.drafted += one.drafts * len(drafted)
             exactness.accepted += sum(drafted)
