@@ -61,6 +61,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     for index, layer in enumerate(stock):
         if isinstance(layer, DynamicIndexedLayer):
             stock[index] = own_layer(cache, index, chosen_tokens(text))
+            stock[index].asked_first = not hasattr(text, "index_topk")
         elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):

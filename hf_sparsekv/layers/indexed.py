@@ -31,12 +31,14 @@ class IndexedLayer(SparseLayer):
 
     Attributes:
         index_at: the column that the indexer's next key belongs to.
+        asked_first: the indexer is called before :meth:`update` (Qwen4-Exp).
         choice: what an indexer left here for the attention of this pass, which does not get it: columns as
             ``Step.indices``, and the mask that hides some.
     """
 
     policy: IndexedPolicy
     index_at = 0
+    asked_first = False
     choice: tuple[Tensor, Tensor] | None = None
     _positions: Tensor | None = None  # replaced, never written in place
 
@@ -46,7 +48,7 @@ class IndexedLayer(SparseLayer):
 
     def __deepcopy__(self, memo: dict) -> IndexedLayer:
         new: Any = super().__deepcopy__(memo)
-        new._positions = self._positions
+        new.asked_first, new._positions = self.asked_first, self._positions
         return new
 
     @property
@@ -74,7 +76,7 @@ class IndexedLayer(SparseLayer):
         """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
         if self.captured is not None:
             return self.policy.keep_key(keys, self.store.step_rows.window(EVERYTHING)[:, :1] - 1)
-        if self.pending is None:  # the indexer comes first
+        if self.asked_first:
             self.index_at = self.get_seq_length()
         first, self.index_at = self.index_at, self.index_at + keys.shape[1]
         return self.policy.keep_keys(keys, first)

@@ -160,6 +160,13 @@ def test_masks_that_are_copied_on_their_way():
     assert not hasattr(SparseCache(TokenConfig()), "position_ids")
 
 
+def test_another_attention_function_gets_everything():
+    net = build("sdpa", MIXED)
+    with pytest.warns(UserWarning, match="dense and slow"):
+        found = net.generate(**INPUTS, **GO, **over(net, new_cache(net)))
+    assert torch.equal(found, model("sdpa", *MIXED).generate(**INPUTS, **GO))
+
+
 def test_the_life_of_a_cache(tmp_path):
     """Crops, rows that change places, copies: against prompts of the whole text. Never captured."""
     net, stock = model("sparsekv", *SPARSE), model("sdpa", *SPARSE)
