@@ -1,6 +1,6 @@
 """What short passes cost: prompts of some hundred tokens, and short questions about a long text that is cached.
 
-    python -m benchmarks.probes.short_prompts [--model qwen3-8b] [--contexts 32k 128k] [--profile]
+    python -m benchmarks.probes.short_prompts [--contexts 32k 128k] [--parts prompts questions engine] [--profile]
 
 Medians in milliseconds, each until the GPU is done; before them the host's part, until the call returns. `pass` is one
 call of the model, `generate` a call of generate() for one token, `engine` a request for one token. transformers' dense
@@ -41,6 +41,8 @@ QUESTION = 64
 CHUNK = 16 * 1024  # of a long text
 WARM_UP, TIMES = 4, 9
 PACKAGES = "hf_sparsekv", "transformers", "triton", "torch"
+
+PARTS = "prompts", "questions", "engine"
 
 Make = Callable[[], object]
 
@@ -155,7 +157,7 @@ def profiled(what: str, run: Callable[[object], None], begin: Make) -> None:
         sys.setprofile(None)
     cache = begin()
     synchronise()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         run(cache)
         synchronise()
     print(f"{what}: {calls.total()} Python calls: {dict(calls.most_common(6))}")
@@ -175,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=parse_model, default="qwen3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--contexts", type=parse_tokens, nargs="*", default=[32 * 1024, 128 * 1024], metavar="TOKENS")
-    parser.add_argument("--no-engine", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     parser.add_argument("--profile", action="store_true", help="of ours: where host and device spend a prompt of 512")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -187,21 +189,24 @@ def main(argv: list[str] | None = None) -> None:
     makes: dict[str, Make] = {
         name: lambda offload=offload: OffloadedSparseCache(TokenConfig(), offload) for name, offload in places.items()
     }
+
+    def measure(name: str, make: Make) -> None:
+        if "prompts" in args.parts:
+            prompts(name, model, make)
+        for context in args.contexts if "questions" in args.parts else ():
+            questions(name, model, make, context)
+
     model.set_attn_implementation("sdpa")
-    prompts("transformers", model, DynamicCache)
-    for context in args.contexts:
-        questions("transformers", model, DynamicCache, context)
+    measure("transformers", DynamicCache)
     model.set_attn_implementation("sparsekv")
     optimize(model)
     for name, make in makes.items():
-        prompts(name, model, make)
-        for context in args.contexts:
-            questions(name, model, make, context)
+        measure(name, make)
     if args.profile:
         ids = ids_of(model, 512)
         profiled("512 tokens, new cache", lambda cache: one_pass(model, cache, ids), makes["resident"])
     unoptimize(model)
-    if not args.no_engine:
+    if "engine" in args.parts:
         for name, offload in places.items():
             for context in args.contexts:
                 served(name, model, offload, context)
