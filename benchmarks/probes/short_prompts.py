@@ -157,7 +157,7 @@ def profiled(what: str, run: Callable[[object], None], begin: Make) -> None:
         sys.setprofile(None)
     cache = begin()
     synchronise()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         run(cache)
         synchronise()
     print(f"{what}: {calls.total()} Python calls: {dict(calls.most_common(6))}")
