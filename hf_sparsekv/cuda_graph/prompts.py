@@ -203,6 +203,11 @@ class Prompts:
         self._shape: Shape | None = None
         self._able = self._keeps
 
+    def close(self) -> None:
+        """Free all memory."""
+        self.forget()
+        self._memory = None
+
     def learn(self, cache: SparseCache) -> None:
         """A prompt has run eagerly: what layers the model has, if that is not known."""
         if self._shape is not None or not self._able or cache.row_batch is not None:

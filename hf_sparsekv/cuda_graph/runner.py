@@ -110,6 +110,7 @@ class StepRunner:
 
     def remove(self) -> None:
         self._forget()
+        self.prompts.close()
         self.watch.end()
         for module in self.absorbed:
             restore(module)

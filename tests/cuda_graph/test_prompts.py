@@ -244,6 +244,8 @@ def test_a_change_of_the_model_is_seen():
     handle.remove()
     read(net, 60, FIRST)
     assert runner.prompts.replays == 5
+    runner.remove()
+    assert not runner.prompts.graphs and runner.prompts._memory is None
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3"])
