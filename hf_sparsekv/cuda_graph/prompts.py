@@ -192,6 +192,7 @@ class Prompts:
         self.recorder, self._keeps = recorder, keeps
         self.graphs: dict[Kind | Piece, CapturedPrompt] = {}
         self.captures = self.replays = 0
+        self._pieces = True  # they can be captured
         self._memory: tuple[Tensor, Tensor] | None = None  # of keys and values, which all graphs share
         self.forget()
 
@@ -319,7 +320,7 @@ class Prompts:
         """The kind of a short piece behind what is cached on the device, if a graph of it is no slower."""
         size = next((size for size in PIECES if n <= size), None)
         layers = cache.sparse_layers
-        if size is None or any(layer.policy.offloaded or layer.policy.observes for layer in layers):
+        if size is None or not self._pieces or any(layer.policy.offloaded or layer.policy.observes for layer in layers):
             return None
         check_complete(cache.layers)
         rows, stores = cache.joined_rows(), [layer.store for layer in layers]
@@ -344,7 +345,7 @@ class Prompts:
             made = CapturedPiece if isinstance(kind, Piece) else CapturedPrompt
             return made(kind, self._room(kind), kind.shape.device)  # type: ignore[arg-type]
         except torch.OutOfMemoryError as error:
-            self._cannot(error)
+            self._cannot(kind, error)
             return None
 
     @no_inference_mode
@@ -362,15 +363,19 @@ class Prompts:
                 self.recorder.warm_up(run, shape.device)
                 step.graph, step.output = self.recorder.record(run, shape.device, [])
         except Exception as error:  # no memory, what waits for the host, a kernel that does not fit the GPU
-            self._cannot(error)
+            self._cannot(kind, error)
             return False
         self.captures += 1
         self.graphs[kind] = step
         return True
 
-    def _cannot(self, error: Exception) -> None:
+    def _cannot(self, kind: Kind | Piece, error: Exception) -> None:
+        """No prompt, or no piece, is captured from here on. (A failed capture takes the others' memory along.)"""
         self.forget()
-        self._able, self._memory = False, None
+        if isinstance(kind, Piece):
+            self._pieces = False
+        else:
+            self._able, self._memory = False, None
         why = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(f"short prompts run eagerly ({why})", stacklevel=6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -288,6 +289,27 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(monkeypatch):
     with pytest.warns(UserWarning, match="short prompts run eagerly.*no such luck"):
         assert torch.equal(read(net, 60), expected)
     assert torch.equal(read(net, 60), expected)
+    assert runner.prompts.captures == 0
+
+
+@torch.no_grad()
+def test_pieces_that_cannot_be_captured_leave_prompts_alone(monkeypatch):
+    net, runner = imitated()
+    read(net, 60, FIRST)
+    cache, ids = plain(), prompt(1, 120)["input_ids"]
+    net(ids[:, :100], past_key_values=cache)
+
+    def fails(*given):
+        raise ValueError("out of registers")
+
+    monkeypatch.setattr("hf_sparsekv.cuda_graph.prompt_tape.attend_at_once", fails)
+    for nth in range(EAGER + 2):
+        with warnings.catch_warnings(record=True) as told:
+            net(ids[:, 100:116], past_key_values=cache, logits_to_keep=1)
+        assert any("out of registers" in str(one.message) for one in told) == (nth == EAGER)
+        cache.crop(-16)
+    read(net, 60, FIRST)
+    assert runner.prompts.replays == 1 + 2, "the passes before have told what layers there are"
 
 
 def test_an_error_while_storing_is_told(replayed, monkeypatch):
