@@ -48,7 +48,7 @@ def forward(self, *args, **kwargs) -> Tensor:
 
 def own_forward(indexer: Any) -> Callable[..., Tensor]:
     """The ``forward`` that was replaced."""
-    return indexer.__dict__[_OWN] or types.MethodType(type(indexer).forward, indexer)
+    return indexer.__dict__[_OWN][0] or types.MethodType(type(indexer).forward, indexer)
 
 
 def arguments(indexer: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -83,8 +83,9 @@ def take_pieces(indexer: Any) -> None:
 def replace_forward(indexer: Any, other: Callable[..., Tensor]) -> None:
     """Replace the ``forward`` of an indexer by ``other``, which gets it first."""
     if _OWN not in indexer.__dict__:
-        indexer.__dict__[_OWN] = indexer.__dict__.get("forward")
-        indexer.forward = types.MethodType(other, indexer)
+        bound = types.MethodType(other, indexer)
+        indexer.__dict__[_OWN] = indexer.__dict__.get("forward"), bound
+        indexer.forward = bound
 
 
 def is_replaced(indexer: Any) -> bool:
@@ -93,9 +94,10 @@ def is_replaced(indexer: Any) -> bool:
 
 
 def restore_indexer(indexer: Any) -> None:
-    """Undo :func:`replace_forward`."""
-    if is_replaced(indexer):
-        own = indexer.__dict__.pop(_OWN)
+    """Undo :func:`replace_forward`, unless something else has replaced ``forward`` since, which calls it."""
+    own, bound = indexer.__dict__.get(_OWN, (None, None))
+    if bound is not None and indexer.__dict__.get("forward") is bound:
+        del indexer.__dict__[_OWN]
         if own is None:
             del indexer.forward
         else:

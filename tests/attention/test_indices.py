@@ -88,5 +88,11 @@ def test_indexers_score_some_queries_at_a_time(monkeypatch):
     monkeypatch.setattr(indexer, "_BYTES", 4 * 2 * (8 + 16) * (past + n) * 9)
     assert torch.equal(choose(), expected)
     assert calls == [n, n, *[9] * 7, 7]
+    ours = module.indexer.forward
+    module.indexer.forward = lambda *args: ours(*args)  # as accelerate's hooks do
+    restore_mla(net)
+    assert torch.equal(choose(), expected), "what another has wrapped stays"
+    module.indexer.forward = ours
+    absorb_mla(net)
     restore_mla(net)
     assert "forward" not in module.indexer.__dict__
