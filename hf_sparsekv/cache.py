@@ -304,8 +304,7 @@ class SparseCache(Cache):
     get_conv_state = once_bound("get_conv_state")
     get_recurrent_state = once_bound("get_recurrent_state")
     update_indexer = update_indexer
-    position_ids = AllPositions()
-    first_attention_layer = FirstAttentionLayer()
+    position_ids, first_attention_layer = AllPositions(), FirstAttentionLayer()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As ``Cache.update_recurrent_state``, for layers of other kinds."""
