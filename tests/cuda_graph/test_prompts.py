@@ -439,4 +439,4 @@ def test_pieces_on_a_gpu(name):
         assert torch.equal(*(eager.generate(ids, past_key_values=cache, **go) for cache in (mine, theirs)))
         for cache in (mine, theirs):
             cache.crop(at - cache.get_seq_length())
-    assert runner_of(fast).prompts.replays >= 4
+    assert runner_of(fast).prompts.replays >= 2  # of 30 tokens each; a pool that grows moves, and its kinds with it
