@@ -18,7 +18,8 @@ from . import reference_policies as _references  # noqa: F401 (registers them)
 
 FULL = "full"
 # Quality is asked for, so steps, and prompts that are sparse, select at any length; a spec may say otherwise.
-_ALWAYS = {"dense_below": None, "prefill_below": 0}
+_STEPS = {"dense_below": None}
+_PROMPTS = {"prefill_below": 0}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class CacheSpec:
             raise ValueError("kv_dtype is of keys and values in host memory: add offload=true")
         offload = OffloadConfig(kv_dtype=kv_dtype) if offload else None
         method, variant = known()[self.method]
-        preset, settings = options.pop("preset", None), {**_ALWAYS, **variant, **options}
+        always = _STEPS if options.get("prefill") is None else _STEPS | _PROMPTS
+        preset, settings = options.pop("preset", None), {**always, **variant, **options}
         config = method.config(**settings) if preset is None else method.config.preset(preset, **settings)
         return SparseCache(config, offload, model_config)
 

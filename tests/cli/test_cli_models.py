@@ -102,12 +102,12 @@ def test_a_hub_out_of_reach_is_asked_once(command, tmp_path):
     kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     env = {**kept, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-m", "hf_sparsekv", command[0], "Qwen/Qwen3-32B", *command[1:]],
+        [sys.executable, "-m", "hf_sparsekv", command[0], "Qwen/Qwen3-14B", *command[1:]],
         env=env, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1 and "Retry" not in done.stderr, done.stderr
     message = (
-        "error: cannot load Qwen/Qwen3-32B: it is not in the hub's cache on this machine, and the hub is out of reach"
+        "error: cannot load Qwen/Qwen3-14B: it is not in the hub's cache on this machine, and the hub is out of reach"
     )
     assert message in done.stderr
     assert ("Known without the hub: qwen3-8b, " in done.stderr) == (command[0] == "plan")

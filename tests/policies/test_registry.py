@@ -264,7 +264,7 @@ def test_files_whose_class_and_method_disagree(tmp_path):
 
 
 def test_what_may_change_when_a_cache_is_loaded():
-    assert set(free_fields(StreamingConfig)) == {"dense_below", "max_length"}
+    assert set(free_fields(StreamingConfig)) == {"dense_below", "max_length", "prefill", "prefill_below"}
     for method in methods(references=True).values():
         assert set(free_fields(method.config)) <= {f.name for f in fields(method.config)}
 
