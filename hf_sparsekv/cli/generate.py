@@ -178,6 +178,8 @@ def _report(runs: list[Run], sparse, *, exact: bool, on_gpu: bool, same_tokens_e
     if sparse is not None:
         stats = sparse.stats()
         note(str(stats))
+        if sparse.config.prefill is not None and not stats.prompts:
+            note(f"the prompt was read exactly: sparse ones have at least {sparse.config.prefill_below:,} tokens")
         if exact and not stats.drafted:
             note("no drafts: so short a text is as quick to read whole, or the model cannot take drafts back")
         elif stats.attended_share >= ALL and stats.decode_steps:

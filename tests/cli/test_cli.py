@@ -91,6 +91,11 @@ def test_budget_covers_all_so_both_agree(tiny):
     assert "attended to 100.0%" in result.stderr and "attended to everything, as full attention" in result.stderr
 
 
+def test_a_prompt_that_is_too_short_to_be_sparse_is_said(tiny):
+    found = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 4, "--prefill", 0.9)
+    assert "the prompt was read exactly: sparse ones have at least 16,384 tokens" in " ".join(found.stderr.split())
+
+
 def test_generate_progressively(tiny):
     options = (
         "--cache",
