@@ -343,9 +343,8 @@ def prompts() -> None:
             pooled, exact = prompt_mass(q, k, key_means(k), 0.1, 0, start)
             lists = prompt_choice(pooled, exact, torch.ones(1, 4 * heads), 0, 256, 256, start)
             block_attention(q, k, k, *lists[:2], 0.1, 0, start)
-        hopper = (
-            triton.runtime.driver.active.get_current_target().arch == 90
-        )  # tensor descriptors, products of warp groups
+        # Tensor descriptors, and products of warp groups: elsewhere the compiler aborts.
+        hopper = triton.runtime.driver.active.get_current_target().arch == 90
         for config in (Blocks(descriptors=True), Blocks(descriptors=True, ahead=True)) if hopper else ():
             block_attention(q, k, k, *lists[:2], 0.1, 0, config=config if dim == 128 else None)
 

@@ -223,6 +223,7 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.import_module("hf_sparsekv_eval.cache_specs")  # registers yardsticks, once: they are to stay
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     torch.manual_seed(0)
     there = {"__name__": "docs", **NAMES[page]()}
