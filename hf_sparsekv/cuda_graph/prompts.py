@@ -61,8 +61,8 @@ class Piece(NamedTuple):
     """What determines the graph of a few tokens behind what is cached.
 
     Args:
-        width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these.
-        pools: addresses of the layers' block pools.
+        width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these. block: its tokens.
+        pools: addresses of the layers' block pools. Another cache's may come to lie there, of blocks of another size.
     """
 
     shape: Shape
@@ -71,6 +71,7 @@ class Piece(NamedTuple):
     width: int
     ring: tuple[int, ...]
     sinks: int
+    block: int
     pools: tuple[int, ...]
     observing: int = 0
     importance: str | None = None
@@ -331,7 +332,8 @@ class Prompts:
             return None
         width = 1 << (max(stores[0].block_table.shape[1], stores[0].pool.capacity) - 1).bit_length()
         pools = tuple([store.pool.kv.data_ptr() for store in stores])
-        return Piece(shape, batch, size, width, tuple(stores[0].recent_kv.shape), stores[0].sinks, pools)
+        ring, of_block = tuple(stores[0].recent_kv.shape), (stores[0].sinks, stores[0].block_size)
+        return Piece(shape, batch, size, width, ring, *of_block, pools)
 
     # ------------------------------------------------------------------ its graph
 

@@ -170,6 +170,22 @@ def test_pieces_that_are_left_alone(replayed, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_pool_of_other_blocks_has_pieces_of_its_own(replayed, monkeypatch):
+    """It may come to lie where a smaller cache's was, with a ring of the same shape: that one's graph reads it wrong."""
+    net, runner = replayed
+    text, kinds = prompt(1, 330, seed=4)["input_ids"], []
+    monkeypatch.setattr(runner.prompts, "_new", lambda kind: kinds.append(kind))
+    for block_size, window in ((16, 32), (32, 16)):
+        cache = two_level(False, level="auto", lag=False, **TIGHT | {"block_size": block_size, "window": window})
+        net(text[:, :300], past_key_values=cache)
+        for _ in range(EAGER + 1):
+            net(text[:, 300:], past_key_values=cache, logits_to_keep=1)
+            cache.crop(300 - cache.get_seq_length())
+    first, second = kinds[0], kinds[-1]
+    assert first.ring == second.ring and first != second._replace(pools=first.pools, width=first.width)
+
+
+@torch.no_grad()
 def test_other_passes_run_eagerly(replayed):
     """Padding, all logits, hidden states, other masks and positions, a past, autocast: not even the output differs."""
     net, runner = replayed
