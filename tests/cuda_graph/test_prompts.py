@@ -171,7 +171,7 @@ def test_pieces_that_are_left_alone(replayed, monkeypatch):
 
 @torch.no_grad()
 def test_a_pool_of_other_blocks_has_pieces_of_its_own(replayed, monkeypatch):
-    """It may come to lie where a smaller cache's was, with a ring of the same shape: that one's graph reads it wrong."""
+    """It may come to lie where another cache's was, with rings of the same shape: that one's graph reads it wrong."""
     net, runner = replayed
     text, kinds = prompt(1, 330, seed=4)["input_ids"], []
     monkeypatch.setattr(runner.prompts, "_new", lambda kind: kinds.append(kind))
