@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kv.store import LayerStore
+from ..ops.attention.new_tokens import new_tokens
 from ..ops.attention.sparse_decode import sparse_decode
 from ..types import AttentionParams
 
@@ -27,7 +28,7 @@ def attend_at_once(
     """Attention of new tokens to all that is cached before them, and to each other, causally.
 
     The queries of a row are further query heads of each KV head to the kernel that reads what is cached. It gives the
-    denominators too, by which a softmax takes the new tokens in.
+    denominators too, by which another kernel takes the new tokens in.
 
     Args:
         query: ``[batch, Hq, n, Dk]``.
@@ -38,22 +39,13 @@ def attend_at_once(
     Returns:
         ``[batch, Hq, n, Dv]``.
     """
-    batch, q_heads, n, _ = query.shape
-    heads, group = store.heads, q_heads // store.heads
+    n, group = query.shape[2], query.shape[1] // store.heads
     if store.latent:  # the whole row is the key, and its first part the value
         key, value = torch.cat((key, value), dim=-1), key
     most = n if store.latent else max(1, at_once // group)  # the kernel for latents has tiles of heads
     parts = [_past(store, part, rows, params, count=not i) for i, part in enumerate(query.split(most, dim=2))]
     past, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
-    asked = query.reshape(batch, heads, group * n, -1).float()
-    logits = asked @ key.float().transpose(-1, -2) * params.scale
-    if params.softcap is not None:
-        logits = params.softcap * torch.tanh(logits / params.softcap)
-    later = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1)
-    logits = logits.view(batch, q_heads, n, n).masked_fill(later, float("-inf"))
-    weights = torch.cat((lse[..., None], logits), dim=-1).softmax(-1)
-    new = weights[..., 1:].reshape(batch, heads, group * n, n) @ value.float()
-    return torch.addcmul(new.view_as(past), weights[..., :1], past).to(query.dtype)
+    return new_tokens(query, key, value, past, lse, params.scale, params.softcap)
 
 
 def _past(

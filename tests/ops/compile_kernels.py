@@ -46,6 +46,7 @@ from hf_sparsekv.ops._prompts import key_means
 from hf_sparsekv.ops.attention.block_attention.config import Config as Blocks
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.attention.new_tokens.triton import new_tokens
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode import cluster as decode
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
@@ -336,7 +337,7 @@ def in_cuda() -> None:
 
 
 def prompts() -> None:
-    """Sparse prompts: estimates, choice and attention."""
+    """Sparse prompts: estimates, choice and attention; some tokens' attention to each other."""
     for heads, dim in ((8, 128), (1, 256)):
         q, k = (place().randn(1, 256, n * heads, dim).transpose(1, 2) for n in (4, 1))
         for start in (None, torch.ones(1, dtype=torch.int32)):
@@ -347,6 +348,9 @@ def prompts() -> None:
         hopper = triton.runtime.driver.active.get_current_target().arch == 90
         for config in (Blocks(descriptors=True), Blocks(descriptors=True, ahead=True)) if hopper else ():
             block_attention(q, k, k, *lists[:2], 0.1, 0, config=config if dim == 128 else None)
+        some, new = q[:, :, :4], k[:, :, :4]
+        for softcap in (None, 30.0):
+            new_tokens(some, new, new, some.float(), some[..., 0].float(), 0.1, softcap)
 
 
 CASES = (sparse_decodes, recent_tokens, choices, masses, pages, small_layers, prompts)

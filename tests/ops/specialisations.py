@@ -22,6 +22,7 @@ from hf_sparsekv.kv.block_table import table_width
 from hf_sparsekv.ops.attention.block_attention.config import Config as Blocks
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
+from hf_sparsekv.ops.attention.new_tokens.triton import new_tokens
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
@@ -268,6 +269,8 @@ def small_layers(model: Model) -> None:
             if model.latents:
                 cos, compressed = torch.empty(n, tokens, 64, dtype=KIND), torch.empty(rows, tokens, 576, dtype=KIND)
                 latent_rope(q[..., :256].contiguous(), compressed, cos, cos, weight, 1e-6, False)
+        past = torch.empty(rows, model.q_heads, tokens, model.dk)
+        new_tokens(q.transpose(1, 2), *[k.transpose(1, 2)] * 2, past, past[..., 0], 0.1)
         if rows * tokens <= 6:
             x = x.view(-1, d)
             experts(x, torch.empty(len(x), 4).long(), torch.empty(len(x), 4), torch.empty(8, 512, d, dtype=KIND),
