@@ -19,7 +19,6 @@ from compile_kernels import Chip
 from triton.runtime.jit import JITFunction
 
 from hf_sparsekv.kv.block_table import table_width
-from hf_sparsekv.ops.attention.block_attention.config import Config as Blocks
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.new_tokens.triton import new_tokens
@@ -294,8 +293,7 @@ def sparse_prompts(model: Model) -> None:
             wanted = torch.empty(1, model.q_heads)
             lists = prompt_choice(*made, wanted, past + lo, some.shape[2], 999, start)
             prompt_choice(*made, wanted, past + lo, some.shape[2], 999, start, wanted > 0, lists)
-            for config in (None, Blocks(descriptors=True, ahead=True)):
-                block_attention(some, k, v, *lists[:2], 0.1, past + lo, start, config=config)
+            block_attention(some, k, v, *lists[:2], 0.1, past + lo, start)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import Place
 
 from hf_sparsekv.ops._prompts import BLOCK, NEAR, POOL, ROWS, STEP, TILE, blocks_of, key_means, seen_blocks, tiles_of
 from hf_sparsekv.ops.attention.block_attention import reference as attention
@@ -157,31 +156,6 @@ def test_attention(place, name, how):
     lists = choice.prompt_choice(pooled, exact, wanted, case.past, case.rows, case.dense_from, start)[:2]
     args = query, key, value, *lists, case.scale, case.past, start
     got = attention_kernel.block_attention(*args, config=HOWS[how])
-    place.close(got, attention.block_attention(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", [0.3, 0.8, 1.0])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(100, dk=128, dv=128),
-        Case(384, dk=64, dv=64, heads=2),
-        Case(1500, past=1000, batch=2, heads=2, group=4, dk=128, dv=128),
-        Case(257, past=2085, later=70, group=1, dk=128, dv=128),
-    ],
-    ids=str,
-)
-def test_attention_ahead(case, share, dtype):
-    """The kernel in Gluon: no pair of blocks, one, several, and a block that is left over."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("made for compute capability 9.0")
-    query, key, value, start, (pooled, exact) = estimated(case, place := Place("cuda", dtype))
-    wanted = torch.full(pooled.shape[:2], share, device="cuda")
-    lists = choice.prompt_choice(pooled, exact, wanted, case.past, case.rows, case.dense_from, start)[:2]
-    args = query, key, value, *lists, case.scale, case.past
-    got = attention_kernel.block_attention(*args, config=Config(descriptors=True, ahead=True))
     place.close(got, attention.block_attention(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args)))
 
 

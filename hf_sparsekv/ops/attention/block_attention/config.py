@@ -19,7 +19,6 @@ class Config:
         many: blocks of keys an iteration, 1 or 2.
         descriptors: keys and values come through tensor descriptors (TMA); needs strides of whole 16 bytes.
         warps: of a program. stages: iterations in flight.
-        ahead: the kernel of :mod:`.hopper`, where it serves: two blocks an iteration, 128 queries, descriptors.
         heads_first: programs of the heads of a group run side by side, before those of other tiles.
     """
 
@@ -28,7 +27,6 @@ class Config:
     descriptors: bool = False
     warps: int = 8
     stages: int = 2
-    ahead: bool = False
     heads_first: bool = False
 
 

@@ -163,12 +163,6 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         out = query.new_empty(batch, r, q_heads, dv).transpose(1, 2)
     config = config or default(query, dk, dv)
     descriptors = config.descriptors and describable(key, value)
-    if config.ahead and descriptors:
-        from . import hopper  # Gluon is not part of every Triton
-
-        if hopper.serves(query, key, value, start):
-            hopper.attend_ahead(query, key, value, ids, counts, scale, past, out)
-            return out
     kv = [
         TensorDescriptor.from_tensor(t, [1, 1, BLOCK, padded(t.shape[3])]) if descriptors else operand(Tokens, t)
         for t in (key, value)
