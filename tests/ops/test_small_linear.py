@@ -45,7 +45,7 @@ def test_against_reference(place, case):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (WIDE + 24, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (WIDE + 24, 4096), (5120, 6400), (8704, 2560)], ids=str)
 def test_sizes_of_a_model(place, shape, rows):
     if place.device == "cpu":
         pytest.skip("too large for the interpreter")

@@ -1,6 +1,6 @@
 """A linear layer for a few rows: the kernels. The aim is to read the weights at the memory's bandwidth.
 
-Tiles measured on an H200, bf16, projections of an 8B model (benchmarks/NOTES.md, "Linear layers of a few rows").
+Tiles measured on an H200, bf16, projections of 8B and 32B models (benchmarks/NOTES.md, "Linear layers of a few rows").
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ class Tile(NamedTuple):
 
 
 ONE_ROW = Tile(4, 2048, 1, 8)
+ONE_ROW_UNEVEN = Tile(4, 1024, 1, 8)  # where longer steps would leave a part of one over: 5,120 inputs
 ONE_ROW_SHORT = Tile(4, 1024, 1, 4)
-SHORT = 2048  # inputs; the short tiles below
+SHORT = 2048  # inputs; the short tiles up to here
 ROWS = Tile(32, 256, 6, 4)
-# More in flight where there are fewer programs than SMs; less where an SM runs several in sequence.
-ROWS_WIDE, WIDE = Tile(64, 128, 6, 4), 6144  # rows of the weight; this tile from here on
+# More in flight where there are fewer programs than SMs; less where an SM runs several in sequence. One turn of
+# 132 SMs rather than a second one of a few programs: 32 rows each are that for 4,224 rows, 64 for 8,448.
+ROWS_MIDDLE, MIDDLE = Tile(64, 256, 4, 4), 4225  # rows of the weight; this tile from here on
+ROWS_WIDE, WIDE = Tile(64, 128, 6, 4), 6144
+ROWS_WIDER, WIDER = Tile(128, 128, 4, 4), 8449
 ROWS_WIDEST, WIDEST = Tile(64, 128, 4, 4), 12288
 # Gate and up projection, half of a program's rows each. The compiler would take 66 registers for one row, with which an
 # SM holds three programs instead of four. With 64 nothing spills on any architecture.
@@ -158,12 +162,15 @@ def small_linear_rows_kernel(
 
 def tile(rows: int, n: int, k: int, is_gated: bool) -> Tile:
     """The tile for ``rows`` rows of ``k`` inputs and ``n`` rows of the weight."""
+    is_even = k % ONE_ROW.inputs == 0
+    if rows == 1 and is_gated:
+        return GATED_ONE_ROW if is_even else GATED_ONE_ROW_SHORT
     if rows == 1:
-        usual, short = (GATED_ONE_ROW, GATED_ONE_ROW_SHORT) if is_gated else (ONE_ROW, ONE_ROW_SHORT)
-        return usual if k >= SHORT else short
+        return ONE_ROW_SHORT if k <= SHORT else ONE_ROW if is_even else ONE_ROW_UNEVEN
     if is_gated:
         return GATED_ROWS_WIDE if n >= WIDE else GATED_ROWS
-    return ROWS_WIDEST if n >= WIDEST else ROWS_WIDE if n >= WIDE else ROWS
+    wide = ((WIDEST, ROWS_WIDEST), (WIDER, ROWS_WIDER), (WIDE, ROWS_WIDE), (MIDDLE, ROWS_MIDDLE))
+    return next((chosen for least, chosen in wide if n >= least), ROWS)
 
 
 def _fitting(config: Tile, x: Tensor) -> Tile:
