@@ -7,12 +7,11 @@ one scale per token over all channels it takes the steps of all others.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from caches import INT8
-from transformers import AttentionInterface, LlamaConfig
+from one_layer import last_step
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
 from hf_sparsekv.ops.storage.quantise.reference import dequantise, quantise
@@ -79,24 +78,14 @@ def test_an_outlier_makes_its_block_coarser_and_no_other():
     assert error(q, k, v, torch.float32) < 1.1 * without
 
 
-@torch.no_grad()
-def last_step(offload: OffloadConfig, q, k, v, dtype, prompt: int) -> torch.Tensor:
+def step_of(offload: OffloadConfig, q, k, v, dtype, prompt: int) -> torch.Tensor:
     """Attention of the last token over all of a cache: a prompt, and then steps that seal blocks."""
-    (heads, group, dim), n = q.shape, k.shape[1]
-    sizes = {"num_attention_heads": heads * group, "num_key_value_heads": heads, "hidden_size": heads * group * dim}
-    config = LlamaConfig(num_hidden_layers=1, head_dim=dim, attn_implementation="sparsekv", **sizes)
-    module = torch.nn.Module()
-    about = SimpleNamespace(num_key_value_groups=group, layer_idx=0, config=config, is_causal=True, sliding_window=None)
-    module.__dict__.update(vars(about))
+    n = k.shape[1]
     cache = OffloadedSparseCache(TokenConfig(token_budget=n, window=64, dense_layers=0, dense_below=None), offload)
-    attend, result = AttentionInterface()["sparsekv"], None
-    q, k, v = q.flatten(0, 1)[None, :, None].to(dtype), k[None].to(dtype), v[None].to(dtype)
-    for begin, end in ((0, prompt), *((i, i + 1) for i in range(prompt, n))):
-        states = cache.update(k[:, :, begin:end], v[:, :, begin:end], 0)
-        query = q.expand(-1, -1, end - begin, -1).contiguous()
-        result, _ = attend(module, query, *states, None, scaling=dim**-0.5, dropout=0.0)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    result = last_step(cache, q[:, :, None], q, k, v, prompt)
     assert cache.sparse_layers[0].store.full_blocks > (n - 200) // BLOCK
-    return result[0, -1].unflatten(0, (heads, group))
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,6 +96,6 @@ def test_in_a_cache(dtype):
     for bias in (0, 400):
         biased = k.clone()
         biased[..., smallest] += bias
-        coded, plain = (last_step(offload, q, biased, v, dtype, 320) for offload in (INT8, OffloadConfig()))
+        coded, plain = (step_of(offload, q, biased, v, dtype, 320) for offload in (INT8, OffloadConfig()))
         errors.append(distance(coded, plain.double()))
     assert errors[0] < 0.015 and errors[1] < 1.1 * errors[0]
