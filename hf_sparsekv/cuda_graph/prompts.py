@@ -1,4 +1,4 @@
-"""Short prompts: captured in a few sizes, for every cache. And short pieces behind a long text.
+"""Short prompts: captured in a few sizes, for every cache. And short pieces after a long text.
 
 A pass over some hundred tokens takes the GPU some 15 ms and the host 100. No graph of it can hold the addresses of a
 cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own, from where all layers
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache import SparseCache
-from ..cache_name import NAMES, output_name, over, without_cache
-from ..kv.pool import BlockPool
+from ..cache_name import NAMES, output_name
 from ..layers.adopting import Computed, adopt, adopts
 from ..layers.complete import check_complete
 from ..layers.sparse_layer import SparseLayer
@@ -30,7 +28,8 @@ from ..model_watch import ModelWatch
 from ..tensors import any_autocast, no_inference_mode
 from .eligibility import Eligibility
 from .inputs import OF_DRAFTS, STATIC, all_tokens
-from .prompt_tape import Kept, Past, Shape, Tape
+from .prompt_graphs import CapturedPiece, CapturedPrompt, Kind, Piece
+from .prompt_tape import Kept, Shape
 from .recorder import Recorder, Sides
 
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens, all rows together; prompts are padded to one of these
@@ -44,38 +43,6 @@ _EXPERTS = (
     "num_local_experts",
     "n_routed_experts",
 )  # their code waits for the host, or reads all weights
-
-
-class Kind(NamedTuple):
-    """What determines the graph of a prompt: see :class:`.prompt_tape.Tape`; ``observing`` layers calibrate."""
-
-    shape: Shape
-    batch: int
-    size: int
-    observing: int
-    importance: str | None
-    observed: int | None
-
-
-class Piece(NamedTuple):
-    """What determines the graph of a few tokens behind what is cached.
-
-    Args:
-        width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these. block: its tokens.
-        pools: addresses of the layers' block pools. Another cache's may come to lie there, of blocks of another size.
-    """
-
-    shape: Shape
-    batch: int
-    size: int
-    width: int
-    ring: tuple[int, ...]
-    sinks: int
-    block: int
-    pools: tuple[int, ...]
-    observing: int = 0
-    importance: str | None = None
-    observed: int | None = None
 
 
 class _Here(threading.local):
@@ -93,79 +60,6 @@ def paused_passes() -> Iterator[None]:
         yield
     finally:
         _here.paused = before
-
-
-class CapturedPrompt:
-    """The graph of one kind of prompt, and the memory that it reads and writes."""
-
-    graph: Any
-    output: Any
-
-    past: tuple[list[Past], Tensor] | None = None
-
-    def __init__(self, kind: Kind | Piece, kept: Kept, device: torch.device) -> None:
-        self.kind, self.kept = kind, kept
-        self.ids = torch.zeros(kind.batch, kind.size, dtype=torch.long, device=device)
-        self.columns = torch.arange(kind.size, device=device)
-        self.positions = self.columns.expand(kind.batch, -1).clone()
-        self.last = torch.full((1,), kind.size - 1, dtype=torch.long, device=device)
-
-    def run(self, model: torch.nn.Module, forward: Callable) -> Any:
-        """The model's forward over these inputs; its output without the cache."""
-        self.kept.params = []
-        valid, kind = (self.columns <= self.last)[None], self.kind
-        tape = Tape(self.kept, self.last, valid, kind.importance, kind.observed, self.past)
-        given = {"input_ids": self.ids, "position_ids": self.positions, **over(model, tape)}
-        out = forward(**given, use_cache=True, logits_to_keep=self.last)
-        if tape.reached != kind.shape.layers:
-            raise RuntimeError("a prompt's pass has not come to all layers")
-        return type(out)(**without_cache(out))
-
-    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
-        """Write the inputs of a prompt. What follows it is padding, which nothing before it sees."""
-        n = ids.shape[1]
-        self.ids[:, :n].copy_(ids)
-        self.last.fill_(n - 1)
-        if positions is None:
-            self.positions.copy_(self.columns.expand_as(self.positions))
-        else:
-            self.positions[:, :n].copy_(positions)
-            if n < self.kind.size:  # none is further on than the prompt's: rotary factors may follow the furthest
-                self.positions[:, n:].copy_(positions[:, -1:].expand(len(ids), self.kind.size - n))
-
-
-class CapturedPiece(CapturedPrompt):
-    """The graph of a short piece, and copies of what it reads of a cache, but for the block pools."""
-
-    def __init__(self, kind: Piece, kept: Kept, device: torch.device) -> None:
-        super().__init__(kind, kept, device)
-        layers, batch = kind.shape.layers, kind.batch
-        self.rows = torch.zeros(batch, 2, dtype=torch.int32, device=device)
-        self.table = torch.zeros(batch, kind.width, dtype=torch.int32, device=device)
-        self.rings = torch.zeros(layers, *kind.ring, dtype=kind.shape.dtype, device=device).unbind(0)
-        self._pools: list[weakref.ref[BlockPool]] = []  # of the cache that it was captured for; a replay needs none
-
-    def run(self, model: torch.nn.Module, forward: Callable) -> Any:
-        kind, pools = self.kind, [pool() for pool in self._pools]
-        assert isinstance(kind, Piece)
-        dims = kind.sinks, kind.shape.v_dim
-        layers = [Past(pool, ring, self.table, *dims) for pool, ring in zip(pools, self.rings) if pool is not None]
-        self.past = layers, self.rows
-        try:
-            return super().run(model, forward)
-        finally:
-            self.past = None
-
-    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
-        rows, device, stores = cache.row_table.rows, ids.device, [layer.store for layer in cache.sparse_layers]
-        if positions is None:
-            positions = torch.arange(rows.columns, rows.columns + ids.shape[1], device=device)[None]
-        super().give(ids, positions, cache)
-        self._pools = [weakref.ref(store.pool) for store in stores]
-        table = stores[0].block_table
-        self.rows.copy_(rows.on[device])
-        self.table[:, : table.shape[1]].copy_(table)
-        torch._foreach_copy_(self.rings, [store.recent_kv for store in stores])
 
 
 class Prompts:
