@@ -48,8 +48,8 @@ class OffloadedSparseCache(SparseCache):
 class ProgressiveCache(SparseCache):
     """Sparse decoding over as many tokens as it takes to cover a share of the attention mass (PSA, Twilight).
 
-    Each decode step estimates the mass of every token by its label and attends to the largest ones, for each row, layer
-    and KV head until the wanted share is covered (see ``stats()``). Same as ``SparseCache(ProgressiveConfig(...))``.
+    Each decode step estimates the mass of every token by its label. For each row, layer and KV head it attends to the
+    largest ones until the wanted share is covered (see ``stats()``). Same as ``SparseCache(ProgressiveConfig(...))``.
 
     Args:
         config: how much to cover.

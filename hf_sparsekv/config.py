@@ -36,13 +36,12 @@ class SparseConfig(Options):
             of at most one token more, if they verify drafts, attend as decode steps do; longer ones to everything.
         max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None`` lets the
             storage grow in steps.
-        dense_below: a decode step attends to everything, as dense attention does, while the full blocks of the layer
-            hold at most this many tokens, counted over all rows (batch x tokens a row, padding included; recent
-            tokens come on top). ``"auto"``: while that is measured to be as fast as selecting on this GPU, or guessed
-            (:mod:`hf_sparsekv.policies.crossover`; ``hf-sparsekv calibrate-device`` measures), so never with blocks in
-            host memory that a GPU reads, for predicted queries over keys and values (over latents it is measured), or
-            with progressive selection, which takes as long as the data want. ``None``: never. A number
-            holds for offloaded blocks, too; with blocks on a second device it is an error.
+        dense_below: a decode step attends to everything while the layer's full blocks hold at most this many tokens,
+            counted over all rows (batch x tokens a row, padding included). Recent tokens come on top. ``"auto"``: while
+            that is measured or guessed to be as fast as selecting on this GPU (:mod:`hf_sparsekv.policies.crossover`;
+            ``hf-sparsekv calibrate-device`` measures). So never with blocks in host memory that a GPU reads, for
+            predicted queries over keys and values (over latents it is measured), or with progressive selection.
+            ``None``: never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
         prefill: sparse prompts: each tile of 128 queries attends to the blocks of 64 keys that hold this share of its
             attention mass, as 0.98 (docs/sparse-prompts.md). Layers before ``dense_layers`` and the last 256 queries of
             a pass attend to everything. ``None``: prompts are exact.

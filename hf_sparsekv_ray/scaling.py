@@ -45,7 +45,7 @@ class ByRows:
         """Replicas wanted, and no state; bounds, delays and smoothing are Ray's (``autoscaling_config``)."""
         metrics = ctx.aggregated_metrics or {}
         asked, fits = metrics.get("asked") or {}, metrics.get("fits") or {}
-        if not asked or not fits:  # nobody has told yet
+        if not asked or not fits:  # no replica has told yet
             return ctx.target_num_replicas, {}
         rows = sum(asked.values()) + ctx.total_queued_requests
         return rows * len(fits) / (self._target * sum(fits.values())), {}

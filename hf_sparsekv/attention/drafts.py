@@ -9,7 +9,7 @@ from ..cache_name import given_cache
 
 
 class DraftedCache(Protocol):
-    """A cache of which is known what its passes are.
+    """A cache whose passes are known.
 
     Attributes:
         draft_passes: passes of several tokens over cached ones verify drafts, or do not; None: nothing was said.

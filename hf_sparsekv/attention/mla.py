@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): attention on the cached latents themselves.
 
 MLA caches one latent ``c [r]`` and one rotated key part ``k_rot [dr]`` a token, for all heads together. Keys and values
-are products of the latent, ``k_h = [W_UK,h c, k_rot]`` and ``v_h = W_UV,h c``, so both matrices can be *absorbed* into
+are products of the latent, ``k_h = [W_UK,h c, k_rot]`` and ``v_h = W_UV,h c``. So both matrices can be *absorbed* into
 query and output (DeepSeek-V2, section 2.1.2):
 
     q_h . k_h = [W_UK,h^T q_nope,h, q_rot,h] . [c, k_rot]        out_h = W_UV,h sum_t p_t c_t

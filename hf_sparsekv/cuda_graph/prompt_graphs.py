@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What determines the graph of a few tokens behind what is cached.
+    """What determines the graph of a few tokens after what is cached.
 
     Args:
         width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these. block: its tokens.

@@ -33,7 +33,7 @@ from .prompt_tape import Kept, Shape
 from .recorder import Recorder, Sides
 
 SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # tokens, all rows together; prompts are padded to one of these
-PIECES = (16, 32, 64, 128, 192, 256)  # tokens of a row behind what is cached
+PIECES = (16, 32, 64, 128, 192, 256)  # tokens of a row after what is cached
 WORK = 2e13  # operations of a piece's attention in a graph: eager passes have faster kernels, which longer ones repay
 MOST = 6  # graphs of pieces; each is for some block pools
 QUICK = 512  # of these, what takes no longer than a turn between decode steps
@@ -212,7 +212,7 @@ class Prompts:
         return Kind(shape, batch, size, len(observing), labels.config.channel_importance, labels.wanted)
 
     def _piece(self, batch: int, n: int, cache: SparseCache, shape: Shape) -> Piece | None:
-        """The kind of a short piece behind what is cached on the device, if a graph of it is no slower."""
+        """The kind of a short piece after what is cached on the device, if a graph of it is no slower."""
         size = next((size for size in PIECES if n <= size), None)
         layers = cache.sparse_layers
         if size is None or not self._pieces or any(layer.policy.offloaded or layer.policy.observes for layer in layers):

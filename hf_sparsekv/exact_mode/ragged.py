@@ -1,4 +1,4 @@
-"""Texts of which each row grows by what it accepts itself.
+"""Texts whose rows each grow by what they accept.
 
 Apart from texts of one length because processors, criteria and callers must not see it: they get rows as ``generate()``
 has them, which are equally long at any time.
@@ -49,12 +49,12 @@ def can_be_ragged(text: Text, cache: SparseCache, processors: LogitsProcessorLis
 
 
 class Ragged(Text):
-    """Texts of which each row grows by what it accepts itself.
+    """Texts whose rows each grow by what they accept.
 
     To the model they end at the same column, with padding in front. A row that has ended gets padding.
 
     Args:
-        text: texts of one length, of which this is made.
+        text: texts of one length, from which this is made.
     """
 
     def __init__(self, text: Text) -> None:

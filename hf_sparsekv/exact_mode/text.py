@@ -1,4 +1,4 @@
-"""The texts of one ``generate()`` call in exact mode, all of which have as many tokens.
+"""The texts of one ``generate()`` call in exact mode: all have as many tokens.
 
 Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
 """
@@ -33,7 +33,7 @@ class Added(NamedTuple):
 
     Args:
         rows: that go on, for which was drafted.
-        accepted: their drafts that were. rejected: rows of which not all drafts were.
+        accepted: their drafts that were. rejected: rows whose drafts were not all accepted.
         tokens: that all rows have got.
     """
 

@@ -193,10 +193,10 @@ class BlockTable:
 
     def trim(self, keep: np.ndarray) -> None:
         """Let go the blocks after the first ``keep [batch]`` of each row."""
-        behind = (np.arange(self.capacity) >= keep[:, None]) & (self.host >= 0)
-        at = np.argwhere(behind)
+        after = (np.arange(self.capacity) >= keep[:, None]) & (self.host >= 0)
+        at = np.argwhere(after)
         if len(at):
-            named = self.host[behind]
+            named = self.host[after]
             self._write(at, np.full(len(at), -1, dtype=np.int32))
             self.ids.drop(named)
 

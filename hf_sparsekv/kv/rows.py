@@ -119,7 +119,7 @@ class Rows:
         return self._shortened(self.columns, lengths.tolist(), valid.clone(), window)
 
     def aligned(self, lengths: Sequence[int], window: int, valid: Tensor | None) -> Rows:
-        """The rows with their first ``lengths`` tokens, all of which end with the last column.
+        """The rows with their first ``lengths`` tokens. All end with the last column.
 
         ``valid``: which columns are tokens, bool ``[batch, columns]``; None: all rows are as long as each other.
         """

@@ -81,7 +81,7 @@ class StepRows:
         return queries, list(due.split(1))
 
     def begin_at_once(self, count: Tensor, width: int, block_size: int, recent: int) -> list[Tensor]:
-        """A pass over ``count`` of at most ``width`` tokens of each row begins, all of which attend to everything.
+        """A pass over ``count`` of at most ``width`` tokens of each row begins. All attend to everything.
 
         :attr:`now` says what there is before it; rows without tokens have none there. ``count``: int32 ``[1]`` or
         ``[batch]``.

@@ -234,7 +234,7 @@ class LayerStore(State):
 
         ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it, or the
         pass over drafts. What a captured pass writes after its last draft lands where no row holds a token, for the
-        ring has room for all (:func:`.ring.ring_tokens`), and is written over by the next tokens.
+        ring has room for all (:func:`.ring.ring_tokens`). The next tokens are written over it.
         """
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)

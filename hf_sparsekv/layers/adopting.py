@@ -1,4 +1,4 @@
-"""A prompt that was computed without a cache enters the layers of one, or a piece that was computed behind its tokens.
+"""A prompt that was computed without a cache enters the layers of one, or a piece that was computed after its tokens.
 
 Apart from prompts that layers see coming by, because all layers get theirs at once: what is alike in them is done once.
 """
@@ -23,7 +23,7 @@ from ..types import AttentionParams
 from .owned import Owner, end_pass
 from .sparse_layer import SparseLayer
 
-_BYTES = 1 << 26  # of keys in float32, of which moments are taken at once
+_BYTES = 1 << 26  # of keys in float32 whose moments are taken at once
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .device_pool import DevicePool, free_bytes
 # 98 %, four times 99 % (benchmarks/results/attention_statistics.csv).
 SELECTIONS = 4
 # The same for tokens, which consecutive selections share less. Room for 4, 8 and 16 selections holds 89, 93 and 95 % of
-# a step's tokens with one in 64 chosen, and 94, 97 and 98 % with one in 16 (the same model;
+# a step's tokens with one in 64 chosen. With one in 16 it is 94, 97 and 98 % (the same model;
 # benchmarks/results/foreseen_queries.csv).
 TOKEN_SELECTIONS = 8
 SHARE = 0.5  # of the free device memory, at most, by default

@@ -31,8 +31,8 @@ class Policy(Indexing):
     what it stores (:class:`..kv.state.State`); captures, trial runs, beams, copies and files follow from that. These
     methods are called, in this order; each does nothing unless a subclass overrides it:
 
-    When tokens come: :meth:`start` with the layer's first ones; :meth:`observe` with each forward's queries and keys
-    (if :attr:`observes`); :meth:`index` or :meth:`sealing` when a block becomes full (:class:`.indexing.Indexing`);
+    When tokens come: :meth:`start` with the layer's first ones. :meth:`observe` with each forward's queries and keys
+    (if :attr:`observes`). :meth:`index` or :meth:`sealing` when a block becomes full (:class:`.indexing.Indexing`).
     :meth:`cropped` before a crop, and :meth:`reopened` when it has taken full blocks back.
 
     In a decode step:

@@ -1,7 +1,7 @@
-"""Where dense attention is as quick as selecting: a small table of measured GPUs, and a guess for the others.
+"""Where dense attention is as fast as selecting: a small table of measured GPUs, and a guess for the others.
 
 Below some length everything can be read in the time that choosing takes, and dense attention is exact. The time of a
-dense step grows with the bytes it reads; that of a selecting step has a fixed part, a part per row, and grows little
+dense step grows with the bytes it reads. That of a selecting step has a fixed part, a part per row, and grows little
 with the length. Both take equal time where
 
     batch * tokens * width = fixed_bytes + batch * width * row_tokens        (width: bytes of a token, all KV heads)

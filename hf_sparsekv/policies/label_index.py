@@ -44,7 +44,7 @@ class LabelIndex(State):
     Attributes:
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
         norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, which labels of few bits are relative
-            to; None while calibrating, with unquantised labels, and where an earlier release calibrated.
+            to. None while calibrating, with unquantised labels, and where an earlier release calibrated.
         stats: what calibration has seen; None once there are channels.
         r: channels of a label.
         first_only: calibrate on the first ``calibration_tokens`` tokens alone, whatever passes they come in. Otherwise

@@ -176,13 +176,13 @@ class RowTokens:
 def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:
     """Row ``row``, whose lane begins at slot ``first``, will have ``room`` of its ``had`` slots, the first ones.
 
-    The youngest that lie behind these change places with the oldest of them, until none behind is younger. What lay
+    The youngest of those after them change places with the oldest of them, until none after is younger. What lay
     there would otherwise be dropped whatever its age, and read over the link again by the next steps.
     """
     n = min(room, had - room)
-    there, behind = (part.stamps[:, :, first + at : first + end] for at, end in ((0, room), (room, had)))
+    there, after = (part.stamps[:, :, first + at : first + end] for at, end in ((0, room), (room, had)))
     old, to = there.sort(dim=-1)
-    young, source = behind.sort(dim=-1, descending=True)
+    young, source = after.sort(dim=-1, descending=True)
     to, moves = to[..., :n], young[..., :n] > old[..., :n]
     source = torch.where(moves, source[..., :n] + room, to)  # [layers, H, n]: a slot that stays takes its own place
     columns, stamps = (t[:, :, first : first + had] for t in (part.columns, part.stamps))
@@ -217,7 +217,7 @@ def needed_room(held: Tensor) -> Tensor:
     most = held.long().sort(dim=-1, descending=True).values
     sums, count = most.cumsum(-1), torch.arange(1, held.shape[1] + 1, device=held.device)
     spill = sums[:, -1:] // SPILL
-    # With room r the first i spill sums[i] - i * r. At r = most[i - 1] none behind them spills.
+    # With room r the first i spill sums[i] - i * r. At r = most[i - 1] none after them spills.
     last = (sums - count * most <= spill).sum(-1, keepdim=True) - 1
     over = sums.gather(-1, last) - spill
     return -((-over) // (last + 1)).squeeze(-1).int()

@@ -14,8 +14,8 @@ from .plan import CROSSOVER, DENSE, Plan, planned
 class Selector(Drafting):
     """A subclass says in :meth:`select` which tokens or blocks a step attends to beside sinks and recent tokens.
 
-    While the full blocks hold no more than ``config.token_budget`` tokens (if there is such a field) and while dense
-    attention is as quick (``config.dense_below``), a step attends to everything without calling :meth:`select`.
+    A step attends to everything, without a call of :meth:`select`, while the full blocks hold at most
+    ``config.token_budget`` tokens (if it has that) or dense attention is as fast (``config.dense_below``).
 
     Attributes:
         granularity: ``"token"`` or ``"block"``, what :meth:`select` gives.

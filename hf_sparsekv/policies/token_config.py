@@ -39,8 +39,8 @@ class TokenConfig(BudgetOrMass):
 
     By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
     what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device after
-    its attention; the next ones, which want nearly the same, read there what is there, and the other tokens that they
-    choose in host memory (docs/offloading.md).
+    its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose they read in
+    host memory (docs/offloading.md).
 
     Each row and KV head attends to as many tokens as it needs: heads differ (docs/studies/by-need.md).
 

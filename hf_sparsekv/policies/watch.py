@@ -51,7 +51,7 @@ class BlockWatch(State):
         self.marks.scatter_(2, ids, True)
 
     def mark_tokens(self, ids: Tensor, block_size: int, used: Tensor | None = None) -> None:
-        """The same for the blocks of tokens ``ids [batch, H, n]``, of which ``used [batch, H]`` count (None: all)."""
+        """The same for the blocks of tokens ``ids [batch, H, n]``, where ``used [batch, H]`` count (None: all)."""
         there = ids >= 0
         if used is not None:
             there &= torch.arange(ids.shape[-1], device=ids.device) < used[..., None]

@@ -55,9 +55,9 @@ class QueryPredictor:
     """Predicts the query of step ``t + 1`` from those of the steps up to ``t``, per row and query head.
 
     Args:
-        name: ``"last"``, the newest query as it is; ``"ridge"``, the regression of the newest query on its ``window``
-            predecessors, shifted by one; ``"ridge_softmax"``, the same with its weights normalised by a softmax;
-            ``"assembled"``, the average of the latter over all windows up to ``window`` (AsyncSpade);
+        name: ``"last"``, the newest query as it is. ``"ridge"``, the regression of the newest query on its ``window``
+            predecessors, shifted by one. ``"ridge_softmax"``, the same with its weights normalised by a softmax.
+            ``"assembled"``, the average of the latter over all windows up to ``window`` (AsyncSpade).
             ``"assembled_ridge"``, that average of weights as the ridge gives them.
         window: predecessors that the regression has, 1 to 32.
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors.

@@ -27,7 +27,7 @@ def selects(rows: RowBatch) -> bool:
 
 @torch.no_grad()
 def verify(rows: RowBatch, model: nn.Module, ids: Tensor, counts: Sequence[int]) -> Tensor:
-    """Decode several tokens of some rows in one pass, each of which attends to everything before it.
+    """Decode several tokens of some rows in one pass. Each attends to everything before it.
 
     Args:
         model: the model that read the prompts.

@@ -31,7 +31,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     """Tokens of all full blocks by their labels, for the query that the next step will have.
 
     State: the latest queries; the tokens chosen for the next step. A step attends to what the last one has chosen and
-    to everything that is not sealed; sealing a block chooses again, so every token is either recent or could have been
+    to everything that is not sealed. Sealing a block chooses again, so every token is either recent or could have been
     chosen.
     """
 
@@ -51,7 +51,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
         self.predictor = predictor_of(config)
-        # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing behind
+        # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing after
         # the step 7.5 ms, among it 7.1; fetching yields.
         self.launch = Launch(config.layers_per_pack, low_priority=offloaded)
 
@@ -134,8 +134,8 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
 
     def note(self, q: Tensor, valid: Tensor | None, store: LayerStore, plan: Plan) -> None:
         # Scores then begin as soon as attention has ended, and meet linear layers of many programs rather than of few.
-        # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms, with the query alone stored here
-        # 6.54, 6.90, 5.24, with all of it behind attention 6.85, 7.01, 4.75, with scores here as well 6.78, 6.92, 5.19.
+        # Measured on an H200, 8 x 32k, 16 x 16k and 1 x 128k: 6.46, 6.55 and 4.81 ms. The query alone stored here:
+        # 6.54, 6.90, 5.24. All of it after attention: 6.85, 7.01, 4.75. Scores here as well: 6.78, 6.92, 5.19.
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
         self.queries.push(q[:, :, None], valid, store.step_rows.past)
         if plan.ahead:

@@ -26,7 +26,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
 
     What the step before has sealed can be chosen, and crops, beams and copies of the cache have no choice to follow.
-    Where nobody foresees a layer's query (the first layer; no hooks on the model), :meth:`attend` chooses by the query
+    Where a layer's query is not foreseen (the first layer; no hooks on the model), :meth:`attend` chooses by the query
     that it gets, before it attends. So do drafts: their queries are not foreseen.
     """
 

@@ -38,11 +38,11 @@ class PredictiveConfig(BudgetOrMass):
         token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query. A
             second device chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. A
-            little more right are its input plus what it added to the residual stream for the row's token before
-            (``"layer:in_delta"``, 4 to 7 % more for a step), and the stream between its attention and its MLP
-            (``"layer:mid"``), with too little time left to hide the choice. It takes hooks, which ``optimize()``
-            or :func:`hf_sparsekv.predict_ahead` installs. Layers that nobody foresees choose by their own query, in
+            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. Two
+            are a little more right. ``"layer:in_delta"`` adds what the layer added to the residual stream for the row's
+            last token (4 to 7 % more for a step). ``"layer:mid"``, the stream between attention and MLP, leaves too
+            little time to hide the choice. It takes hooks, which ``optimize()``
+            or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by their own query, in
             place, as all do with ``"own"``. From queries of earlier steps, much less right
             (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
             (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:

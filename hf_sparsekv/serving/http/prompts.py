@@ -31,7 +31,7 @@ class Prompts:
         engine: serves the requests.
         model_id: the name that clients ask for.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
-        ignore_unknown: leave fields out that nobody knows.
+        ignore_unknown: leave unknown fields out.
     """
 
     def __init__(self, engine: Engine, model_id: str, max_answer: int | None, ignore_unknown: bool = False) -> None:

@@ -169,7 +169,7 @@ def completion(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown
     """The body of ``/v1/completions``; ``scan`` is not needed.
 
     Args:
-        ignore_unknown: leave fields out that nobody knows.
+        ignore_unknown: leave unknown fields out.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.
@@ -188,7 +188,7 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
 
     Args:
         scan: of the body; arguments of tool calls, which are JSON in a string, are counted with it. None: one of them.
-        ignore_unknown: leave fields out that nobody knows.
+        ignore_unknown: leave unknown fields out.
 
     Raises:
         ApiError: a field is wrong, unknown or refused.

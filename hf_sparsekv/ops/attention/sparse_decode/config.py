@@ -43,8 +43,8 @@ ALL = Config(tile=64, heads=32, programs=132, warps=8, stages=3)
 MANY_HEADS = Config(tile=32, heads=64, programs=132, warps=8, stages=3)  # more than 32
 # Chosen tokens: 14.1 us where FEW_ALONE takes 19.1 (GLM-4.7-Flash, 6 x 96k), 60.3 against 79.5 (128 heads, 8 x 32k).
 FEW = Config(tile=64, heads=32, programs=132, warps=8, stages=1)
-# Where one tile holds all heads of a single row, both take 10.8 us. A step with FEW, which needs 135 KB of shared
-# memory instead of 90, takes 5.80 ms instead of 5.60 (1 x 128k on an H200; with 6 x 96k 11.42 instead of 11.66).
+# Where one tile holds all heads of a single row, both take 10.8 us. FEW needs 135 KB of shared memory
+# instead of 90. A step with it takes 5.80 ms instead of 5.60 (1 x 128k on an H200; with 6 x 96k 11.42 for 11.66).
 FEW_ALONE = Config(tile=32, heads=32, programs=132, warps=8, stages=2)
 EXACT = Config(tile=16, heads=16, programs=132, warps=8, stages=1)  # float32, without tensor cores
 WIDEST = 576  # entries of a row that these tiles are made for: wider ones get smaller tiles

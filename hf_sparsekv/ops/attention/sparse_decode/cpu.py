@@ -204,8 +204,8 @@ def gather(
         recent: from :func:`recent_tokens`.
 
     Returns:
-        The tokens, and a bias of their logits, ``[H, 1, 1, tokens]``, that weights each mean by the tokens it
-        represents and leaves out what does not count; None if it would be zeros.
+        The tokens, and a bias of their logits, ``[H, 1, 1, tokens]``; None if it would be zeros. The bias weights each
+        mean by the tokens it represents and leaves out what does not count.
     """
     heads, size, width = kv.shape[1:]
     token, head = places(blocks, heads, size)

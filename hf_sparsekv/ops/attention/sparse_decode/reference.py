@@ -98,8 +98,8 @@ def sparse_decode(
     listed = ids if columns is None else columns
     coded = {"scales": scales, "split": dk, "dtype": recent_kv.dtype}
     if used is not None:
-        behind = torch.arange(ids.shape[-1], device=ids.device) >= used[..., None]
-        ids, listed = ids.masked_fill(behind, -1), listed.masked_fill(behind, -1)
+        after = torch.arange(ids.shape[-1], device=ids.device) >= used[..., None]
+        ids, listed = ids.masked_fill(after, -1), listed.masked_fill(after, -1)
     if pages is None:
         stored, usable = gather(kv, rows, block_table, ids, granularity, sinks, **coded)
         at_home = usable

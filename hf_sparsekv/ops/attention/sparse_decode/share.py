@@ -65,8 +65,8 @@ def count_recent(length, sealed, recent):
 def count_tiles(length, sealed, n, recent, means, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
     """Tiles of a row, or of several rows, as :class:`Kinds`.
 
-    ``BOUNDED``: a list has at most as many of its ``n`` tokens (one number, or one for each row) as the row has sealed
-    ones; otherwise the list is read to its end.
+    ``BOUNDED``: a list has at most as many of its ``n`` tokens (one number, or one for each row) as the row has sealed.
+    Otherwise the list is read to its end.
     """
     if BOUNDED:
         stored = tl.minimum(n, sealed)

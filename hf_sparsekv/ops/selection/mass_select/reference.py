@@ -152,8 +152,8 @@ def take(
     taken = (bins < cut[..., None]) | (tie & (tie.cumsum(-1) <= (count - before)[..., None]))
     at = cut.clamp_min(0)[..., None]
     over = (counts.gather(-1, at)[..., 0] - (count - before)) * (-(at[..., 0] + 0.5) / STEPS).exp2()
-    behind = torch.nn.functional.pad(left, (0, 1)).gather(-1, cut[..., None] + 1)[..., 0]
-    mass = 1 - torch.where(cut >= 0, behind + over, behind)
+    after = torch.nn.functional.pad(left, (0, 1)).gather(-1, cut[..., None] + 1)[..., 0]
+    mass = 1 - torch.where(cut >= 0, after + over, after)
     return taken, count.int(), mass.clamp(0, 1).float(), cut.int(), count < torch.minimum(enough, live)
 
 
@@ -237,8 +237,8 @@ def bins_of(
     stored: Tensor | None,
 ) -> Tensor:
     """The bins of :func:`mass_select`, with its arguments: uint8 ``[batch, H, n]``."""
-    behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
-    scores = scores.masked_fill(behind, -INF)
+    after = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1:, None]
+    scores = scores.masked_fill(after, -INF)
     there = rows if stored is None else torch.stack((torch.minimum(rows[:, 0], stored), rows[:, 1]), dim=1)
     near, mean = near_masses(
         q, channels, recent_kv, there, sinks=sinks, scale=scale, softcap=softcap, sink_logits=sink_logits

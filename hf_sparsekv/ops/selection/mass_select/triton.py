@@ -42,8 +42,8 @@ ALL = tl.constexpr(256)  # bins, including that of unselectable tokens
 class Sums(NamedTuple):
     """Base-2 logarithms of masses, contiguous float32, for each query head.
 
-    ``chunk`` has the mass of each chunk ``[rows * G, chunks]``, ``near`` that of the recent tokens ``[rows * G]``,
-    ``mean`` the mean ratio of true to label mass ``[rows * G]``.
+    ``chunk`` ``[rows * G, chunks]``: mass of each chunk. ``near`` ``[rows * G]``: mass of the recent tokens. ``mean``
+    ``[rows * G]``: mean ratio of true to label mass.
     """
 
     chunk: Any

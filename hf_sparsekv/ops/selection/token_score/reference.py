@@ -12,8 +12,8 @@ def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
     """Label channels as float32.
 
     Args:
-        codes: uint8 ``[..., r / 2]`` holding channel ``i`` in the low and channel ``i + r / 2`` in the high
-            four bits of byte ``i``; or floating point ``[..., r]`` (unquantised labels).
+        codes: uint8 ``[..., r / 2]``: byte ``i`` has channel ``i`` in its low and ``i + r / 2`` in its high four bits.
+            Or floating point ``[..., r]`` (unquantised labels).
         qparams: ``[..., 2]`` float16, scale and zero point of each token; ``None`` for unquantised labels.
     """
     if qparams is None:

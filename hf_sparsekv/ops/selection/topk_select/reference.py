@@ -25,8 +25,8 @@ def topk_ids(scores: Tensor, k: int, rows: Tensor | None = None, tokens: int = 1
     """
     n = scores.shape[-1]
     if rows is not None:
-        behind = torch.arange(n, device=scores.device) * tokens >= rows[:, 1:]
-        scores = scores.masked_fill(behind[:, None], float("-inf"))
+        after = torch.arange(n, device=scores.device) * tokens >= rows[:, 1:]
+        scores = scores.masked_fill(after[:, None], float("-inf"))
     order = scores.masked_fill(scores.isnan(), float("-inf")).sort(dim=-1, descending=True, stable=True)
     best, at = order.values[..., :k], order.indices[..., :k]
     at = at.masked_fill(best == float("-inf"), n).sort(dim=-1).values

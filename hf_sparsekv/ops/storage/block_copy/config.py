@@ -15,7 +15,7 @@ from ..._device import programs as device_programs
 # - H200, slowdown of a captured chain of linear layers by simultaneous copies: 9.2 and 9.1 % with 16 programs of 4 and
 #   of 8 warps, the best in two runs.
 # - H100, the same: 16 of 4 warps 9.4 % (alone 45.3 and 48.7 GB/s in two runs), 16 of 2 warps 9.3 to 10.2 % (48.4 to
-#   48.5 GB/s); small blocks, 32 of 4 warps 10.3 % (46.8 to 48.4 GB/s), the best being 64 or 32. All within the noise.
+#   48.5 GB/s). Small blocks, 32 of 4 warps: 10.3 % (46.8 to 48.4 GB/s), the best being 64 or 32. All within the noise.
 PROGRAMS = 16
 PROGRAMS_SMALL = 32  # for blocks below SMALL
 SMALL = 16384  # bytes

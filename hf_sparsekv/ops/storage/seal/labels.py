@@ -29,7 +29,7 @@ def least(a, b):
 
 @triton.jit
 def standardised(b_x, b_centre, b_spread):
-    """Keys ``[tokens, channels]`` less the channels' centres, in units of their spreads, of which at most so many."""
+    """Keys ``[tokens, channels]`` less the channels' centres, in units of their spreads, clipped to so many."""
     b_off = b_x.to(tl.float32) - b_centre[None, :]
     return least(most(tl.math.div_rn(b_off, b_spread[None, :] + tl.zeros_like(b_off)), -MOST_SPREADS), MOST_SPREADS)
 

@@ -286,7 +286,7 @@ class SecondDevicePolicy(ChosenBefore):
         with self.peer.on_stream():
             super().restore_device(saved)
         if self.packs:
-            self.peer.join(self.packs[0].kv.device)  # a graph's work there is behind this device's, not behind that
+            self.peer.join(self.packs[0].kv.device)  # a graph's work there is after this device's, not after that
 
     # ------------------------------------------------------------------ rows
 

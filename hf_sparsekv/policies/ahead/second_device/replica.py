@@ -170,7 +170,7 @@ class PeerDevice:
         if not self._forked:
             self._forked = True
             self.stream.wait_stream(side)
-            for other in self._others:  # behind whatever is under way there; and a part of the capture
+            for other in self._others:  # after whatever is in flight there; and a part of the capture
                 other.wait_stream(self.stream)
         stream = (self.stream, *self._others)[self.stream_index(layer)]
         stream.wait_stream(side)
