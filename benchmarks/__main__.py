@@ -32,7 +32,7 @@ HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 
   --help after a name shows its options; --list shows the known model shapes and variants.
   Rows are appended to benchmarks/results. Also: python -m benchmarks.plot, python -m benchmarks.studies.NAME,
-  python -m benchmarks.probes.NAME, python -m benchmarks.synthetic.achieved."""
+  python -m benchmarks.probes.NAME."""
 
 
 def show_list() -> None:

@@ -1,12 +1,11 @@
 """Draw the benchmarks' rows.
 
     python -m benchmarks.plot --device "NVIDIA H200" --out docs/tpot.svg
-    python -m benchmarks.plot --what overlap     # or pool: rows of `benchmarks offload`
     python -m benchmarks.plot --what ladder      # whole systems over rates: `benchmarks serving open`, `goodput`
 
-Time per output token against context, or of an offloaded cache against the overlap of consecutive selections or the
-size of its device pool; one model, batch and device, from the newest rows. Or what whole systems serve, each a rung
-above the one before it, against the rate of arrivals. The ending of --out says what kind of picture it is: svg, png.
+Time per output token against context; one model, batch and device, from the newest rows. Or what whole systems serve,
+each a rung above the one before it, against the rate of arrivals. The ending of --out says what kind of picture it is:
+svg, png.
 """
 
 from __future__ import annotations
@@ -31,21 +30,15 @@ LINES = {
     ("two_level:lag+fused+offload:kv=replayed", "tpot_ms"): "captured, two-level with lag, 1024 tokens, offloaded",
     ("limit", "step_ms"): "limit of dense: bytes over bandwidth",
 }
-# what -> rows' metric on the horizontal axis, its name
-CURVES = {
-    "overlap": ("block_overlap", "blocks chosen that the step before chose, too"),
-    "pool": ("pool_gb", "device pool, GB"),
-}
 TICKS = [1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 1000]  # ms
 
 
-def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None = None, device: str | None = None):
+def newest(paths: Sequence[Path], case: str, batch: int, device: str | None = None):
     """The last row of each variant, context and metric in a table's files, all of one device.
 
     Of the defaults none from before they were today's.
 
     Args:
-        benchmark: of the rows of one only.
         device: None: that of the last row.
 
     Raises:
@@ -54,18 +47,15 @@ def newest(paths: Sequence[Path], case: str, batch: int, benchmark: str | None =
     import pandas as pd
 
     every = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
-    if benchmark is not None:
-        every = every[every.benchmark == benchmark]
     for name in DATA["names_of_defaults"]:
         todays = every.commit.isin(first_commits(name)).cummax()
         if todays.any():
             every = every[todays | (every.variant.str.partition("+")[0] != name)]
     rows = every[(every.case == case) & (every.batch == batch)]
     if rows.empty:
-        of = "" if benchmark is None else f" of {benchmark}"
         there = ", ".join(f"{c} x {b}" for c, b in sorted(set(zip(every.case, every.batch))))
         raise ValueError(
-            f"{' and '.join(map(str, paths))} has no rows{of} of {case}, batch {batch}; there are {there or 'none'}"
+            f"{' and '.join(map(str, paths))} has no rows of {case}, batch {batch}; there are {there or 'none'}"
         )
     device = device or rows.device.iloc[-1]
     there = ", ".join(sorted(set(rows.device)))
@@ -101,50 +91,6 @@ def draw(rows, out: Path) -> None:
     axes.grid(alpha=0.3)
     last = rows.iloc[-1]
     axes.set_title(f"{last.case}, {last.batch} x context, {last.device}", fontsize=10)
-    figure.tight_layout()
-    save(figure, out)
-
-
-def draw_curve(rows, what: str, out: Path) -> None:
-    """Time per token, its bound and the hit rate over the points of the newest context among :func:`newest` rows.
-
-    Raises:
-        ValueError: there are no points.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    metric, name = CURVES[what]
-    context = rows.context.iloc[-1]
-    rows = rows[rows.context == context]
-    table = rows[rows.variant.str.contains(f":{what}=")].pivot(index="variant", columns="metric", values="value")
-    if metric not in table or "tpot_ms" not in table:
-        raise ValueError(f"no rows of {what} with tpot_ms and {metric}")
-    table = table.dropna(subset=[metric, "tpot_ms"]).sort_values(metric)
-    resident = rows[(rows.metric == "tpot_ms") & ~rows.variant.str.contains("offload", regex=False)]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    lines = axes.plot(table[metric], table.tpot_ms, marker="o", markersize=4, label="offloaded")
-    if "bound_ms" in table:
-        label = "larger of resident and missed bytes over the link"
-        lines += axes.plot(table[metric], table.bound_ms, "--", label=label)
-    if not resident.empty:
-        label = "everything on the device"
-        lines.append(axes.axhline(resident.value.iloc[-1], color="0.5", linestyle=":", label=label))
-    axes.set(xlabel=name, ylabel="ms per token", ylim=(0, 1.15 * max(table.tpot_ms)))
-    if "hit_rate" in table:
-        right = axes.twinx()
-        rate = 100 * table.hit_rate
-        lines += right.plot(table[metric], rate, color="tab:green", marker=".", label="found on the device, %")
-        right.set(ylim=(0, 102), ylabel="%")
-    for variant, row in table.iterrows():
-        point = variant.partition(f":{what}=")[2]
-        axes.annotate(point, (row[metric], row.tpot_ms), (0, 5), textcoords="offset points", fontsize=7, ha="center")
-    axes.legend(handles=lines, frameon=False, fontsize=8, loc="center right")
-    axes.grid(alpha=0.3)
-    last = rows.iloc[-1]
-    axes.set_title(f"{last.case}, {last.batch} x {context}, {last.device}", fontsize=10)
     figure.tight_layout()
     save(figure, out)
 
@@ -261,10 +207,10 @@ def save(figure, out: Path, dpi: int = 150) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="tpot", choices=("tpot", *CURVES, "ladder"))
-    about = "default: step.csv, offload.csv or serving.csv in benchmarks/results"
+    parser.add_argument("--what", default="tpot", choices=("tpot", "ladder"))
+    about = "default: step.csv or serving.csv in benchmarks/results"
     parser.add_argument("--csv", type=Path, help=about)
-    about = "default: docs/tpot.svg, docs/offload-WHAT.svg or docs/serving-ladder.svg"
+    about = "default: docs/tpot.svg or docs/serving-ladder.svg"
     parser.add_argument("--out", type=Path, help=about)
     parser.add_argument("--case", default="qwen3-8b", help="the model shape")
     parser.add_argument("--batch", type=int, default=1)
@@ -277,14 +223,9 @@ def main(argv: list[str] | None = None) -> None:
         except (OSError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
         return
-    curve = args.what in CURVES
-    files = [args.csv] if args.csv else files_of("offload.csv" if curve else "step.csv")
-    out = args.out or ROOT / "docs" / (f"offload-{args.what}.svg" if curve else "tpot.svg")
+    files = [args.csv] if args.csv else files_of("step.csv")
     try:
-        if curve:
-            draw_curve(newest(files, args.case, args.batch, args.what, args.device), args.what, out)
-        else:
-            draw(newest(files, args.case, args.batch, device=args.device), out)
+        draw(newest(files, args.case, args.batch, args.device), args.out or ROOT / "docs" / "tpot.svg")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -1,14 +1,10 @@
 """What it costs to keep the blocks of a cache in host memory, in parts that run and fail on their own.
 
     python -m benchmarks offload transfer
-    python -m benchmarks offload overlap pool --shapes 1x128k
     python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
-    python -m benchmarks offload timeline --trace saved.json.gz    # draws only, no GPU needed
 
-transfer: blocks over the link, both ways, by a kernel and by copies. overlap, pool: time per token against the
-overlap of consecutive selections, and against the size of the device pool. tenfold: KV ten times as large as the pool
-gives the same tokens. prefill: time and memory to read a prompt. timeline: a profiler trace of decode steps, and its
-picture. The part is the rows' benchmark; docs/offloading.md says what each row means.
+transfer: blocks over the link, both ways, by a kernel and by copies. prefill: time and memory to read a prompt. The
+part is the rows' benchmark; docs/offloading.md says what each row means. Parts that are settled are in git (NOTES.md).
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 import importlib
 from argparse import ArgumentParser, Namespace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -24,29 +19,15 @@ from hf_sparsekv import unoptimize
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
 
-from .. import ROOT
 from ..arguments import host_bytes, new_parser, rows_file
 from ..decoding import free
 from ..report import Report
-from ..shapes import (
-    POOL_SIZES,
-    case_name,
-    known_config,
-    kv_bytes,
-    parse_pool,
-    parse_tokens,
-    random_model,
-    text_config,
-)
+from ..shapes import case_name, known_config, parse_tokens, random_model
 
 # part -> module, and whether it needs a GPU
 PARTS = {
     "transfer": ("transfer", True),
-    "overlap": ("curves", False),
-    "pool": ("curves", False),
-    "tenfold": ("curves", False),
     "prefill": ("prefill", False),
-    "timeline": ("timeline", True),
 }
 PREFILLS = ("hf_dynamic", "hf_offloaded", "two_level:lag", "two_level:lag+offload")
 
@@ -76,14 +57,6 @@ class Session:
         usual = self.args.dtype in (None, "bfloat16")
         return case_name(self.args.model) + ("" if usual else f":{self.args.dtype}")
 
-    def shapes(self, *usual: tuple[int, int]) -> list[tuple[int, int]]:
-        """Those asked for, or a part's usual ones."""
-        return self.args.shapes or list(usual)
-
-    def kv_bytes(self, batch: int, context: int) -> int:
-        """Bytes of all keys and values."""
-        return kv_bytes(text_config(self.model), batch, context, self.model.dtype.itemsize)
-
     def run(self, part: str) -> int:
         """One part; 1 if anything in it failed for other reasons than memory."""
         module = importlib.import_module(f".{PARTS[part][0]}", __package__)
@@ -97,24 +70,15 @@ class Session:
 
 def arguments() -> ArgumentParser:
     """The command line."""
-    parser = new_parser("offload", __doc__, "shapes", "model", "dtype", "fused", "host-gb")
+    parser = new_parser("offload", __doc__, "model", "dtype", "fused", "host-gb")
     add = parser.add_argument
     add("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     add("--device", default="cuda")
-    add("--tokens", type=int, default=128, help="tokens to generate, after those that fill the pool")
-    add = parser.add_argument_group("overlap, pool").add_argument
-    add("--overlaps", nargs="+", type=float, default=[0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-    pools = ["0.05kv", "0.1kv", "0.25kv", "0.5kv"]
-    add("--pools", nargs="+", type=parse_pool, default=pools, metavar="SIZE", help=POOL_SIZES)
     add = parser.add_argument_group("prefill").add_argument
     add("--lengths", nargs="+", type=parse_tokens, default=[32768, 131072], metavar="TOKENS")
     add("--chunks", nargs="+", type=parse_tokens, default=[0, 8192, 16384], help="0: one chunk")
     add("--caches", nargs="+", default=list(PREFILLS), metavar="CACHE")
     add("--repeat", type=int, help="timed runs; default 3, beyond 64k tokens 1")
-    add = parser.add_argument_group("timeline").add_argument
-    add("--trace", type=Path, help="draw this trace instead of recording one")
-    add("--out", type=Path, default=ROOT / "docs" / "offload-timeline.png", help="the picture, png or svg")
-    add("--keep", type=Path, metavar="FILE", help="keep the recorded trace, such as trace.json.gz")
     return parser
 
 
@@ -122,11 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the parts; 1 if anything failed for other reasons than memory, or a part cannot run here."""
     args = arguments().parse_args(argv)
     on_gpu = args.device.startswith("cuda")
-    needs = [name for name in args.parts if PARTS[name][1] and not (name == "timeline" and args.trace)]
-    if on_gpu and not torch.cuda.is_available() and (needs or not args.trace):
-        print(
-            "there is no CUDA device; overlap, pool, tenfold and prefill also run with --device cpu and a small --model"
-        )
+    needs = [name for name in args.parts if PARTS[name][1]]
+    if on_gpu and not torch.cuda.is_available():
+        print("there is no CUDA device; prefill also runs with --device cpu and a small --model")
         return 1
     if needs and not on_gpu:
         print(f"only a CUDA device runs {', '.join(needs)}")

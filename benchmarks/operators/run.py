@@ -6,8 +6,7 @@
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
     python -m benchmarks operator --sweep sparse_decode --ways clusters= --no-csv
     python -m benchmarks operator --sweep sparse_decode --kv-dtype int8 --no-csv    # of codes
-    python -m benchmarks operator --sweep gated_linear --no-csv        # of an MLP, at 1, 8 and 16 rows
-    python -m benchmarks operator --sweep linear --no-csv              # all linear layers, likewise
+    python -m benchmarks operator --sweep linear --no-csv              # all linear layers, at 1, 8 and 16 rows
     python -m benchmarks operator --sweep quantised_linear --no-csv    # of 8 and 4 bits, at 1 and 8 rows
     python -m benchmarks operator --sweep experts --no-csv             # of a mixture, at 1, 6 and 16 tokens
 
@@ -31,14 +30,14 @@ from hf_sparsekv.tuning.timing import Time, captured
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from ..shapes import parse_shape
-from . import experts, gated_linear, linear, quantised_linear
+from . import experts, linear, quantised_linear
 from .check import check
 from .limits import absorbed, dense_torch, expanded, read_bandwidth
 from .sweep import FIRST, OPERATORS, differs, variants
 from .walk import measure_walks
 
 # Sweeps that need no layer's attention.
-WITHOUT_CACHE = {module.NAME: module for module in (experts, gated_linear, linear, quantised_linear)}
+WITHOUT_CACHE = {module.NAME: module for module in (experts, linear, quantised_linear)}
 TARGETS = {(1, 32768): 33, (1, 131072): 33, (8, 32768): 50, (8, 131072): 65}  # us, the whole step
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_sparsekv.ops._dispatch import use_triton
 from hf_sparsekv.ops.selection.mass_select import mass_select
 from hf_sparsekv.ops.selection.mass_select.reference import take
 from hf_sparsekv.ops.selection.token_score import token_score
@@ -59,7 +60,7 @@ class WalkLayer:
             threshold=0.95,
             min_tokens=self.tokens,
             max_tokens=self.tokens,
-            config=config,
+            **({"config": config} if config and use_triton(self.scores) else {}),
         )
 
     def attend(self) -> None:
@@ -76,7 +77,7 @@ class WalkLayer:
         layer = self.layer
         layer.poison()
         self.scores.fill_(float("nan"))
-        self.found = self.found._replace(ids=torch.full_like(self.found.ids, -7))
+        self.found = self.found._replace(ids=torch.zeros_like(self.found.ids))
         self.step()
         near_enough(layer, "token_score", self.scores, self._score(scored))
         self.select(config=CHUNK)  # with its bins

@@ -1,17 +1,11 @@
-"""What selections on given keys and queries are like, measured as on the real model.
-
-python -m benchmarks.synthetic.achieved --layers 36 --context 16384    # synthetic ones, recorded values beside
-"""
+"""What selections on given keys and queries are like, measured as on the real model."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
 import numpy as np
-import pandas as pd
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -111,43 +105,3 @@ def achieved(
         table.add_row(str(layer), *cells)
     (console or Console(width=140)).print(table)
     return found
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print how close synthetic keys and queries of a shape come to the recorded statistics."""
-    from .keys import SyntheticKV
-
-    parser = argparse.ArgumentParser(prog="achieved", description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--heads", default="32x8", metavar="QUERYxKV")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--context", type=int, default=7168)
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--every", type=int, default=3, help="measure every n-th layer")
-    parser.add_argument("--sample", type=int, default=8, help="KV heads to measure")
-    parser.add_argument("--overlap", type=float, help="ask for this overlap instead of the recorded ones")
-    parser.add_argument("--fraction", type=Fraction, default=Fraction(1, 8), help="of the blocks, that it is for")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    q_heads, heads = (int(n) for n in args.heads.split("x"))
-    kind = {"dtype": torch.float32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    made = SyntheticKV(args.layers, q_heads, heads, args.dim, 1, args.context, seed=args.seed, **kind)
-    layers = range(0, args.layers, args.every)
-    targets = {layer: made.profile.targets(layer, args.layers) for layer in layers}
-    found = achieved(
-        lambda layer: made.keys_values(layer)[0],
-        made.queries(args.steps, overlap=args.overlap, fraction=args.fraction),
-        made.config,
-        layers=layers,
-        heads=args.sample,
-        steps=args.steps,
-        targets=targets.get,
-    )
-    mine, wanted = pd.DataFrame(found).T.sort_index(axis=1), pd.DataFrame(targets).T
-    off = (mine - wanted).abs()
-    shown = {"recorded": wanted.mean(), "achieved": mine.mean(), "mean |difference|": off.mean(), "largest": off.max()}
-    print(pd.DataFrame(shown).to_string(float_format="{:.3f}".format, na_rep=""))
-
-
-if __name__ == "__main__":
-    main()

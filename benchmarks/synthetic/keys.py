@@ -23,7 +23,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
@@ -34,13 +33,12 @@ from torch import Tensor
 from hf_sparsekv import TokenConfig
 from hf_sparsekv.config import SparseConfig
 
-from .statistics import FRACTIONS, stored_blocks
+from .statistics import stored_blocks
 
 PROFILES = Path(__file__).parent / "profiles"
 MEMORY = (1.0, 0.94, 0.6, 0.0)  # AR(1) coefficients of a query's parts, a step
 SHARED = 0.5  # variance that the query heads of a group have in common
 LEAD = 64  # queries before the first step, as of the prompt's end
-BLENDS = (-1.0, -0.6, -0.3, -0.1, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # where the overlap is known
 PIECE = 1 << 24  # entries of the keys that are made at once
 
 
@@ -85,7 +83,6 @@ class Profile:
         self.source: dict = data["source"]
         self.recorded: dict[str, list[float]] = data["recorded"]
         self.fitted: dict[str, list[float]] = data.get("fitted", {})
-        self.curves: dict[str, list[list[float]]] = data.get("overlap_by_blend", {})
         self.layers = len(next(iter(self.recorded.values())))
 
     def at(self, values: list, layer: int, layers: int) -> np.ndarray:
@@ -105,19 +102,6 @@ class Profile:
     def targets(self, layer: int, layers: int) -> dict[str, float]:
         """Recorded statistics by name, averaged over KV heads."""
         return {name: float(self.at(values, layer, layers)) for name, values in self.recorded.items()}
-
-    def blend_for(self, overlap: float, fraction: Fraction | float, layer: int, layers: int) -> float:
-        """How to :func:`blend` the layer's weights for this overlap of consecutive selections.
-
-        Never falls when ``overlap`` rises. What the keys alone cause cannot be undone: too low a wish gets the lowest.
-        """
-        if overlap >= 1:
-            return 1.0
-        known = np.log([float(f) for f in FRACTIONS])
-        table = np.stack([self.at(self.curves[str(f)], layer, layers) for f in FRACTIONS])  # [fractions, BLENDS]
-        here = [np.interp(math.log(float(fraction)), known, column) for column in table.T]
-        rising = np.maximum.accumulate(here) + np.arange(len(here)) * 1e-9
-        return float(np.interp(overlap, rising, BLENDS))
 
 
 class SyntheticKV:
@@ -181,25 +165,19 @@ class SyntheticKV:
         self,
         steps: int,
         *,
-        overlap: float | None = None,
-        fraction: Fraction | float = Fraction(1, 8),
         weights: list[tuple[float, ...]] | None = None,
     ) -> Tensor:
         """Queries ``[steps, layers, batch, Hq, D]`` of consecutive decode steps.
 
         Args:
             steps: more steps continue fewer ones.
-            overlap: wanted share of a selection that the step before selected as well, in all layers, when a step
-                selects ``fraction`` of the stored blocks. None: as recorded, different for each layer. The keys do not
-                depend on it: one filled cache serves a whole curve.
-            weights: variance of the queries' parts in each layer, instead.
+            weights: variance of the queries' parts in each layer; None: as recorded.
         """
         shape = (steps, self.layers, self.batch, self.q_heads, self.dim)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer in range(self.layers):
-            by = 0.0 if overlap is None else self.profile.blend_for(overlap, fraction, layer, self.layers)
-            mine = blend(self.parameters(layer).weights, by) if weights is None else weights[layer]
-            for step, q in enumerate(islice(self.steps(layer, mine), steps)):
+            mine = self.steps(layer, None if weights is None else weights[layer])
+            for step, q in enumerate(islice(mine, steps)):
                 out[step, layer] = q
         return out
 

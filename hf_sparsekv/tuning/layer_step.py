@@ -274,12 +274,12 @@ class Layer:
         self.decode(None, "all")
 
     def verification(self, tokens: int) -> Callable[[], None]:
-        """A pass over so many drafts of each row, which attend to everything (keys and values, no latents)."""
+        """A pass over so many drafts of each row, which attend to everything."""
         s = self.shape
         q = self.q[:, :, None].expand(-1, -1, tokens, -1).contiguous()
         k, v = (one.expand(-1, -1, tokens, -1).contiguous() for one in (self.k, self.v))
         store: Any = SimpleNamespace(
-            latent=False,
+            latent=s.value_dim is not None,
             heads=s.heads,
             pool=SimpleNamespace(kv=self.kv, fields={}),
             table=self.block_table,

@@ -12,11 +12,12 @@ import torch
 from models import build
 from read_rows import read_rows
 
-from benchmarks import baselines, plot, shapes, traffic
+from benchmarks import baselines, shapes, traffic
+from benchmarks.decoding import generate
 from benchmarks.filling import ReplayedSource, fill_layers
-from benchmarks.offload import curves as offload_curves
 from benchmarks.offload import run as offload
 from benchmarks.report import Report
+from benchmarks.step import arguments as step_arguments
 from hf_sparsekv.policies.measured import PackStats
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,6 @@ def small(monkeypatch):
         if "lag" in (variant.settings or {}) and name.startswith("two_level")
     }
     monkeypatch.setattr(baselines, "VARIANTS", {**baselines.VARIANTS, **changed})
-    monkeypatch.setattr(offload_curves, "WARM", 8)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def bench(tmp_path):
 
     def run(*given):
         given = [str(x) for x in given]
-        args = offload.arguments().parse_args([*given, "--device", "cpu", "--tokens", "8", "--csv", str(path)])
+        args = offload.arguments().parse_args([*given, "--device", "cpu", "--csv", str(path)])
         session = offload.Session(args, build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096))
         status = max(session.run(part) for part in args.parts)
         found = defaultdict(dict)
@@ -100,7 +100,7 @@ def test_traffic_of_a_cache(pool, fetches):
     fill_layers(source, cache)
     after = source.replay(cache, source.made.queries(40))
     meter = traffic.Meter(cache)
-    offload_curves.generate(model, cache, 1, 20, each=after)
+    generate(model, cache, 1, 20, each=after)
     found = meter.read()
     assert found.steps == 20
     assert found.missed == found.host > 0
@@ -125,89 +125,8 @@ def test_pool_sizes_that_are_none(capsys):
         with pytest.raises(ValueError, match="a device pool is a share"):
             shapes.pool_size(text, 1000)
     with pytest.raises(SystemExit):
-        offload.arguments().parse_args(["pool", "--pools", "much"])
+        step_arguments().parse_args(["--device-pool", "much"])
     assert "a device pool is a share of the KV (0.25kv)" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------- curves
-
-
-def test_curves(bench):
-    shape = f"{BATCH}x{CONTEXT}"
-    status, rows = bench("overlap", "pool", "--shapes", shape, "--overlaps", 0.5, 1, "--pools", "0.05kv", "0.5kv")
-    assert status == 0
-    name = "two_level:lag+offload"
-    low, high = (rows["overlap", f"{name}:overlap={x}", CONTEXT] for x in ("0.5", "1"))
-    assert low["hit_rate"] < high["hit_rate"]
-    assert low["missed_mb"] > high["missed_mb"]
-    assert low["block_overlap"] < high["block_overlap"]
-    assert high["block_overlap"] > 0.95
-    small_pool, large_pool = (rows["pool", f"{name}:pool={x}", CONTEXT] for x in ("0.05kv", "0.5kv"))
-    assert small_pool["hit_rate"] < large_pool["hit_rate"]
-    kv = shapes.kv_bytes(build("llama", "sparsekv", num_hidden_layers=3).config, BATCH, CONTEXT, 4)
-    assert small_pool["pool_gb"] == pytest.approx(0.05 * kv / 1e9, rel=0.05)
-    for part, point in (("overlap", low), ("pool", large_pool)):
-        resident = rows[part, "two_level:lag", CONTEXT]["tpot_ms"]
-        assert point["bound_ms"] == pytest.approx(max(resident, point["missed_mb"] / 51), rel=1e-4)
-    for what in ("overlap", "pool"):
-        out = bench.csv.with_name(f"{what}.svg")
-        plot.main(["--what", what, "--csv", str(bench.csv), "--out", str(out), "--batch", str(BATCH)])
-        assert out.read_text().startswith("<?xml")
-    with pytest.raises(SystemExit, match="no rows of pool of qwen3-8b, batch 7; there are qwen3-8b x 2"):
-        plot.main(["--what", "pool", "--csv", str(bench.csv), "--batch", "7"])
-
-
-def test_a_point_that_fails_does_not_lose_the_others(bench, monkeypatch, capsys):
-    make = offload_curves.with_pool
-
-    def fail(cache, pool):
-        if isinstance(pool, float):
-            raise RuntimeError("a kernel broke")
-        return make(cache, pool)
-
-    monkeypatch.setattr(offload_curves, "with_pool", fail)
-    status, rows = bench("pool", "--shapes", f"1x{CONTEXT}", "--pools", "0.1", "0.5kv")
-    assert status == 1
-    assert "pool=0.1: FAILED: a kernel broke" in capsys.readouterr().out
-    assert ("pool", "two_level:lag+offload:pool=0.5kv", CONTEXT) in rows
-
-
-def test_points_do_not_touch_the_cache_they_are_made_of():
-    """Two copies of one filled cache give what two filled caches give."""
-    model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
-    source = ReplayedSource(model, 1, CONTEXT, show=False)
-
-    def filled(pool):
-        cache = baselines.make_cache(model, baselines.find("two_level:lag", offload=True), CONTEXT + 200, None, pool)
-        fill_layers(source, cache)
-        return cache
-
-    def tokens(cache):
-        after = source.replay(cache, source.made.queries(40))
-        return offload_curves.generate(model, cache, 1, 30, each=after).tokens
-
-    base = filled(0)
-    for pool in (20_000, 200_000):
-        copied = offload_curves.with_pool(base, pool)
-        assert torch.equal(tokens(copied), tokens(filled(pool)))
-        assert 0 < copied.device_pools.nbytes < pool + 10_000
-    assert base.get_seq_length() == CONTEXT
-
-
-def test_tenfold(bench, monkeypatch, capsys):
-    status, rows = bench("tenfold", "--shapes", f"{BATCH}x{CONTEXT}")
-    point = rows["tenfold", "two_level+offload:pool=0.1kv", CONTEXT]
-    assert (status, point["same_tokens"]) == (0, 1)
-    assert 0 < point["hit_rate"] < 1
-    resident = offload_curves.Curve.resident
-    monkeypatch.setattr(
-        offload_curves.Curve,
-        "resident",
-        lambda self: dataclasses.replace(found := resident(self), tokens=-found.tokens),
-    )
-    status, _ = bench("tenfold", "--shapes", f"{BATCH}x{CONTEXT}")
-    assert status == 1
-    assert "of the tokens differ" in capsys.readouterr().out
 
 
 def test_step_reports_what_crossed_the_link(stepped):
@@ -255,11 +174,11 @@ def test_chunks_read_the_same_prompt(name):
 
 
 def test_parts_that_need_a_gpu_say_so(capsys):
-    assert offload.main(["timeline", "overlap", "transfer", "--device", "cpu"]) == 1
-    assert "only a CUDA device runs timeline, transfer" in capsys.readouterr().out
+    assert offload.main(["prefill", "transfer", "--device", "cpu"]) == 1
+    assert "only a CUDA device runs transfer" in capsys.readouterr().out
     if not torch.cuda.is_available():
-        assert offload.main(["overlap"]) == 1
-        assert "there is no CUDA device; overlap, pool, tenfold and prefill also run" in capsys.readouterr().out
+        assert offload.main(["prefill"]) == 1
+        assert "there is no CUDA device; prefill also runs" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -316,17 +235,15 @@ def test_all_parts_on_a_gpu(tmp_path, monkeypatch):
     config = shapes.known_config("qwen3-0.6b")
     config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
-    path, out = tmp_path / "offload.csv", tmp_path / "line.png"
-    command = f"{' '.join(offload.PARTS)} --model toy --shapes 1x16k --tokens 16 --csv {path} --out {out}"
-    command += " --overlaps 0.8 --pools 0.25kv --lengths 4k --chunks 0 1k --repeat 1"
+    path = tmp_path / "offload.csv"
+    command = f"{' '.join(offload.PARTS)} --model toy --csv {path}"
+    command += " --lengths 4k --chunks 0 1k --repeat 1"
     assert offload.main(command.split()) == 0
     found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
-    assert found >= {"transfer gather_gbps", "transfer save_gbps", "overlap hit_rate"}
-    assert found >= {"pool missed_mb", "tenfold same_tokens", "prefill prefill_gb", "timeline fetch_ms"}
-    assert out.stat().st_size < 200_000
+    assert found >= {"transfer gather_gbps", "transfer save_gbps", "prefill prefill_gb"}
 
 
 def test_the_report_counts_without_knowing_how_many(tmp_path):
-    with Report("overlap", "tiny", tmp_path / "a.csv", None) as report, report.measuring(1, 5, "x"):
+    with Report("prefill", "tiny", tmp_path / "a.csv", None) as report, report.measuring(1, 5, "x"):
         report.add("tpot_ms", 1.0)
     assert report.close() == 0

@@ -42,7 +42,7 @@ def test_help_and_list(capsys):
     assert main([]) == main(["paged"]) == 2
     assert "there is no benchmark 'paged'" in capsys.readouterr().err
     assert "--new-tokens" in help_of("generate", capsys)
-    assert "--overlaps" in help_of("offload", capsys)
+    assert "--lengths" in help_of("offload", capsys)
     assert main(["--list"]) == 0
     known = capsys.readouterr().out
     for line in (
