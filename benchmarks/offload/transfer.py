@@ -16,16 +16,30 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_sparsekv.ops.storage.block_copy.triton import block_copy
-from hf_sparsekv.tuning.timing import gbps
 
 from ..report import Report
 
 POOL = 1 << 30  # bytes of pinned memory
+WARM_UP = 2  # runs of a copy that are not counted
 HEADS, BLOCK, DIM = 8, 64, 128
 SAVE_PROGRAMS, SAVE_WARPS = 16, 4
 # tokens and width of a block, and how many: blocks of 32 KB, few and many, and rows of 4 KB
 GATHERS = ((BLOCK, 2 * DIM, 512), (BLOCK, 2 * DIM, 8192), (8, 256, 8192))
 SAVES = ((1, 8192), (4, 8192))  # rows and tokens
+
+
+def gbps(size: int, run: Callable[[], object], repeats: int = 7) -> list[float]:
+    """GB/s (10^9 bytes a second) of each of ``repeats`` runs that move ``size`` bytes."""
+    found = []
+    for _ in range(repeats + WARM_UP):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(size / start.elapsed_time(end) / 1e6)
+    return found[WARM_UP:]
 
 
 def pinned(device: torch.device) -> Tensor:

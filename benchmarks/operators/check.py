@@ -60,6 +60,14 @@ def _check_appended(layer: Layer) -> None:
         raise AssertionError("append: the new token is not in the near buffer")
 
 
+def poison(layer: Layer) -> None:
+    """Fill every output with values that no operator writes."""
+    for t in (layer.block_scores, layer.token_scores, layer.out, layer.recent_kv[:, :, layer.newest]):
+        t.fill_(float("nan"))
+    for t in (layer.blocks, layer.tokens, layer.few_blocks):
+        t.fill_(-7)
+
+
 def _check_fine(layer: Layer, blocks: Tensor) -> None:
     config = layer.shape.config
     labels = (layer.codes, layer.qparams, layer.channels, layer.rows)
@@ -80,24 +88,24 @@ def _check_coarse(layer: Layer) -> None:
 
 def check(layer: Layer, side: torch.cuda.Stream | None = None) -> None:
     """Raise an AssertionError that names the first operator whose result differs."""
-    layer.poison()
+    poison(layer)
     layer.step()
     _check_appended(layer)
     _check_coarse(layer)
     _check_fine(layer, layer.blocks)
 
-    layer.poison()
+    poison(layer)
     layer.lagged_step(side)
     _check_appended(layer)
     _check_fine(layer, layer.previous)
     _check_coarse(layer)
 
-    layer.poison()
+    poison(layer)
     layer.block_step()
     same("block_select of few", layer.few_blocks, block_select(layer.block_scores, layer.few_blocks.shape[-1]))
     expected = attention(layer, layer.few_blocks, "block", layer.shape.batch)
     near_enough(layer, "sparse_decode of blocks", layer.out, expected)
 
-    layer.poison()
+    poison(layer)
     layer.dense_step()
     near_enough(layer, "dense decode", layer.out[:1], attention(layer, None, "all", 1))

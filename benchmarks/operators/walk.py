@@ -17,7 +17,7 @@ from hf_sparsekv.tuning.layer_step import Layer
 from hf_sparsekv.tuning.timing import captured
 
 from ..report import Report
-from .check import attention, near_enough, same
+from .check import attention, near_enough, poison, same
 
 TOKENS = (2048, 4096, 8192)  # that a selection takes
 PARTS = ("score", "select", "attend")
@@ -75,7 +75,7 @@ class WalkLayer:
     def check(self) -> None:
         """Raise an AssertionError if the step's result is not that of the references."""
         layer = self.layer
-        layer.poison()
+        poison(layer)
         self.scores.fill_(float("nan"))
         self.found = self.found._replace(ids=torch.zeros_like(self.found.ids))
         self.step()

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import PredictiveConfig, TokenConfig
-from hf_sparsekv.ops.selection.token_score.reference import unpack_labels
+from hf_sparsekv.ops.selection.token_score.reference import unpack_digits
 from hf_sparsekv.ops.storage.seal import quantise_labels, standardised
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.predictor.channels import ChannelStats
@@ -86,7 +86,9 @@ class StoredIndex:
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
         if self.config.label_bits == 4:
             centre, spread = self.norms[:, None].unbind(2)
-            new = unpack_labels(*quantise_labels(standardised(new[None], self.norms[None])[0])) * spread + centre
+            codes, qparams = quantise_labels(standardised(new[None], self.norms[None])[0])
+            new = unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
+            new = new * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks
 

@@ -184,13 +184,6 @@ class Layer:
         """Convert stored keys and values to 8-bit codes, as with ``OffloadConfig.kv_dtype``."""
         self.kv, self.scales = quantise(self.kv, self.shape.dim)
 
-    def poison(self) -> None:
-        """Fill every output with values that no operator writes."""
-        for t in (self.block_scores, self.token_scores, self.out, self.recent_kv[:, :, self.newest]):
-            t.fill_(float("nan"))
-        for t in (self.blocks, self.tokens, self.few_blocks):
-            t.fill_(-7)
-
     # ------------------------------------------------------------------ operators
 
     def append(self) -> None:

@@ -11,7 +11,6 @@ import torch
 REPETITIONS = 20  # in one graph
 REPLAYS = 25
 WARM_UP = 3  # replays that are not counted
-COPIES_WARM_UP = 2  # runs of a copy that are not counted
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,3 @@ def captured(run: Callable[[int], None], sets: int, repetitions: int = REPETITIO
         end.record()
     torch.cuda.synchronize()
     return Time.of([1e3 * start.elapsed_time(end) / repetitions for start, end in pairs])
-
-
-def gbps(size: int, run: Callable[[], object], repeats: int = 7) -> list[float]:
-    """GB/s (10^9 bytes a second) of each of ``repeats`` runs that move ``size`` bytes."""
-    found = []
-    for _ in range(repeats + COPIES_WARM_UP):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(size / start.elapsed_time(end) / 1e6)
-    return found[COPIES_WARM_UP:]

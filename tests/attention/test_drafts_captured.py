@@ -7,13 +7,12 @@ import random
 import pytest
 import torch
 from caches import CACHES, CODED, predictive, two_level
-from captured import ImitatedGraphs, Imitation, imitated, same_counts
+from captured import ImitatedGraphs, Imitation, calls_of, imitated, same_counts
 from models import build, prompt
 from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannounced, ways
 
 from hf_sparsekv import predict_ahead
 from hf_sparsekv.cuda_graph.inputs import draft_width
-from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.kv.read_back import tokens
 from hf_sparsekv.kv.ring import ring_tokens
 from hf_sparsekv.kv.step_rows import StepRows
@@ -101,20 +100,13 @@ def test_prompt_lookup(name):
     """generate(): the same text, and the host looks at the layers only when a pass is the first of its width."""
     go = {"do_sample": False, "max_new_tokens": 60, "prompt_lookup_num_tokens": MOST - 1}
     (fast, runner), ours, theirs = imitated(), CACHES[name](**TIGHT), CACHES[name](**TIGHT)
-    looked = []
-    original = runner._verify
-
-    def verify(given, cache, rows):
-        looked.append(given["input_ids"].shape[1])
-        return original(given, cache, rows)
-
-    runner._verify = verify
+    verified = calls_of(runner, "_verify")
     found = fast.generate(**repetitive(), past_key_values=ours, **go)
     assert torch.equal(found, bare("llama").generate(**repetitive(), past_key_values=theirs, **go))
     stats, expected = ours.stats(), theirs.stats()
     assert stats.draft_queries == expected.draft_queries > 0
     assert runner.replays == stats.decode_steps == expected.decode_steps
-    assert len(looked) <= 5 < runner.replays - 4
+    assert len(verified) <= 5 < runner.replays - 4
     if name != "device-dense1":
         same_counts(ours, theirs)
 
@@ -335,12 +327,10 @@ def test_an_error_behind_a_pass_is_told(monkeypatch):
         together(net, ids, cache)
 
 
-def test_a_step_has_no_more_to_ask(monkeypatch):
+def test_a_step_has_no_more_to_ask():
     """Steps between passes stay expected, as passes do between steps."""
     net, runner = imitated()
-    cache, looks = filled(net, CACHES["device-default"]), []
-    original = StepRunner._step
-    monkeypatch.setattr(StepRunner, "_step", lambda self, *args: looks.append(1) or original(self, *args))
+    cache, looks = filled(net, CACHES["device-default"]), calls_of(runner, "_step")
     for i in range(30):
         placed(net, prompt(1, [1, 3, MOST][i % 3], seed=i)["input_ids"], cache)
         cache.crop(-(i % 2) * min(i % 3, 1))

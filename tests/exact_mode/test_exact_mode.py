@@ -8,7 +8,7 @@ import pytest
 import torch
 from caches import CACHES, SMALL
 from caches import TIGHT as USUAL
-from captured import imitated
+from captured import calls_of, imitated
 from models import MODELS, NOTHING_SPARSE, build, model, plain_text, prompt
 
 from hf_sparsekv import sparse
@@ -103,14 +103,7 @@ def test_rows(name, cache):
 def test_captured(name, cache, pads):
     """Drafts, verifications and dense steps are replayed, and after the first rounds nothing is planned again."""
     net, runner = imitated(name)
-    planned = []
-    original = runner._step
-
-    def step(*args, **kwargs):
-        planned.append(runner.replays)
-        return original(*args, **kwargs)
-
-    runner._step = step
+    planned = calls_of(runner, "_step")
     kv = same_text(name, prompt(len(pads or (0,)), 165, pads), cache, net=net, max_new_tokens=24)
     stats = kv.stats()
     assert stats.drafted > 0

@@ -17,6 +17,13 @@ from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.layers.sliding import SlidingRing
 
 
+def calls_of(runner: StepRunner, method: str) -> list:
+    """What each call of a runner's method is given, from here on: ``_step`` plans a pass, ``_verify`` verifies."""
+    original, given = getattr(runner, method), []
+    setattr(runner, method, lambda *args: given.append(args) or original(*args))
+    return given
+
+
 class Again:
     """A graph of what knows no cache: each replay runs it again."""
 

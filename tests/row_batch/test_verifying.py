@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from caches import FULL, SMALL
-from captured import imitated
+from captured import calls_of, imitated
 from models import build, model, prompt
 from test_row_batch import LENGTH, NEAR
 
 from hf_sparsekv import ProgressiveConfig, SparseCache, StreamingConfig, TokenConfig
+from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.row_batch.verifying import selects, take_back, verify
 
 pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
@@ -110,9 +111,7 @@ def test_verifications_are_planned_once():
     it = Mixed(MADE["tokens"], "llama", captured=True)
     for pool in it.rows.cache.block_pools.values():
         pool.reserve(64)
-    runner, planned = it.net.forward._sparsekv_runner, []
-    original = runner._step
-    runner._step = lambda *given: planned.append(1) or original(*given)
+    planned = calls_of(runner_of(it.net), "_step")
     for _ in range(12):
         it.round(3, {0: 4, 2: 2})
     assert len(planned) <= 6

@@ -8,19 +8,6 @@ from torch import Tensor
 from ..._dispatch import give
 
 
-def unpack_labels(codes: Tensor, qparams: Tensor | None) -> Tensor:
-    """Label channels as float32.
-
-    Args:
-        codes: uint8 ``[..., r / 2]``: byte ``i`` has channel ``i`` in its low and ``i + r / 2`` in its high four bits.
-            Or floating point ``[..., r]`` (unquantised labels).
-        qparams: ``[..., 2]`` float16, scale and zero point of each token; ``None`` for unquantised labels.
-    """
-    if qparams is None:
-        return codes.float()
-    return unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
-
-
 def unpack_digits(codes: Tensor) -> Tensor:
     """Digits 0 to 15 of packed codes ``[..., r / 2]`` as float32 ``[..., r]``."""
     return torch.cat((codes & 15, codes >> 4), dim=-1).float()
