@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from caches import CACHES, FULL, TIGHT, two_level
 from captured import check, on_gpu
-from models import MLA, build, prompt
+from models import MLA, build, prompt, sharp_on_gpu
 from test_mla import attention_modules
 from transformers import DynamicCache
 
@@ -96,15 +96,7 @@ def real(heads: int) -> tf.PreTrainedConfig:
 
 
 def made(heads: int, attn: str, dtype: torch.dtype) -> torch.nn.Module:
-    torch.manual_seed(1)
-    config = real(heads)
-    with torch.device("cuda"):
-        net = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in net.named_parameters():
-            if parameter.ndim > 1 and "embed" not in key:
-                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
-    return net.to(dtype)
+    return sharp_on_gpu(real(heads), attn, dtype)
 
 
 @torch.no_grad()

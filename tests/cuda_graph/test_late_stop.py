@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from caches import ALL, FULL, TIGHT, two_level
-from captured import imitated, on_gpu
+from captured import Event, imitated, on_gpu
 from models import PAD, VOCAB, build, prompt
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -18,19 +18,6 @@ from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.cuda_graph.late_stop import LateStop, LateStopping, defer, wait
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.telemetry.timing import TokenTimer
-
-
-class Event:
-    """A CPU is always there."""
-
-    def __init__(self, **given) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from caches import SMALL, two_level
-from captured import imitated
+from captured import Event, imitated
 from models import PAD, build, model, prompt, reference
 from test_exact_mode import TIGHT, same_text, written
 from tokenizers_made import byte_level
@@ -375,7 +375,7 @@ def test_as_custom_generate():
 def test_dense_steps_that_run_ahead(monkeypatch, kept, seed):
     """On a GPU the loop of an optimised model learns one step later that a text has ended."""
     monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
-    monkeypatch.setattr(torch, "Event", Done)
+    monkeypatch.setattr(torch, "Event", Event)
     draw = random.Random(seed)
     monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 0, 2)), draw.randint(2, 9)))
     inputs, told = prompt(1, 120), [Told(), Told()]
@@ -389,16 +389,3 @@ def test_dense_steps_that_run_ahead(monkeypatch, kept, seed):
     assert told[0].heard == told[1].heard
     if kept:
         assert out.past_key_values.get_seq_length() == expected.shape[1] - 1
-
-
-class Done:
-    """An event of a CPU, which has always happened."""
-
-    def __init__(self, **given) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass

@@ -17,6 +17,19 @@ from hf_sparsekv.cuda_graph.runner import StepRunner
 from hf_sparsekv.layers.sliding import SlidingRing
 
 
+class Event:
+    """An event of a CPU, which has always happened."""
+
+    def __init__(self, **given) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 def calls_of(runner: StepRunner, method: str) -> list:
     """What each call of a runner's method is given, from here on: ``_step`` plans a pass, ``_verify`` verifies."""
     original, given = getattr(runner, method), []

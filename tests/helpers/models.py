@@ -223,3 +223,15 @@ def prompt(batch: int, length: int, pads: tuple[int, ...] | None = None, seed: i
         ids[row, :pad] = PAD
         mask[row, :pad] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def sharp_on_gpu(config, attn: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A model of this configuration, whose attention is far from uniform."""
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        net = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in net.named_parameters():
+            if parameter.ndim > 1 and "embed" not in key:
+                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    return net.to(dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from captured import on_gpu
-from models import INDEXED, REFERENCE, build
+from models import INDEXED, REFERENCE, build, sharp_on_gpu
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, optimize
@@ -50,14 +50,7 @@ def made(attn: str, dtype: torch.dtype) -> torch.nn.Module:
         max_position_embeddings=1 << 14,
         eos_token_id=None,
     )
-    torch.manual_seed(1)
-    with torch.device("cuda"):
-        net = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in net.named_parameters():
-            if parameter.ndim > 1 and "embed" not in key:
-                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
-    return net.to(dtype)
+    return sharp_on_gpu(config, attn, dtype)
 
 
 @torch.no_grad()

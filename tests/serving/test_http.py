@@ -22,12 +22,6 @@ RENDERED = "<|user|>hi the cat<|assistant|>"  # the first and last are special t
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(byte_level()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def url(engine):
     with serving(create_app(engine, "fake/model")) as url:
         yield url

@@ -31,12 +31,6 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(byte_level()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def url(engine):
     with serving(create_app(engine, "fake", max_body=1 << 20)) as url:
         yield url

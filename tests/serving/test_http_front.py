@@ -20,12 +20,6 @@ PAGE = "https://chat.example.org"
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(byte_level()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def url(engine):
     app = create_app(engine, "m", api_key="secret", cors_origins=[PAGE], ignore_unknown_fields=True)
     with serving(app) as url:

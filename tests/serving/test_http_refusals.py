@@ -21,12 +21,6 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(byte_level()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def url(engine):
     with serving(create_app(engine, "fake", max_body=50_000)) as url:
         yield url

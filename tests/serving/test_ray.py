@@ -33,6 +33,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: `make test-ray` i
 import ray
 from ray import serve
 
+from benchmarks.replicas import replica_processes
 from hf_sparsekv.serving import ray as module
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -119,15 +120,6 @@ def client(url, tiny):
 
 def text(characters: int, seed: int) -> str:
     return "".join(random.Random(seed).choices(string.ascii_letters, k=characters))
-
-
-def replicas() -> list[psutil.Process]:
-    """Processes of replicas that this one has started."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
-            found += [process] if "ServeReplica:llm" in " ".join(process.cmdline()) else []
-    return found
 
 
 def running() -> int:
@@ -293,7 +285,7 @@ def test_metrics_are_told_to_ray(client):
 
 def test_a_replica_that_is_killed_takes_its_requests_only(client):
     """Of 50 requests all are answered or end with an error that says what to do; all later ones are answered."""
-    before = {process.pid for process in replicas()}
+    before = {process.pid for process in replica_processes()}
     assert len(before) == 2
     done, killed = threading.Semaphore(0), threading.Event()
 
@@ -327,8 +319,8 @@ def test_a_replica_that_is_killed_takes_its_requests_only(client):
     assert all("send the request again" in error for error in errors), errors
     assert 1 <= len(errors) <= 8, errors  # no more than ran: nobody else is hurt
     assert [ask(number) for number in range(50, 60)] == ["answered"] * 10
-    wait_until(lambda: running() == 2 and len(replicas()) == 2, 90)
-    assert {process.pid for process in replicas()} != before
+    wait_until(lambda: running() == 2 and len(replica_processes()) == 2, 90)
+    assert {process.pid for process in replica_processes()} != before
     assert [ask(number) for number in range(60, 70)] == ["answered"] * 10
 
 
@@ -375,7 +367,7 @@ def test_replicas_come_as_requests_wait_and_finish_before_they_go(client, url, t
         refused = time.monotonic()
         left[0].join(60)
         assert ends[0][0] == "length" and ends[0][1] > refused > deleted
-        wait_until(lambda: not replicas(), 60)
+        wait_until(lambda: not replica_processes(), 60)
 
 
 # ---------------------------------------------------------------------- a replica of two ranks
@@ -392,7 +384,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def both_ranks() -> list[psutil.Process]:
     """Processes of the only replica, rank 0 first; none, or one, before it has begun."""
-    found = replicas()
+    found = replica_processes()
     for process in list(found):
         with suppress(psutil.Error):
             found += [child for child in process.children() if "rank_processes" in " ".join(child.cmdline())]
@@ -420,7 +412,7 @@ def test_a_replica_of_two_ranks_goes_and_comes_as_one(url, tiny):
         with deployed(tiny):
             expected = answer(client)
             assert len(both_ranks()) == 1
-        wait_until(lambda: not replicas(), 60)
+        wait_until(lambda: not replica_processes(), 60)
         with deployed(tiny, tensor_parallel=2):
             assert answer(client) == expected
             for killed in (1, 0):
