@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .sampling import is_finite, is_int, require
+from ..option_checks import is_int, require
+from .sampling import is_finite
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..option_checks import is_int, require
+
 MAX_STOPS = 4  # as OpenAI's API
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
@@ -23,15 +25,6 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR = 1 << 16  # characters of a schema or a grammar: compiling longer ones takes long
 DIGITS = 80  # of an integer that an error quotes
-
-
-def require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ValueError(message)
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:

@@ -7,11 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from caches import ALL, FULL, TIGHT, two_level
-from captured import Event, imitated, on_gpu
+from captured import Event, Told, imitated, on_gpu
 from models import PAD, VOCAB, build, prompt
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
 
 from hf_sparsekv import StepMonitor, optimize, unoptimize
 from hf_sparsekv.cuda_graph import late_stop
@@ -34,17 +33,6 @@ def late(monkeypatch):
     monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
     monkeypatch.setattr(torch, "Event", Event)
     return loops
-
-
-class Told(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[list[int]] = []
-
-    def put(self, value) -> None:
-        self.heard.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.heard.append([])
 
 
 def pair(name: str, **changes):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from caches import SMALL, two_level
-from captured import Event, imitated
+from captured import Event, Told, imitated
 from models import PAD, build, model, prompt, reference
 from test_exact_mode import TIGHT, same_text, written
 from tokenizers_made import byte_level
@@ -19,7 +19,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
-from transformers.generation.streamers import BaseStreamer
 
 import hf_sparsekv
 from hf_sparsekv import OffloadConfig, PredictiveConfig, StreamingConfig, TokenConfig, sparse
@@ -109,17 +108,6 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(seed, drafts):
 
 
 # ---------------------------------------------------------------------- ends, streams, criteria, processors
-
-
-class Told(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[list[int]] = []
-
-    def put(self, value) -> None:
-        self.heard.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.heard.append([])
 
 
 def texts(inputs: dict, **go) -> tuple:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from caches import ALL, EAGER, HOST_RANK, LATE, TIGHT
 from models import build, model, prompt
+from transformers.generation.streamers import BaseStreamer
 
 from hf_sparsekv import QueryTap, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
@@ -28,6 +29,19 @@ class Event:
 
     def synchronize(self) -> None:
         pass
+
+
+class Told(BaseStreamer):
+    """A streamer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def put(self, value) -> None:
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.heard.append([])
 
 
 def calls_of(runner: StepRunner, method: str) -> list:

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import string
 import tempfile
 import threading
@@ -33,7 +32,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: `make test-ray` i
 import ray
 from ray import serve
 
-from benchmarks.replicas import replica_processes
+from benchmarks.replicas import free_port, replica_processes
 from hf_sparsekv.serving import ray as module
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -58,11 +57,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
