@@ -27,12 +27,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parent / "selection"))  # whose cases are used here
+
 import torch
 import triton
-from conftest import Place
 from decode_cases import Case as Decode
 from decode_cases import in_codes, in_pages
 from operators import BY_NAME, Seal, SealRange
+from places import Place
 from test_label_scores import Case as Labels
 from test_mass_select import Case as Mass
 from triton._C.libtriton import ir

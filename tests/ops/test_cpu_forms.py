@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Place
 from decode_cases import Case
 from operators import BY_NAME
+from places import Place
 from test_mass_select import CASES as MASSES
 
 from hf_sparsekv.ops.attention.sparse_decode import cpu as decode_cpu

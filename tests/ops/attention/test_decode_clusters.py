@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Place
 from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages
+from places import Place
 
 from hf_sparsekv.ops.attention.sparse_decode import triton as launches
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
 from decode_cases import RATIO, Case, in_codes, in_pages
+from places import Place
 from test_decode_clusters import CASES, CODED, PLAIN, WILD, wild
 
 from hf_sparsekv.ops.attention.sparse_decode import cluster

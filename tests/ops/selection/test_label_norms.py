@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import Place
+from places import Place
 
 from hf_sparsekv.ops.selection.token_score.reference import token_score as reference_score
 from hf_sparsekv.ops.selection.token_score.triton import token_score as triton_score

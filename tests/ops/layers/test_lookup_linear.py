@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import RATIO, Place
 from cuda_on_cpu import COMPILER, build
+from places import RATIO, Place
 from torch import Tensor
 
 from hf_sparsekv.ops import _device

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Place
 from cuda_on_cpu import COMPILER, build
+from places import Place
 from test_mass_select import CASES, Case, cpu
 
 from hf_sparsekv.ops.selection.mass_select import NONE, TOTALS, cluster, reference

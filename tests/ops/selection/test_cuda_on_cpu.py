@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Place
 from cuda_on_cpu import COMPILER, CpuKernel, build
+from places import Place
 from test_label_scores import CASES, Case, check, not_aligned, on_cpu, rows_of
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
