@@ -33,8 +33,9 @@ import torch
 import triton
 from decode_cases import Case as Decode
 from decode_cases import in_codes, in_pages
-from operators import BY_NAME, Seal, SealRange
+from operators import BY_NAME
 from places import Place
+from storage_operators import Seal, SealRange
 from test_label_scores import Case as Labels
 from test_mass_select import Case as Mass
 from triton._C.libtriton import ir

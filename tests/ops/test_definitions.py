@@ -11,7 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from operators import BY_NAME, Seal, column, queries
+from operator_calls import column
+from operators import BY_NAME
+from selection_operators import queries
+from storage_operators import Seal
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
 from hf_sparsekv.ops.attention.latent_rope.reference import turn

@@ -11,7 +11,9 @@ import pytest
 import torch
 from decode_cases import Case as Decode
 from decode_cases import in_codes, in_pages
-from operators import BY_NAME, Seal, far, room_for
+from operator_calls import far, room_for
+from operators import BY_NAME
+from storage_operators import Seal
 from test_device_tokens import Pair
 from test_mass_select import Case as MassCase
 

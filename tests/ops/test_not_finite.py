@@ -10,7 +10,9 @@ from math import inf, nan
 import pytest
 import torch
 from decode_cases import Case as Decode
-from operators import BY_NAME, Seal, tensors
+from operator_calls import tensors
+from operators import BY_NAME
+from storage_operators import Seal
 
 from hf_sparsekv.ops.attention.sparse_decode.reference import sparse_decode as reference_decode
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode

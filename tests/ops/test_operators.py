@@ -10,7 +10,8 @@ from itertools import product
 
 import pytest
 import torch
-from operators import BY_NAME, far, view
+from operator_calls import far, view
+from operators import BY_NAME
 
 CASES = [
     (operator.of, name, *options, *(None,) * (2 - len(operator.options)))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from decode_cases import RATIO, Case, check, config_of, expect, in_codes, in_pages, on_cpu, poisoned, valid_entries
-from operators import view
+from operator_calls import view
 
 from hf_sparsekv.ops._recent import recent_valid
 from hf_sparsekv.ops.attention.sparse_decode import sparse_decode as public

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from operators import wild_scores
+from selection_operators import wild_scores
 
 from hf_sparsekv.ops._layout import whole
 from hf_sparsekv.ops.selection.topk_select import cluster

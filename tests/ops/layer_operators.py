@@ -1,0 +1,114 @@
+"""Calls of the operators of layers: shapes that their kernels have to get right."""
+
+from __future__ import annotations
+
+import torch
+from operator_calls import Operator, shuffled
+
+from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
+
+
+def add_norm(place, shape, has_residual=True, has_post=False, offset=False):
+    n, residual = shape[-1], place.randn(*shape) if has_residual else None
+    return 3 * place.randn(*shape), residual, place.randn(n), 1e-6, offset, place.randn(n) if has_post else None, 1e-5
+
+
+def gated(place, shape, activation="silu"):
+    return 3 * place.randn(*shape), place.randn(*shape), activation
+
+
+def experts(place, tokens, count, k, d, inner, activation="silu"):
+    index = shuffled(place, tokens, count, k) if tokens else place.randperm(0).view(0, k)
+    gate_up, down = place.randn(count, 2 * inner, d) / d**0.5, place.randn(count, d, inner) / inner**0.5
+    return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, activation
+
+
+def quantised_linear(place, shape, n, scales, has_bias=False, kind="int8"):
+    """``scales``: blocks of rows, and of inputs."""
+    k = shape[-1]
+    codes = place.randint(-127, 128, n, k).to(torch.int8) if kind == "int8" else (60 * place.randn(n, k)).to(FP8)
+    weight = QuantisedWeight(codes, (0.5 + place.rand(*scales)) / (64 * k**0.5))
+    # Tensor cores would round float32.
+    x = place.randn(1, shape[-1]) if place.dtype == torch.float32 else place.randn(*shape)
+    return x, weight, place.randn(n) if has_bias else None
+
+
+def route(place, tokens, d, count, k, groups, top_groups, normalise):
+    x, weight, bias = place.randn(tokens, d), place.randn(count, d) / d**0.5, place.rand(count) - 0.5
+    return x, weight, bias, k, groups, top_groups, normalise, 1.8
+
+
+OPERATORS = [
+    Operator(
+        "add_norm",
+        add_norm,
+        {
+            "norm alone": ((3, 1, 64), False),
+            "norm alone, offset": ((2, 3, 96), False, False, True),
+            "sum": ((2, 1, 4096),),
+            "sum, odd width": ((2, 3, 100),),
+            "norm, sum, norm": ((2, 2, 160), True, True, True),
+            "norm, sum, norm without offset": ((5, 72), True, True),
+            "a wide row": ((1, 1, 12288),),
+            "no row": ((0, 1, 64),),
+        },
+        small=((2, 3, 64),),
+        views={"x": "rows"},
+    ),
+    Operator(
+        "gated",
+        gated,
+        {"long": ((2, 1, 3000),), "odd": ((7, 33),), "none": ((0, 1, 64),)},
+        options=(("silu", "gelu_tanh"),),
+        small=((2, 3, 300), "silu"),
+        views={"gate": "rows", "up": "rows"},
+    ),
+    Operator(
+        "experts",
+        experts,
+        # tokens, experts, of a token, D, I
+        {
+            "one token": (1, 8, 4, 256, 96),
+            "three": (3, 5, 2, 100, 33),
+            "six": (6, 4, 1, 64, 128),
+            "six of eight": (2, 8, 6, 65, 600),
+            "eight": (1, 9, 8, 40, 520),
+            "odd": (2, 3, 3, 33, 7),
+            "none": (0, 4, 2, 64, 64),
+        },
+        options=(("silu", "gelu_tanh"),),
+        small=(2, 4, 3, 32, 24, "silu"),
+        views={"x": "rows", "index": "turned", "weights": "turned"},
+        far={"gate_up": 0, "down": 0},
+    ),
+    Operator(
+        "quantised_linear",
+        quantised_linear,
+        # shape of x, rows of the weight, scales, bias; more rows: test_lookup_linear.py
+        {
+            "one row": ((1, 1, 4096), 64, (64, 1)),
+            "one row, one scale, bias, nothing even": ((1, 700), 45, (1, 1), True),
+            "one row, blocks": ((1, 1, 4352), 96, (3, 34)),
+            "one row, blocks, bias, nothing even": ((1, 286), 100, (4, 3), True),
+            "one row of the weight": ((1, 24), 1, (1, 1)),
+            "no row": ((0, 1, 64), 32, (32, 1)),
+        },
+        options=(("int8", "fp8"),),
+        small=((2, 96), 64, (64, 1), True, "int8"),
+        views={"x": "rows"},
+    ),
+    Operator(
+        "route",
+        route,
+        # tokens, D, experts, of a token, groups, of a token
+        {
+            "one token": (1, 256, 64, 4, 1, 1),
+            "groups": (3, 100, 48, 6, 8, 4),
+            "as many as there are": (2, 64, 32, 8, 8, 3),
+            "all experts": (4, 33, 7, 7, 1, 1),
+            "small groups": (2, 16, 4, 2, 4, 3),
+        },
+        options=((True, False),),  # normalised
+        ratio=lambda place, *_: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+]
