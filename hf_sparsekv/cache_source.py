@@ -18,7 +18,7 @@ from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
 from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
-from .bookkeeping.indexers import has_indexer
+from .bookkeeping.indexers import check_exact
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig
@@ -126,11 +126,8 @@ class CacheSource:
             RuntimeError: another thread is inside, with other settings.
             ValueError: exact mode of a model that chooses tokens by itself.
         """
-        if use.settings.exact is not None and has_indexer(self.model.config):
-            raise ValueError(
-                f"this {self.model.config.model_type} model selects tokens by itself, by a trained indexer, and its "
-                "steps follow it exactly: leave exact out"
-            )
+        if use.settings.exact is not None:
+            check_exact(self.model.config)
         others = [one for one in self.uses if not (use.lasting and one.lasting)]
         for other in others:
             if other.thread != use.thread and any(one.settings != use.settings for one in others):

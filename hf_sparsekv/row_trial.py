@@ -8,6 +8,7 @@ prompt tokens must see no later ones. :func:`check_rows` tries it with some 100 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from .attention.mla import passes_on
 from .attention.rotary import unfixed
+from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
 from .cache_name import cache_name
 from .cuda_graph.optimize import runner_of
@@ -105,8 +107,9 @@ class _Trial:
         size = max(max_length, 1)
         self.long, self.short = min(LONG, max(size - STEPS, 1)), min(SHORT, max(size - STEPS, 1))
         self.steps = min(STEPS, size - self.long)
-        config = TokenConfig(block_size=BLOCK, window=BLOCK, token_budget=4096, calibration_tokens=BLOCK)
-        self.config = config
+        self.config = TokenConfig(block_size=BLOCK, window=BLOCK)
+        if not has_indexer(model.config):  # else it chooses itself
+            self.config = replace(self.config, token_budget=4096, calibration_tokens=BLOCK)
 
     def ids(self, n: int, seed: int) -> Tensor:
         """Made-up tokens ``[1, n]``, the same each time."""

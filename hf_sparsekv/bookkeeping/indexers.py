@@ -14,7 +14,6 @@ from ..attention.mla import absorb_mla, caller, calling_model, passes_on
 from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
 from ..layers.indexed import IndexedLayer
-from ..layers.owned import Owner
 from ..policies.indexed import chooses
 from .models import check_kind, need_config
 
@@ -43,14 +42,10 @@ def check_options(config: SparseConfig, text_config: PreTrainedConfig) -> None:
         )
 
 
-def check_served(cache: Owner, text_config: PreTrainedConfig) -> None:
-    """Raise ValueError unless this cache serves this model with an indexer."""
-    check_options(cache.config, text_config)
-    if cache.block_pools is not None:
-        raise ValueError(
-            f"{_model(text_config)}, which continuous batching (rows(), Engine) does not serve: use "
-            "generate(), with a padded batch for several texts"
-        )
+def check_exact(config: PreTrainedConfig) -> None:
+    """Raise ValueError for exact mode of a model that chooses tokens by itself."""
+    if has_indexer(config):
+        raise ValueError(f"{_model(config)}, and its steps follow it exactly: leave exact out")
 
 
 def _model(text_config: PreTrainedConfig) -> str:

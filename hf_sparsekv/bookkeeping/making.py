@@ -17,7 +17,7 @@ from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.watch import BlockWatch
 from ..predictor.channels import check_config
-from .indexers import check_served, chosen_tokens
+from .indexers import check_options, chosen_tokens
 from .models import check_kind, stock_layers, why_dense
 
 
@@ -57,7 +57,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     cache.shared.check_model(text)
     stock = stock_layers(model_config)
     if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
-        check_served(cache, text)
+        check_options(cache.config, text)
     for index, layer in enumerate(stock):
         if isinstance(layer, DynamicIndexedLayer):
             stock[index] = own_layer(cache, index, chosen_tokens(text))

@@ -226,7 +226,7 @@ class StepRunner:
         valid = valid_rows(cache, rows, mask, ids.device) if drafts is None else None
         masked = rows.valid is not None or table.managed
         rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if (rings or isinstance(layers[0], IndexedLayer)) and valid is not None:
+        if (rings or (isinstance(layers[0], IndexedLayer) and not table.managed)) and valid is not None:
             return self._eagerly(**given)  # they keep columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:

@@ -74,24 +74,54 @@ class IndexedLayer(SparseLayer):
 
     def update_indexer(self, keys: Tensor) -> Tensor:
         """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
-        if self.captured is not None:
-            return self.policy.keep_key(keys, self.store.step_rows.window(EVERYTHING)[:, :1] - 1)
+        if self._by_rows:
+            held = self.policy.keep_key(keys, self._span()[0] - 1)
+            return held if self.captured is not None else held[:, : self._longest]
         if self.asked_first:
             self.index_at = self.get_seq_length()
         first, self.index_at = self.index_at, self.index_at + keys.shape[1]
         return self.policy.keep_keys(keys, first)
 
     def step_mask(self) -> Tensor | None:
-        """Of a captured step: which columns the indexer may choose, bool ``[batch, 1, capacity]``. None: it is none."""
-        if self.captured is None or self.policy.index_keys is None:
+        """Columns that an indexer may choose, bool ``[batch, 1, n]``; None: the model's own mask says it.
+
+        Of a captured step, and of rows that come and go.
+        """
+        if not self._by_rows or self.policy.index_keys is None:
             return None
-        columns = torch.arange(self.policy.index_keys.shape[1], device=self.store.device)
-        return self._seen(columns)[:, None]
+        n = self._longest if self.captured is None else self.policy.index_keys.shape[1]
+        return self._seen(torch.arange(n, device=self.store.device))[:, None]
+
+    @property
+    def _by_rows(self) -> bool:
+        """The rows say which columns are tokens, and no mask does: of a captured step, of rows that come and go."""
+        return self.captured is not None or (self.store is not None and self.store.table_of_rows.managed)
+
+    @property
+    def _longest(self) -> int:
+        """Columns of the longest of the rows that come and go, with the step's own."""
+        return max(self.store.held.lengths) + 1
+
+    def _span(self) -> tuple[Tensor, Tensor]:
+        """Columns behind each row's last token, that of the step, and of its first one, int32 ``[batch, 1]``.
+
+        Padding is in front. Rows that come and go have none: their columns are their tokens.
+        """
+        store, captured = self.store, self.captured is not None
+        if not store.table_of_rows.managed:
+            end, first = store.step_rows.window(EVERYTHING).split(1, dim=1)
+            return end, first
+        before = store.step_rows.past[:, None] if captured else store.held.on[store.device][:, :1]
+        return before + 1, torch.zeros_like(before)
 
     def _seen(self, columns: Tensor) -> Tensor:
-        """Which of the columns ``[batch or 1, n]`` are those of tokens in a captured step: padding is in front."""
-        end, first = self.store.step_rows.window(EVERYTHING).split(1, dim=1)
+        """Which of the columns ``[batch or 1, n]`` are those of tokens."""
+        end, first = self._span()
         return (columns >= first) & (columns < end)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        sizes = super().get_mask_sizes(query_length)  # of rows that come and go, all columns that there ever were
+        return (query_length, 0) if self._by_rows and self.captured is None else sizes
 
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -103,10 +133,9 @@ class IndexedLayer(SparseLayer):
                 "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "
                 "past_key_values out"
             )
-        if self.captured is not None:  # the mask is that of the step that was captured
+        if self._by_rows:  # the mask is that of the step that was captured
             chosen = step.indices[:, 0].long()
-            first = self.store.step_rows.window(EVERYTHING)[:, 1:]
-            self.policy.chosen = (chosen - first).masked_fill(~self._seen(chosen), -1)
+            self.policy.chosen = (chosen - self._span()[1]).masked_fill(~self._seen(chosen), -1)
             return super()._attend(step, query, None, params, dropout)
         step.shown = mask
         if query.shape[2] == 1:

@@ -15,6 +15,7 @@ from ..kv.read_back import add_sinks, reindex
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from ..policies.indexed import IndexedPolicy
 from ..tensors import no_autocast, no_inference_mode
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
     if layer.policy.labels is not None:
         assert other.policy.labels is not None
         layer.policy.labels.open_rows(other.policy.labels)
+    if isinstance(layer.policy, IndexedPolicy) and layer.store.table_of_rows.managed:
+        assert isinstance(other.policy, IndexedPolicy)
+        layer.policy.open_rows(other.policy, layer.store)
 
 
 @no_inference_mode
@@ -46,6 +50,9 @@ def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
     if layer.policy.foresight is not None:
         assert other.policy.foresight is not None
         layer.policy.foresight.join_row(row, other.policy.foresight, layer.store)
+    if isinstance(layer.policy, IndexedPolicy):
+        assert isinstance(other.policy, IndexedPolicy)
+        layer.policy.take_row(row, other.policy, other.store.held.lengths[0])
 
 
 def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:

@@ -15,7 +15,7 @@ from ..config import SparseConfig
 from ..kv.chosen_rows import ChosenRows
 from ..kv.counters import Tally
 from ..kv.ring import ring_tokens
-from ..kv.state import Held
+from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
@@ -69,13 +69,33 @@ class IndexedPolicy(LabelledPolicy):
         return held[:, :end]
 
     def keep_key(self, keys: Tensor, column: Tensor) -> Tensor:
-        """In a captured step: keep one key of each row, ``[batch, 1, D]``, of ``column [batch, 1]``; all of them.
+        """By columns that the device knows: keep one key of each row, ``[batch, 1, D]``, of ``column [batch, 1]``.
 
-        What comes after that column means nothing.
+        Returns:
+            All keys that there is room for. What comes after that column means nothing.
         """
         assert self.index_keys is not None
         self.index_keys.scatter_(1, column.long()[:, :, None].expand_as(keys), keys)
         return self.index_keys
+
+    # ------------------------------------------------------------------ rows that come and go
+
+    @no_inference_mode
+    def open_rows(self, like: IndexedPolicy, store: LayerStore) -> None:
+        """Room for the keys of rows of any length that ``store`` has room for; ``like`` holds those of the first."""
+        if (keys := like.index_keys) is not None:
+            tokens = store.block_table.shape[1] * store.block_size + store.ring.tokens
+            self.index_keys = keys.new_zeros(store.batch, tokens, keys.shape[2])
+
+    @no_inference_mode
+    def take_row(self, row: int, other: IndexedPolicy, tokens: int) -> None:
+        """Row ``row`` gets the keys of the only one of ``other``, which has ``tokens`` tokens."""
+        if self.index_keys is not None and other.index_keys is not None:
+            self.index_keys[row, :tokens] = other.index_keys[0, :tokens]
+
+    def add_rows(self, other: State, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        if other is self:  # else :meth:`take_row`: there is room for other lengths
+            super().add_rows(other, found)
 
     # ------------------------------------------------------------------ a step
 
@@ -90,6 +110,8 @@ class IndexedPolicy(LabelledPolicy):
     def prepare(self, store: LayerStore) -> Plan:
         if self.fetches:
             self.enter(store)
+        if store.table_of_rows.managed:
+            return self.plan(store)
         store.step_rows.window(EVERYTHING)
         rows, keys = store.held, self.index_keys
         room = store.block_table.shape[1] * store.block_size + store.ring.tokens + rows.columns - min(rows.lengths)
@@ -104,6 +126,8 @@ class IndexedPolicy(LabelledPolicy):
         tokens, number = self.chosen, None if store.capturing else store.held.tokens(store.device)
         if number is not None:
             tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
+        if store.table_of_rows.managed:  # rows without a token have none
+            tokens = tokens.masked_fill(tokens >= store.rows[:, :1], -1)
         rows = ChosenRows.of(store, tokens)
         if not store.table.shape[1]:
             return rows.attend(q, None, "all", params)

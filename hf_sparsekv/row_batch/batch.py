@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..cache_name import over
 from ..kv.row_views import RowViews
 from ..layers.joining import add_rows, crop_row, end_calibration, join_row
+from ..policies.indexed import IndexedPolicy
 from ..policies.label_index import RowChannels
 from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
@@ -23,7 +24,7 @@ from .model import check_layers, check_new, open_layers
 from .places import Places, width
 from .prompts import Prompts, read_prompt
 from .protocol import Batch, Prefilled
-from .sharing import Channels, begin_with, calibration_of, channels_of, give_channels, reindex_blocks
+from .sharing import Channels, begin_with, calibration_of, channels_of, check_sharing, give_channels, reindex_blocks
 from .slots import Slots, WorkingSets
 
 
@@ -39,8 +40,8 @@ class RowBatch:
         calibration_tokens: tokens that a row's label channels should be calibrated on. 0: rows have no channels, take
             them from a file, or never have so many tokens.
         alike_tokens: rows may share full blocks if their first ``alike_tokens`` tokens are the same, because these
-            determine the label channels. 0: channels depend on no tokens, or are never used. None: channels depend on
-            the whole prompt, because no row is as long as ``calibration_tokens``; rows must not share blocks then.
+            determine the label channels. 0: channels depend on no tokens, or are never used. None: rows must not share
+            blocks: channels depend on the whole prompt (``calibration_tokens`` are too many), or there is an indexer.
         whole_tokens: a row of at most so many tokens attends to all of them, so its label channels do not matter yet.
             0 for 8-bit KV: labels that are recomputed come from rounded keys, so it is best to call :meth:`calibrate`
             as early as ``generate()`` calibrates.
@@ -125,9 +126,10 @@ class RowBatch:
         for layer in cache.sparse_layers:
             end_calibration(layer.store, layer.policy)
         new = open_layers(self.cache, cache, self.max_rows)
-        layers = self.cache.sparse_layers
-        self._device = layers[0].store.device
+        self._device = (layers := self.cache.sparse_layers)[0].store.device
         if new:
+            if isinstance(policy := layers[0].policy, IndexedPolicy):  # there are no labels
+                self._policy, self.calibration_tokens, self.alike_tokens, self.whole_tokens = policy, 0, None, 0
             self._slots.open(layers, self.max_length)
         self._prompts.add(cache)
 
@@ -147,6 +149,7 @@ class RowBatch:
                 channels alone if both begin with the same :attr:`alike_tokens` tokens.
         """
         self._check()
+        check_sharing(self._policy)
         return begin_with(self.cache, ids, channels, self.drop)
 
     def channels(self, row: int) -> tuple[RowChannels | None, ...]:

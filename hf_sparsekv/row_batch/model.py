@@ -30,20 +30,20 @@ def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
         raise ValueError("this cache has rows already: use them, or reset() it")
     if cache.get_seq_length():
         raise ValueError(f"rows() needs an empty cache, this one holds {cache.get_seq_length()} tokens: reset() it")
-    if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
-        raise ValueError(
-            "this model selects tokens by itself, by a trained indexer, which continuous batching (rows(), Engine) "
-            "does not serve: use generate(), with a padded batch for several texts"
-        )
     check_kinds(cache)
 
 
 def check_kinds(cache: Batch) -> None:
-    """Raise ValueError unless all layers of the cache are sparse ones."""
+    """Raise ValueError unless all layers of the cache are sparse ones, which keep each row apart."""
     if len(cache.sparse_layers) < len(cache.layers):
         raise ValueError(
             "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
             "linear attention keep no rows of their own"
+        )
+    if any(isinstance(layer, IndexedLayer) and layer.asked_first for layer in cache.layers):
+        raise ValueError(
+            "this model keeps the positions of all tokens of a batch, as many of each row, which rows that come and go "
+            "do not have: use generate(), with a padded batch for several texts"
         )
 
 

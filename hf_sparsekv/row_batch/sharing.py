@@ -12,6 +12,8 @@ import numpy as np
 
 from ..kv.read_back import reindex
 from ..layers.joining import open_rows, read_sinks
+from ..policies.base import Policy
+from ..policies.indexed import IndexedPolicy
 from ..policies.label_index import LabelIndex, RowChannels
 from .protocol import Batch
 
@@ -35,6 +37,15 @@ def calibration_of(cache: Batch, labels: LabelIndex | None, max_length: int) -> 
     alike = (tokens or None) if online and max_length > least else 0
     whole = 0 if offload is not None and offload.kv_dtype == "int8" else least
     return Calibration(tokens, alike, whole)
+
+
+def check_sharing(policy: Policy) -> None:
+    """Raise ValueError for a model whose rows cannot begin with blocks of others, by what its layers choose by."""
+    if isinstance(policy, IndexedPolicy):
+        raise ValueError(
+            "rows of this model cannot share blocks: its trained indexer keeps keys of its own, which are in no block. "
+            "Read the whole prompt by prefill()"
+        )
 
 
 def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable[[Batch], None]) -> Batch:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.rotary import Switch, fixed_rotary
+from ..bookkeeping.indexers import check_exact, has_indexer
 from ..cache import SparseCache
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
@@ -26,6 +27,7 @@ from ..generating import settings_of, sparse
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch, positions
+from ..row_batch.sharing import begin_with
 from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
@@ -102,6 +104,7 @@ def opened(
     cache = settings.cache(model)
     if serving.exact:
         _check_exact(cache, ranks)
+        check_exact(model.config)
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
@@ -110,6 +113,12 @@ def opened(
         why = why or "another rank of the model cannot serve it, and says why"
     if why is not None:
         raise ValueError(why)
+    if has_indexer(model.config) and serving.prefix_cache:
+        warnings.warn(
+            "requests of this model share no prefixes: the keys of its indexer are in no block, so each prompt is read "
+            "whole. Give ServingConfig(prefix_cache=False) if that is known",
+            stacklevel=4,
+        )
     beside = -(-rows.calibration_tokens // cache.config.block_size)
     blocks = reserve(model, cache, serving, max_length, ranks, beside)
     if runner_of(model) is None:
@@ -220,10 +229,10 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = 
     budget = config.budget // config.block_size
     most = (rows.max_length - len(rows.widths)) // config.block_size
     lengths = sorted({min(budget + 2, most), most}) if len(blocks) else ()
-    longer = [rows.begin(np.repeat(blocks[:1], n), channels) for n in lengths]
+    longer = [begin_with(rows.cache, np.repeat(blocks[:1], n), channels, rows.drop) for n in lengths]
     for cache in longer:
         rows.adopt(cache)
-    if len(blocks) and rows.cache.offload_config is None:
+    if len(blocks) and rows.cache.offload_config is None and rows.alike_tokens is not None:
         capture_pieces(model, rows, np.repeat(blocks[:1], 2), channels)
     _all_widths(model, rows, row, exact)
     for cache in longer:

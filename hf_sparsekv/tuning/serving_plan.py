@@ -44,12 +44,9 @@ def rows_that_fit(
     Raises:
         ValueError: ``context`` is not positive.
     """
-    if model.topk:
-        raise ValueError(
-            f"a {model.model_type} model selects tokens by itself, by a trained indexer, which an engine does not "
-            "serve: plan for generate(), without --serve"
-        )
     read = plan_memory(model, config, None, context=min(context, CHUNK)).prefill
+    if model.topk and context > CHUNK:  # the mask of a chunk has the columns of those before
+        read += CHUNK * (context - CHUNK)
     offload = OffloadConfig() if offload is None else offload
 
     def most(need: Callable[[MemoryPlan], int], have: int, place: OffloadConfig | None) -> int:

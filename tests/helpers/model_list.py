@@ -62,7 +62,6 @@ NOT_SERVED = {
     "attend to later ones": "prompt tokens see later ones",
     "reads the keys and values itself": "reads the keys itself",
     "no list of": "layers of another structure",
-    "continuous batching (rows(), Engine) does not serve": "chooses its tokens itself",
 }
 PROMPT, TOKENS = 150, 12
 ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together

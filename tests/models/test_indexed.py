@@ -12,12 +12,10 @@ from models import COMMON, INDEXED, build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import (
-    Engine,
     OffloadConfig,
     OffloadedSparseCache,
     PrefixCache,
     ProgressiveConfig,
-    ServingConfig,
     SparseCache,
     StreamingConfig,
     TokenConfig,
@@ -304,15 +302,6 @@ def test_what_is_not_served():
         pass
     with pytest.raises(ValueError, match=r"go on with copy.deepcopy\(\)"):
         net.generate(**INPUTS, **GO, **over(net, PrefixCache()))
-    with pytest.raises(ValueError, match="padded batch"):
-        SparseCache(TokenConfig(), model_config=net.config).rows(2, 200)
-    with pytest.raises(ValueError, match="padded batch"):
-        SparseCache(TokenConfig()).rows(2, 200).prefill(net, INPUTS["input_ids"][:1])
-    with (
-        pytest.raises(ValueError, match="continuous batching"),
-        Engine(net, None, TokenConfig(), serving=ServingConfig(max_rows=2, max_length=200)),
-    ):
-        pass
 
 
 REPLAYED = [(name, i % 2 == 0, (0, 13)) for i, name in enumerate(INDEXED)] + [("deepseek-v32", False, None)]
