@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,13 +45,16 @@ def forward(config: Any, self: Any, *args, **kwargs) -> Tensor:
         return own(*args, **kwargs)
     mask, layer = given["attention_mask"], cache.layers[self.layer_idx]
     columns: Any = columns_of(mask)
+    if (span := layer.captured_span()) is not None:
+        columns = None  # the mask is that of the step that was captured
     if columns is mask:  # of the caller: which columns a query sees says only the mask
         indices = _chosen(
             shows(own(*args, **kwargs)[:, 0]) & shows(mask[:, 0]), self.token_budget + self.compress_ratio
         )
     else:
         hidden, tables = given["hidden_states"], given["position_embeddings"]
-        indices = choose(self, hidden, tables, columns, lambda keys: cache.update_indexer(keys, self.layer_idx))
+        keep = partial(cache.update_indexer, layer_idx=self.layer_idx)
+        indices = choose(self, hidden, tables, columns, keep, span)
     layer.choice = indices, mask
     return mask.new_ones((), dtype=torch.bool)
 
@@ -62,7 +66,14 @@ def _chosen(selected: Tensor, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def choose(indexer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], columns: Tensor | None, keep: Any) -> Tensor:
+def choose(
+    indexer: Any,
+    hidden: Tensor,
+    tables: tuple[Tensor, Tensor],
+    columns: Tensor | None,
+    keep: Callable[[Tensor], Tensor],
+    span: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """What each of the last ``q`` columns chooses: blocks of its tokens, and those that make no whole block.
 
     Args:
@@ -70,6 +81,8 @@ def choose(indexer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], columns:
         tables: cosines and sines of all columns, ``[batch, n, D]``.
         columns: which columns are tokens, bool ``[batch, n]``; None: all.
         keep: gets the keys of new columns ``[batch, q, D]``, gives those of all.
+        span: of a captured step: int ``[batch, 1]`` each, the columns behind the last token and of the first one. Of
+            what ``keep`` gives, columns beyond mean nothing, and ``tables`` have one more, that of the step.
 
     Returns:
         columns, int64 ``[batch, q, k]``; -1 for none. Among blocks of equal scores any may be chosen.
@@ -80,13 +93,16 @@ def choose(indexer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], columns:
     query = indexer.q_layernorm(query.reshape(batch, new, -1, dim))
     query = rotate(query, cos=tables[0][:, -new:], sin=tables[1][:, -new:], unsqueeze_dim=2)
     keys = keep(keys)
-    n = keys.shape[1]
-    if tables[0].shape[1] != n:
+    n, plain = keys.shape[1], columns is None and span is None
+    if tables[0].shape[1] != n + (span is not None):
         raise ValueError(
             f"this cache holds {n} tokens, and the model knows the positions of {tables[0].shape[1]}: prefill again"
         )
-    if columns is None:
-        order = torch.arange(n, device=keys.device).expand(batch, -1)
+    order = torch.arange(n, device=keys.device).expand(batch, -1)
+    if span is not None:
+        end, first = span
+        order, seen = (order + first).clamp_max(n - 1), end - first
+    elif columns is None:
         seen = order[:, -new:] + 1
     else:  # tokens in front, in their order
         order = (~columns).byte().argsort(dim=1, stable=True)
@@ -95,7 +111,7 @@ def choose(indexer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], columns:
     def in_blocks(values: Tensor, each: int) -> Tensor:
         """Of ``values [batch, n, D]`` those of every ``each``-th token in whole blocks."""
         some = slice(0, n // size * size, each)
-        if columns is None:
+        if plain:
             return values[:, some]
         at = order[:, some, None]
         return values.expand(batch, -1, -1).gather(1, at.expand(-1, -1, values.shape[2]))

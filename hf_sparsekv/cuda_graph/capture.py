@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bookkeeping.passes import LinearPasses
 from ..bookkeeping.trials import resume, trial_steps
 from ..cache import SparseCache
 from ..cache_name import over, without_cache
@@ -23,7 +24,7 @@ from ..layers.sliding import SlidingRing
 from ..policies.plan import Plan
 from ..ranks import Ranks
 from ..tensors import sent
-from .captured_step import CapturedStep, Saved, gathered_experts, uncached_autocast
+from .captured_step import CapturedStep, Saved, gathered_experts, linear_states, uncached_autocast
 from .recorder import Recorder, Sides
 
 
@@ -142,6 +143,9 @@ class Trial:
         self.layers = cache.sparse_layers
         self.rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
         self.saved = [Saved(layer) for layer in self.layers]
+        self.states = [(state, state.clone()) for state in linear_states(cache.layers)]
+        self.passes = LinearPasses()
+        self.passes.take(cache.linear_passes)
         self.changes = cache.changes
         self.low_priority = all(layer.policy.launch.low_priority for layer in self.layers)
 
@@ -201,6 +205,9 @@ class Trial:
         resume(cache.device_pools, cache.shared)
         for state in self.saved:
             state.put_back_device()
+        for held, before in self.states:
+            held.copy_(before)
+        cache.linear_passes.take(self.passes)
         for ring in self.rings:
             ring.replay = None
         for layer in self.layers:

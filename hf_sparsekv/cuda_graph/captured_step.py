@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..cache import SparseCache
 from ..kv.rows import Drafts
@@ -67,7 +68,15 @@ def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.d
     for layer in cache.sparse_layers:
         layer.store.add_addresses(addresses)
         layer.policy.add_addresses(addresses)
+    addresses += [state.data_ptr() for state in linear_states(cache.layers)]
     return tuple(addresses), tuple(ring.addresses for ring in rings)
+
+
+def linear_states(layers: Sequence[CacheLayerMixin]) -> list[Tensor]:
+    """States of linear-attention layers, which their models change in place in a step of one token."""
+    linear = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    held = [one for layer in linear for one in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+    return [state for state in held if state is not None]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.drafts import are_drafts
 from ..attention.rotary import PassRotary
@@ -21,6 +22,8 @@ from ..layers.sparse_layer import SparseLayer
 from ..ranks import Ranks
 from .inputs import OF_DRAFTS, STATIC, all_tokens
 
+# Models whose linear-attention layers are known to be captured well: other code may keep numbers of a step on the host.
+_IN_PLACE = ("qwen4_exp_text",)
 _RESTLESS = 3  # steps in a row with a change of the model before each; after more, steps run eagerly
 
 
@@ -146,7 +149,8 @@ class Eligibility:
     def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
         """Reasons in the cache: its layers, where its memory is, padding."""
         use_rings(cache)
-        if any(not isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers) or not cache.sparse_layers:
+        others = [layer for layer in cache.layers if not isinstance(layer, SparseLayer | SlidingRing)]
+        if not (all(_in_place(layer, cache) for layer in others) and cache.sparse_layers):
             return (
                 "the model has layers that cannot be captured (linear attention, chunks of attention, or sliding ones "
                 "that keep their past)"
@@ -161,8 +165,9 @@ class Eligibility:
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
-        if any(isinstance(layer, IndexedLayer) and layer.indexer_position_ids is not None for layer in cache.layers):
-            return "the model keeps the positions of all tokens, which are more with each step"
+        first = cache.sparse_layers[0]
+        if isinstance(first, IndexedLayer) and first.asked_first and first.indexer_position_ids is None:
+            return "the cache does not know the positions of its tokens, which the model asks for"
         columns = any(isinstance(layer, SlidingRing | IndexedLayer) for layer in cache.layers)
         if columns and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
             return (
@@ -172,6 +177,15 @@ class Eligibility:
         if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             return "layers of the model share their keys and values"
         return None
+
+
+def _in_place(layer: CacheLayerMixin, cache: SparseCache) -> bool:
+    """Whether a step changes the states of a linear-attention layer in place, and nothing else that it depends on."""
+    text = cache.model_config.get_text_config(decoder=True)
+    if type(layer) is not LinearAttentionLayer or text.model_type not in _IN_PLACE or layer.record_past:
+        return False
+    kept = layer.is_conv_states_initialized
+    return kept[0] and all(layer.has_previous_state[i] for i in kept if kept[i])
 
 
 def _call(given: dict) -> str | None:

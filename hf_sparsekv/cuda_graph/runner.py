@@ -231,6 +231,8 @@ class StepRunner:
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
+            if isinstance(layers[0], IndexedLayer):
+                positions = positions.expand(len(ids), -1)  # those that the model keeps are of each row
         ids, positions, rest, keep = graph_inputs(given, cache, positions)
         width = ids.shape[1]
         autocast = autocast_of(ids.device)

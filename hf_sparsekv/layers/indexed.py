@@ -14,7 +14,6 @@ from ..attention.handle import Step
 from ..attention.indices import visible
 from ..attention.masks import columns_of
 from ..attention.mla import passes_on
-from ..kv.rows import Rows
 from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
 from .owned import Owner
@@ -40,7 +39,6 @@ class IndexedLayer(SparseLayer):
     index_at = 0
     asked_first = False
     choice: tuple[Tensor, Tensor] | None = None
-    _positions: Tensor | None = None  # replaced, never written in place
 
     def __init__(self, owner: Owner, index: int, topk: int) -> None:
         super().__init__(owner, index)
@@ -48,23 +46,31 @@ class IndexedLayer(SparseLayer):
 
     def __deepcopy__(self, memo: dict) -> IndexedLayer:
         new: Any = super().__deepcopy__(memo)
-        new.asked_first, new._positions = self.asked_first, self._positions
+        new.asked_first = self.asked_first
         return new
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions ``[3, batch, length]`` of what is cached, if the model keeps them here (Qwen4-Exp)."""
-        length = self.get_seq_length()
-        return self._positions[..., :length] if length and self._positions is not None else None
+        """Positions ``[3, batch, length]`` of what is cached, if the model keeps them here (Qwen4-Exp).
+
+        The model appends those of new tokens and gives all of them back. In a captured step the length is that of the
+        memory, and the step's own is moved to its column.
+        """
+        length, held = self.get_seq_length(), self.policy.positions
+        if self.captured is not None or held is None:
+            return held
+        return held[..., :length] if length else None
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
-        self._positions = positions
-
-    def map_rows(self, index: Tensor, rows: Rows) -> None:
-        super().map_rows(index, rows)
-        if self._positions is not None:
-            self._positions = self._positions.index_select(1, index.to(self._positions.device))
+        if self.captured is None:
+            self.policy.keep_positions(positions)
+            return
+        assert self.policy.positions is not None
+        own = positions[..., -1:].contiguous()
+        column = (self._span()[0] - 1).long().expand(own.shape)
+        for held in (positions, self.policy.positions):
+            held.scatter_(2, column, own)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         handles = super().update(key_states, value_states, *args, **kwargs)
@@ -113,6 +119,10 @@ class IndexedLayer(SparseLayer):
             return end, first
         before = store.step_rows.past[:, None] if captured else store.held.on[store.device][:, :1]
         return before + 1, torch.zeros_like(before)
+
+    def captured_span(self) -> tuple[Tensor, Tensor] | None:
+        """:meth:`_span` of a captured step; None: it is none."""
+        return None if self.captured is None else self._span()
 
     def _seen(self, columns: Tensor) -> Tensor:
         """Which of the columns ``[batch or 1, n]`` are those of tokens."""

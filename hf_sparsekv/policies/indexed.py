@@ -35,16 +35,18 @@ class IndexedPolicy(LabelledPolicy):
 
     Attributes:
         index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
+        positions: int64 ``[3, batch, capacity]``, by columns, if the model keeps them here (Qwen4-Exp).
         chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none. In a captured step: tokens.
         topk: columns that the indexer chooses.
     """
 
-    TENSORS: ClassVar = {"index_keys": Held(counted=True, file="index_keys")}
+    TENSORS: ClassVar = {"index_keys": Held(counted=True, file="index_keys"), "positions": Held(rows=1)}
     HOST: ClassVar = {"chosen": None}
     OWN: ClassVar = ("chosen",)
     own_name = True
 
     index_keys: Tensor | None
+    positions: Tensor | None
     chosen: Tensor
 
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool, topk: int) -> None:
@@ -77,6 +79,14 @@ class IndexedPolicy(LabelledPolicy):
         assert self.index_keys is not None
         self.index_keys.scatter_(1, column.long()[:, :, None].expand_as(keys), keys)
         return self.index_keys
+
+    @no_inference_mode
+    def keep_positions(self, positions: Tensor) -> None:
+        """Keep the positions ``[3, batch, n]`` of all columns so far."""
+        held, (_, batch, n) = self.positions, positions.shape
+        if held is None or held.shape[1] != batch or held.shape[2] < n or held.device != positions.device:
+            held = self.positions = positions.new_zeros(3, batch, _room(n, self.config.max_length), dtype=torch.long)
+        held[..., :n] = positions
 
     # ------------------------------------------------------------------ rows that come and go
 
@@ -117,6 +127,8 @@ class IndexedPolicy(LabelledPolicy):
         room = store.block_table.shape[1] * store.block_size + store.ring.tokens + rows.columns - min(rows.lengths)
         if keys is not None and keys.shape[1] < room:  # captured steps may go on until the table is full
             self.index_keys = _grown(keys, keys, room)
+        if (at := self.positions) is not None and at.shape[2] < room:
+            self.positions = torch.nn.functional.pad(at, (0, room - at.shape[2]))
         return self.plan(store)
 
     def wanted_copies(self, tokens: int) -> int:

@@ -12,10 +12,11 @@ from captured import Imitation
 from models import COMMON, prompt
 from transformers import DynamicCache
 
-from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, restore_mla, sparse
+from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, optimize, restore_mla, sparse
 from hf_sparsekv.attention import pooled_indexer
 from hf_sparsekv.attention.pooled_indexer import choose, is_pooled
 from hf_sparsekv.cache_name import over
+from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 SMALL = {"block_size": 16, "window": 16, "max_draft": 4}
@@ -168,7 +169,7 @@ def test_another_attention_function_gets_everything():
 
 
 def test_the_life_of_a_cache(tmp_path):
-    """Crops, rows that change places, copies: against prompts of the whole text. Never captured."""
+    """Crops, rows that change places, copies: against prompts of the whole text."""
     net, stock = model("sparsekv", *SPARSE), model("sdpa", *SPARSE)
     cache, held = new_cache(net), torch.empty(2, 0, dtype=torch.long)
 
@@ -191,12 +192,62 @@ def test_the_life_of_a_cache(tmp_path):
     loaded = SparseCache.load(tmp_path / "file", model_config=net.config)
     with pytest.raises(ValueError, match="the model knows the positions of 1: prefill again"), torch.no_grad():
         net(held[:, :1], **over(net, loaded))
-    cache.reset()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "offload", "inputs"),
+    [(MIXED, True, INPUTS), (MIXED, False, prompt(1, 240)), (SPARSE, False, INPUTS), (SPARSE, True, prompt(2, 11))],
+    ids=["mixed-host", "mixed-long", "sparse-padded", "sparse-short"],
+)
+def test_replayed_steps(kinds, offload, inputs, monkeypatch):
+    """Over blocks that become full, and from 256 tokens on a table that grows; in two turns."""
+    monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)  # no equal scores
+    net, stock, go = build("sparsekv", kinds), model("sdpa", *kinds), {**GO, "max_new_tokens": 34}
+    runner, cache, theirs = Imitation(net), new_cache(net, offload), DynamicCache(config=stock.config)
+    runner.install()
+    text = stock.generate(**inputs, **go, **over(stock, theirs))
+    assert torch.equal(net.generate(**inputs, **go, **over(net, cache)), text)
+    assert runner.replays == 33
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 54), value=1)
+    turn = {"input_ids": torch.cat((text, prompt(len(text), 20, seed=5)["input_ids"]), 1), "attention_mask": mask}
+    expected = stock.generate(**turn, **GO, **over(stock, theirs))
+    assert torch.equal(net.generate(**turn, **GO, **over(net, cache)), expected)
+    assert runner.replays == 33 + 19
+    runner.remove()
+    eager = new_cache(net, offload)
+    net.generate(**inputs, **go, **over(net, eager))
+    net.generate(**turn, **GO, **over(net, eager))
+    mine, other = cache.stats(), eager.stats()
+    for count in ("attended_tokens", "context_tokens", "sparse_calls", "dense_calls", "index_bytes_read", "needed"):
+        assert getattr(mine, count) == getattr(other, count)
+
+
+@pytest.mark.parametrize("given", [3, 4, None])
+@torch.no_grad()
+def test_replayed_positions_in_three_dimensions(given, monkeypatch):
+    """Those of an image's patches differ in each; or the model counts them."""
+    monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)
+    net, stock, ids = build("sparsekv", MIXED), model("sdpa", *MIXED), prompt(2, 80)["input_ids"]
+    positions = torch.randint(0, 3, (given or 4, 2, 80), generator=torch.Generator().manual_seed(1)).cumsum(2)
+    runner, cache, theirs = Imitation(net), new_cache(net), DynamicCache(config=stock.config)
+    runner.install()
+    for part, at in zip(ids.split((60, *[1] * 20), 1), positions.split((60, *[1] * 20), 2)):
+        where = {} if given is None else {"position_ids": at}
+        found, expected = (one(part, **where, **over(one, held)) for one, held in ((net, cache), (stock, theirs)))
+        torch.testing.assert_close(found.logits[:, -1], expected.logits[:, -1], atol=5e-4, rtol=1e-4)
+    assert runner.replays == 20
+    runner.remove()
+
+
+def test_replayed_beams(monkeypatch):
+    """Rows change places, states and positions with them."""
+    monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)
+    net, stock, beams = build("sparsekv", MIXED), model("sdpa", *MIXED), {**GO, "num_beams": 3}
     runner = Imitation(net)
     runner.install()
-    with pytest.warns(UserWarning, match="the positions of all tokens"):
-        net.generate(**INPUTS, **GO, **over(net, cache))
-    assert runner.replays == 0
+    found = net.generate(**INPUTS, **beams, **over(net, new_cache(net)))
+    assert torch.equal(found, stock.generate(**INPUTS, **beams))
+    assert runner.replays > 10
     runner.remove()
 
 
@@ -214,11 +265,22 @@ def test_what_it_takes():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
-def test_tokens_on_a_gpu(offload, monkeypatch):
+def test_tokens_on_a_gpu(offload, captured, monkeypatch):
+    """In two turns, over blocks that become full; captured steps as eager ones."""
     monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)  # no equal scores
     net, stock = build("sparsekv", MIXED).cuda(), build("sdpa", MIXED).cuda()
-    inputs = {name: tensor.cuda() for name, tensor in INPUTS.items()}
-    cache = new_cache(net, offload)
-    assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), stock.generate(**inputs, **GO))
-    assert cache.stats().sparse_calls == 2 * 19
+    if captured:
+        optimize(net, fused=False)
+    inputs, go = {name: tensor.cuda() for name, tensor in INPUTS.items()}, {**GO, "max_new_tokens": 60}
+    cache, theirs = new_cache(net, offload), DynamicCache(config=stock.config)
+    text = stock.generate(**inputs, **go, **over(stock, theirs))
+    assert torch.equal(net.generate(**inputs, **go, **over(net, cache)), text)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 80), value=1)
+    turn = {"input_ids": torch.cat((text, prompt(2, 20, seed=5)["input_ids"].cuda()), 1), "attention_mask": mask}
+    expected = stock.generate(**turn, **GO, **over(stock, theirs))
+    assert torch.equal(net.generate(**turn, **GO, **over(net, cache)), expected)
+    assert cache.stats().sparse_calls == 2 * (59 + 19)
+    if captured:
+        assert runner_of(net).replays == 59 + 19
