@@ -115,7 +115,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_lay
 def _values(kind: type[PreTrainedConfig], layers: int, own: dict) -> dict:
     """Arguments for a tiny configuration of a kind, those of its parts within."""
     parts = {name: part for name, part in kind.sub_configs.items() if hasattr(part, "sub_configs")}
-    known = kind().to_dict() if kind.has_no_defaults_at_init is False else {}
+    known = {} if getattr(kind, "has_no_defaults_at_init", False) else kind().to_dict()
     wide = {**SIZES, **dict.fromkeys(LAYERS, layers)}
     found = {name: value for name, value in wide.items() if name in known or name in kind.attribute_map}
     for name in kind.attribute_map:  # two names of one value
@@ -131,6 +131,7 @@ def _values(kind: type[PreTrainedConfig], layers: int, own: dict) -> dict:
 
 # Where sizes by name are not enough: what the configuration is made of in their place, beside them.
 MIXED = ["linear_attention", "full_attention"] * 2
+MIXED_BLOCKS = ["full_attention", "minimax_m3_sparse"] * 2  # as published ones
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
 QWEN4 = {
     **{"layer_types": MIXED, "hc_count": 2, "hc_lowrank": 8, "num_experts": 4, "num_experts_per_tok": 2},
@@ -149,6 +150,7 @@ OWN: dict[str, dict] = {
     },
     **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in indexers.LATENT},  # with an indexer of their own
     "qwen4_exp_text": QWEN4,
+    "minimax_m3_vl_text": {"layer_types": MIXED_BLOCKS, "index_n_heads": 2, "index_head_dim": 16},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -184,6 +185,43 @@ def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
             elif key.endswith("sinks"):  # as large as the logits, or nobody would miss them
                 parameter.normal_(mean=6.0, generator=generator)
     return model
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+
+
+def qwen4_exp(attn: str, kinds: Sequence[str]) -> torch.nn.Module:
+    """Qwen4-Exp with layers of ``kinds``, new and in eval mode. A query chooses 4 blocks of 4 tokens."""
+    config = tf.Qwen4ExpTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=len(kinds),
+        layer_types=list(kinds),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters=_ROPE,
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hc_lowrank"), 8),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+        num_experts=4,
+        num_experts_per_tok=2,
+        hc_count=2,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=16,
+        indexer_compress_ratio=4,
+        max_position_embeddings=2560,
+    )
+    torch.manual_seed(0)
+    net = tf.Qwen4ExpForCausalLM._from_config(config, attn_implementation=attn).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    return net
 
 
 @cache

@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-import transformers as tf
 from captured import Imitation
-from models import COMMON, INDEXED, build, model, plain_text, prompt, reference
+from models import INDEXED, build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import (
@@ -343,30 +342,3 @@ def test_padding_between_tokens_is_not_captured():
         assert torch.equal(net.generate(**turn, **GO, **over(net, cache)), plain_text(name, turn, **GO))
     assert runner.replays == 19
     runner.remove()
-
-
-def test_indexers_of_other_kinds_are_refused():
-    """Its attention functions get a mask in place of indices."""
-    config = tf.Glm5NextConfig().get_text_config(decoder=True)
-    with pytest.raises(ValueError, match=r"of such models axk2, .*, qwen4_exp_text are served"):
-        OffloadedSparseCache(model_config=config)
-
-
-def test_layers_that_choose_blocks_are_refused():
-    """They leave the choice to the attention function, which would attend to everything."""
-    config = tf.MiniMaxM3VLTextConfig(
-        **{key: value for key, value in COMMON.items() if key != "tie_word_embeddings"},
-        layer_types=["full_attention", "minimax_m3_sparse"],
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        dense_intermediate_size=96,
-        shared_intermediate_size=32,
-        index_n_heads=2,
-        index_head_dim=16,
-        rotary_dim=8,
-        attn_implementation="sparsekv",
-    )
-    net = tf.MiniMaxM3VLForCausalLM(config).eval()
-    for given in ({}, over(net, new_cache())):
-        with pytest.raises(ValueError, match="chooses blocks by an indexer of its own"):
-            net.generate(**INPUTS, **GO, **given)

@@ -7,9 +7,9 @@ import functools
 
 import pytest
 import torch
-import transformers as tf
 from captured import Imitation
-from models import COMMON, prompt
+from models import prompt
+from models import qwen4_exp as build
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, optimize, restore_mla, sparse
@@ -23,42 +23,6 @@ SMALL = {"block_size": 16, "window": 16, "max_draft": 4}
 GO = {"do_sample": False, "max_new_tokens": 20}
 INPUTS = prompt(2, 90, (0, 30))
 MIXED, SPARSE = ["linear_attention", "qwen_sparse_attention"] * 2, ["qwen_sparse_attention"] * 2
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-
-
-def build(attn: str, kinds: list[str]) -> torch.nn.Module:
-    """Of blocks of 4 tokens, 4 of which a query chooses."""
-    config = tf.Qwen4ExpTextConfig(
-        vocab_size=COMMON["vocab_size"],
-        hidden_size=64,
-        num_hidden_layers=len(kinds),
-        layer_types=list(kinds),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters=ROPE,
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hc_lowrank"), 8),
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-        num_experts=4,
-        num_experts_per_tok=2,
-        hc_count=2,
-        indexer_n_heads=4,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=16,
-        indexer_compress_ratio=4,
-        max_position_embeddings=2560,
-    )
-    torch.manual_seed(0)
-    net = tf.Qwen4ExpForCausalLM._from_config(config, attn_implementation=attn).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
-    return net
-
 
 model = functools.cache(lambda attn, *kinds: build(attn, kinds))
 
