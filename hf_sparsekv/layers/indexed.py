@@ -130,8 +130,10 @@ class IndexedLayer(SparseLayer):
         return (columns >= first) & (columns < end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        sizes = super().get_mask_sizes(query_length)  # of rows that come and go, all columns that there ever were
-        return (query_length, 0) if self._by_rows and self.captured is None else sizes
+        sizes = super().get_mask_sizes(query_length)
+        if self.store is not None and self.store.table_of_rows.managed:  # columns are all steps that there ever were
+            return query_length, 0  # nobody reads the mask
+        return sizes
 
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -143,7 +145,7 @@ class IndexedLayer(SparseLayer):
                 "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "
                 "past_key_values out"
             )
-        if self._by_rows:  # the mask is that of the step that was captured
+        if self._by_rows:  # the mask is that of the step that was captured, or says nothing of rows
             chosen = step.indices[:, 0].long()
             self.policy.chosen = (chosen - self._span()[1]).masked_fill(~self._seen(chosen), -1)
             return super()._attend(step, query, None, params, dropout)

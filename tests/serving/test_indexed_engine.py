@@ -17,7 +17,7 @@ from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 SMALL = TokenConfig(block_size=16, window=16, max_draft=4)
 SERVING = ServingConfig(max_rows=3, max_length=260, chunk=64, prefix_cache=False)
-ASKED = (150, 20), (40, 30), (9, 25), (200, 12), (77, 40)  # tokens of prompts and answers; 24 are chosen
+ASKED = (150, 20), (40, 30), (1, 25), (200, 12), (77, 40)  # tokens of prompts and answers; 24 are chosen
 PLACES = pytest.mark.parametrize(
     "offload", [OffloadConfig(), OffloadConfig(device_pool=0), None], ids=["host", "bare", "device"]
 )
