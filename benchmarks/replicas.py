@@ -98,7 +98,7 @@ class Clock:
         """Nothing but the rows there are."""
         none = SampleCounter((1.0,)).samples()
         times = dict.fromkeys(("queue_s", "ttft_s", "between_s", "total_s"), none)
-        fields = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"refused": {}, "host_limit": None}
+        fields = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"refused": {}, "host_limit": None, "prompts": ()}
         return EngineStats(**{**fields, **times, "running": len(self._rows)})
 
 

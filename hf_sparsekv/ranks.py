@@ -86,6 +86,12 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.host)
         return found.tolist()
 
+    def gathered(self, numbers: Tensor) -> list[Tensor]:
+        """``numbers`` of each rank, on the host, equally many. All of them must call it, and wait for each other."""
+        found = [torch.empty_like(numbers) for _ in range(self.size)]
+        dist.all_gather(found, numbers, group=self.host)
+        return found
+
     def send(self, values: Tensor) -> None:
         """Broadcast rank 0's ``values`` on the model's device, after all work launched there."""
         dist.broadcast(values, group=self.group, group_src=0)

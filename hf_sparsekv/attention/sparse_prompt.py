@@ -24,47 +24,58 @@ class PromptAudit:
     """What the sparse prompts of one layer have attended to, and truly covered, by query head.
 
     Attributes:
-        sums: float64 ``[Hq, 4]`` on the layer's device: rows audited, the sum of their covered mass, blocks attended
-            to, blocks that could be seen. None: there was no such prompt.
-        least: float32 ``[Hq]``, the least covered mass of a row; 1 without any.
+        table: float64 ``[Hq, 8]`` on the layer's device: rows audited, the sum of their covered mass, blocks attended
+            to, blocks that could be seen; how often the head chose, chose again, and became dense; and the least
+            covered mass of a row, 1 without any. None: there was no such prompt.
     """
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.least: Tensor | None = None
+        self.table: Tensor | None = None
 
     def clear(self) -> None:
-        self.sums = self.least = None
+        self.table = None
 
     @no_inference_mode
     def merge(self, other: PromptAudit) -> None:
         """Count what another of the same layer has counted, too."""
-        if other.sums is None or other.least is None:
-            return
-        if self.sums is None or self.least is None:
-            self.sums, self.least = other.sums.clone(), other.least.clone()
+        mine, more = self.table, other.table
+        if mine is None or more is None:
+            self.table = mine if more is None else more.clone()
         else:
-            self.sums, self.least = self.sums + other.sums, self.least.minimum(other.least)
+            self.table = torch.cat((mine[:, :-1] + more[:, :-1], mine[:, -1:].minimum(more[:, -1:])), dim=1)
 
     @no_inference_mode
-    def add(self, covered: Tensor, counts: Tensor, seen: Tensor, first_head: int, heads: int) -> None:
+    def add(
+        self,
+        covered: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        again: Tensor,
+        dense: Tensor,
+        first_head: int,
+        heads: int,
+    ) -> None:
         """Count the tiles of some heads.
 
         Args:
             covered, counts: of ``prompt_choice``, ``[batch, h, tiles]``.
             seen: blocks that each tile sees, ``[batch or 1, tiles]``.
+            again, dense: bool ``[batch, h]``: the head chose again, and attends to everything after that.
             first_head, heads: which query heads they are, from where on and of how many.
         """
-        if self.sums is None or self.least is None or self.sums.device != covered.device:
-            self.sums = torch.zeros(heads, 4, dtype=torch.float64, device=covered.device)
-            self.least = torch.ones(heads, device=covered.device)
+        if self.table is None or self.table.device != covered.device:
+            self.table = torch.zeros(heads, 8, dtype=torch.float64, device=covered.device)
+            self.table[:, -1] = 1
         audited = ~covered.isnan()
         known = covered.masked_fill(~audited, 1.0)
-        seen = seen[:, None].expand_as(counts)
-        parts = audited, known * audited, counts, seen
-        some = slice(first_head, first_head + covered.shape[1])
-        self.sums[some] += torch.stack([part.sum((0, 2), dtype=torch.float64) for part in parts], dim=-1)
-        self.least[some] = self.least[some].minimum(known.amin((0, 2)))
+        by_tile = torch.stack(
+            (audited.float(), known * audited, counts.float(), seen[:, None].expand_as(counts).float())
+        )
+        by_row = torch.stack((torch.ones_like(again), again, dense))
+        sums = (by_tile.sum((1, 3), dtype=torch.float64), by_row.sum(1, dtype=torch.float64))
+        mine = self.table[first_head : first_head + covered.shape[1]]
+        mine[:, :-1] += torch.cat(sums).T
+        mine[:, -1] = mine[:, -1].minimum(known.amin((0, 2)))
 
 
 def sparse_attention(
@@ -107,12 +118,13 @@ def sparse_attention(
         rows = some.shape[2]
         made = prompt_mass(some, key, means, scale, past, start)
         lists = prompt_choice(*made, wanted, past, rows, n - LAST, start)
-        for more in () if mass >= 1 else (1 - (1 - mass) / 2, 1.0):
-            low = lists[2].nanmean(-1) < mass  # False where nothing is left out
+        missed = [torch.zeros_like(wanted, dtype=torch.bool)] * 2
+        for i, more in enumerate(() if mass >= 1 else (1 - (1 - mass) / 2, 1.0)):
+            missed[i] = low = lists[2].nanmean(-1) < mass  # False where nothing is left out
             lists = prompt_choice(*made, wanted.masked_fill(low, more), past, rows, n - LAST, start, low, lists)
         ids, counts, covered = lists
         seen = seen_blocks(past, rows, start, query.device)
-        audit.add(covered, counts, seen, first_head, q_heads if heads is None else heads)
+        audit.add(covered, counts, seen, *missed, first_head, q_heads if heads is None else heads)
         block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + step])
     return out
 

@@ -346,9 +346,10 @@ class Engine:
             device_tokens_used=rows.slots - rows.free_slots,
             host_bytes=used,
             host_limit=limit,
-            link_bytes=loop.link.bytes(),
+            link_bytes=loop.link.last(),
             queue_s=counts.queue_s.samples(),
             ttft_s=counts.ttft_s.samples(),
             between_s=counts.between_s.samples(),
             total_s=counts.total_s.samples(),
+            prompts=loop.prompts.last(),
         )

@@ -19,13 +19,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..telemetry.prompt_stats import PromptStats
 from .blocks import Blocks
 from .drawn import DrawnTokens
 from .failures import clear_frames, described
 from .grammar import Grammars
 from .in_flight import Request
 from .intake import Intake
-from .link_meter import LinkMeter
+from .meter import Meter
 from .output import Teller
 from .reading_order import ReadingOrder
 from .request import Logprob
@@ -53,7 +54,9 @@ class Loop:
     def __init__(self, work: Work, blocks: int, eos: frozenset[int], vocabulary: int, grammars: Grammars) -> None:
         self.work, self.rows, self.eos = work, work.rows, eos
         self.counts = Counts()
-        self.link = LinkMeter(work)
+        before = work.link_bytes()  # moved by trial steps
+        self.link = Meter(lambda: work.link_bytes() - before, 0)
+        self.prompts: Meter[tuple[PromptStats, ...]] = Meter(work.prompts, ())
         self.intake = Intake(self.counts, work.serving.max_waiting)
         self.blocks = Blocks(work, blocks)
         self.drawn = DrawnTokens(work, vocabulary, grammars)
@@ -123,6 +126,7 @@ class Loop:
         self._read(beside=stepped)
         self._collect(keep=1 if stepped else 0)
         self.link.count()
+        self.prompts.count()
         return True
 
     @property

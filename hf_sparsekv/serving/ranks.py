@@ -144,6 +144,11 @@ class Shared:
         self.number, self.here = number, here
 
 
+def _of_all_heads(tables: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
+    """Tables of audits by layer, with the rows of all ranks' query heads."""
+    return {layer: torch.cat(ranks.gathered(table)) for layer, table in tables.items()}
+
+
 class SharedWork(Work):
     """Rank 0's operations, which the other ranks repeat.
 
@@ -235,6 +240,11 @@ class SharedWork(Work):
         super().drop(ids)
         self._note("drop", ids)
 
+    def audits(self) -> dict[int, Tensor]:
+        with _together():
+            self._send("audits")
+            return _of_all_heads(super().audits(), self.wire.ranks)
+
     def step(self) -> Tensor:
         with _together():
             self._send("step")
@@ -265,7 +275,7 @@ class FollowedWork(Work):
     NAMES = frozenset(
         (
             *("begin", "read", "overtake", "overtook", "give_up", "join", "leave", "hold", "resume", "give", "move"),
-            *("channels", "calibrate", "forget", "share", "drop", "step", "take_tokens"),
+            *("channels", "calibrate", "forget", "share", "drop", "step", "take_tokens", "audits"),
         )
     )
 
@@ -326,6 +336,10 @@ class FollowedWork(Work):
     def forget(self, number: int) -> None:
         """Drop channels with which no prompt will begin."""
         del self._held[number]
+
+    def audits(self) -> dict[int, Tensor]:
+        """Give rank 0 what sparse prompts have covered in the heads here."""
+        return _of_all_heads(super().audits(), self.wire.ranks)
 
     def step(self) -> None:
         super().step()

@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..telemetry.prompt_stats import PromptStats
+
 TIMES = tuple(2.0**k for k in range(-10, 11))  # seconds, a millisecond to 17 minutes: bounds of the histograms
 
 
@@ -127,6 +129,8 @@ class EngineStats:
         ttft_s: seconds from arrival to the first token.
         between_s: seconds between two tokens of a request.
         total_s: seconds from arrival to the end.
+        prompts: what sparse prompts attended to and covered, per layer, of requests whose prompts have been read.
+            Empty without any. As ``link_bytes``, it is the last count.
     """
 
     running: int
@@ -156,3 +160,4 @@ class EngineStats:
     ttft_s: Samples
     between_s: Samples
     total_s: Samples
+    prompts: tuple[PromptStats, ...] = ()

@@ -19,6 +19,7 @@ from ..cuda_graph.optimize import unnoticed
 from ..cuda_graph.prompts import paused_passes
 from ..row_batch import Batch, RowBatch, positions
 from ..row_batch.verifying import verify
+from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
 from ..tensors import sent
 from .config import ServingConfig
 from .prefill import Clock, Pace, Reading, Segments
@@ -171,6 +172,18 @@ class Work:
         self._moved += sum(int(each) for each in read)
         stats = self.rows.cache.stats()
         return self._moved + stats.host_to_device_bytes + stats.device_to_host_bytes
+
+    # ------------------------------------------------------------------ sparse prompts
+
+    def prompts(self) -> tuple[PromptStats, ...]:
+        """What the sparse prompts of all rows so far have covered. Waits for the device."""
+        if self.rows.cache.config.prefill is None:
+            return ()
+        return prompt_stats(self.audits())
+
+    def audits(self) -> dict[int, Tensor]:
+        """Tables of the layers' audits, of all query heads."""
+        return audit_tables(self.rows.cache.sparse_layers)
 
     # ------------------------------------------------------------------ rows
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from .prompt_stats import PromptStats
 from .stats import CacheStats
 from .timing import TokenTimer
 from .watch import BlockMap
@@ -28,6 +29,8 @@ class StepReport:
         stats: statistics of the steps since the last report that had them. None where they were not requested
             (``every``), for token 0, and for transformers' own caches.
         blocks: blocks that this step attended to; None unless requested.
+        prompts: with token 0, what the cache's sparse prompts have covered, per layer. Empty where they were exact, and
+            without statistics (``every=0``).
     """
 
     index: int
@@ -35,6 +38,7 @@ class StepReport:
     seconds: float
     stats: CacheStats | None = None
     blocks: BlockMap | None = None
+    prompts: tuple[PromptStats, ...] = ()
 
 
 @runtime_checkable
@@ -106,12 +110,13 @@ class StepMonitor(TokenTimer):
         index, self._index = self._index, self.tokens
         seconds = self.steps_s[-1] if self.steps_s else self.first_s or 0.0
         stats = blocks = None
+        prompts = self.cache.stats().prompts if not index and self.cache is not None and self.every else ()
         if index and self.cache is not None and self._before is not None and self._due(index):
             now = self.cache.stats()
             stats, self._before = now.since(self._before), now
             blocks = self.cache.chosen_blocks() if self.blocks else None
             self._looked = self._clock()
-        self.on_step(StepReport(index, tuple(value.flatten().tolist()), seconds, stats, blocks))
+        self.on_step(StepReport(index, tuple(value.flatten().tolist()), seconds, stats, blocks, prompts))
 
     def _due(self, index: int) -> bool:
         return index % self.every == 0 and self._clock() - self._looked >= self.interval

@@ -5,7 +5,10 @@ Apart from :mod:`.stats`, which counts decode steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ..layers.sparse_layer import SparseLayer
 
@@ -25,6 +28,10 @@ class PromptStats:
         covered: share of the attention mass of the audited rows that was covered, mean over all. None without any.
         heads: the same by query head.
         least: the least of a row, by query head; 1 without any.
+        visible: blocks that tiles of queries could see, summed over tiles and query heads.
+        choices: how often each query head chose blocks: once for some thousand queries of a row.
+        again: of these choices, by query head: too little was covered, and the head chose more.
+        dense: of these choices, by query head: that was too little as well, and the head attended to everything.
     """
 
     layer: int
@@ -34,26 +41,72 @@ class PromptStats:
     covered: float | None
     heads: tuple[float | None, ...]
     least: tuple[float, ...]
+    visible: int = 0
+    choices: int = 0
+    again: tuple[int, ...] = ()
+    dense: tuple[int, ...] = ()
+
+    @property
+    def dense_heads(self) -> tuple[int, ...]:
+        """Query heads that the audit has made dense at least once."""
+        return tuple(head for head, times in enumerate(self.dense) if times)
+
+    @property
+    def lowest(self) -> tuple[int, float] | None:
+        """The query head of which least was covered, and how much of it. None without audited rows."""
+        found = [(share, head) for head, share in enumerate(self.heads) if share is not None]
+        return min(found)[::-1] if found else None
 
 
-def prompt_stats(layers: list[SparseLayer]) -> tuple[PromptStats, ...]:
-    """Those of the layers that have had sparse prompts. Synchronises with their devices."""
-    found = []
-    for layer in layers:
-        sums, least = layer.audit.sums, layer.audit.least
-        if sums is None or least is None:
-            continue
-        rows = sums.tolist()
-        audited, mass, chosen, seen = map(sum, zip(*rows))
-        found.append(
+def audit_tables(layers: Sequence[SparseLayer]) -> dict[int, Tensor]:
+    """Of layers that have had sparse prompts: their :class:`.PromptAudit`'s table, on the host. Waits for devices."""
+    return {layer.index: layer.audit.table.cpu() for layer in layers if layer.audit.table is not None}
+
+
+def prompt_stats(tables: Mapping[int, Tensor]) -> tuple[PromptStats, ...]:
+    """Statistics of the layers that these tables are of (:func:`audit_tables`)."""
+    made = []
+    for layer, table in tables.items():
+        audited, mass, chosen, seen, choices, again, dense, least = table.T.tolist()
+        made.append(
             PromptStats(
-                layer=layer.index,
-                density=chosen / seen,
-                densities=tuple(taken / visible for *_, taken, visible in rows),
-                audited=int(audited),
-                covered=mass / audited if audited else None,
-                heads=tuple(held / n if n else None for n, held, *_ in rows),
-                least=tuple(least.tolist()),
+                layer=layer,
+                density=sum(chosen) / sum(seen),
+                densities=tuple(taken / visible for taken, visible in zip(chosen, seen)),
+                audited=int(sum(audited)),
+                covered=sum(mass) / sum(audited) if sum(audited) else None,
+                heads=tuple(held / n if n else None for held, n in zip(mass, audited)),
+                least=tuple(least),
+                visible=int(sum(seen)),
+                choices=int(max(choices)),
+                again=tuple(map(int, again)),
+                dense=tuple(map(int, dense)),
             )
         )
-    return tuple(found)
+    return tuple(made)
+
+
+def mean_density(prompts: Sequence[PromptStats]) -> float | None:
+    """Share of the visible blocks that sparse prompts attended to, mean over layers that had some."""
+    return sum(p.density for p in prompts) / len(prompts) if prompts else None
+
+
+def mean_covered(prompts: Sequence[PromptStats]) -> float | None:
+    """Share of the attention mass that sparse prompts covered, mean over audited rows. None without any."""
+    audited = sum(p.audited for p in prompts)
+    return sum(p.covered * p.audited for p in prompts if p.covered is not None) / audited if audited else None
+
+
+def described(prompts: Sequence[PromptStats]) -> str:
+    """The audit in a line, empty without sparse prompts: density, covered mass, the worst head, and dense heads."""
+    density, covered = mean_density(prompts), mean_covered(prompts)
+    if density is None:
+        return ""
+    line = f"sparse prompts attended to {density:.1%} of what they could see"
+    if covered is not None:
+        share, layer, head = min((p.lowest[1], p.layer, p.lowest[0]) for p in prompts if p.lowest is not None)
+        line += f", covered mass {covered:.2%} (layer {layer}, head {head}: {share:.2%})"
+    if dense := [f"{p.layer}.{head}" for p in prompts for head in p.dense_heads]:
+        heads, more = "head" if len(dense) == 1 else "heads", ", ..." if len(dense) > 4 else ""
+        line += f", {len(dense)} {heads} became dense (layer.head {', '.join(dense[:4])}{more})"
+    return line

@@ -12,7 +12,7 @@ from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
 from ..policies.shared import Shared
-from .prompt_stats import PromptStats, prompt_stats
+from .prompt_stats import PromptStats, audit_tables, described, mean_covered, mean_density, prompt_stats
 from .working_set import working_set_bytes
 
 
@@ -94,13 +94,12 @@ class CacheStats:
     @property
     def prompt_density(self) -> float | None:
         """Share of the visible blocks that sparse prompts attended to, mean over layers that had some."""
-        return sum(p.density for p in self.prompts) / len(self.prompts) if self.prompts else None
+        return mean_density(self.prompts)
 
     @property
     def prompt_covered(self) -> float | None:
         """Share of the attention mass that sparse prompts covered, mean over audited rows. None without any."""
-        audited = sum(p.audited for p in self.prompts)
-        return sum(p.covered * p.audited for p in self.prompts if p.covered is not None) / audited if audited else None
+        return mean_covered(self.prompts)
 
     @property
     def tokens_per_walk(self) -> float | None:
@@ -150,11 +149,8 @@ class CacheStats:
             where += f", {readable(self.host_bytes)} in host memory"
         if self.second_bytes:
             where += f", {readable(self.second_bytes)} on a second device"
-        if self.prompt_density is not None:
-            where += f"; sparse prompts attended to {self.prompt_density:.1%} of what they could see"
-            if self.prompt_covered is not None:
-                worst = min((share, p.layer, head) for p in self.prompts for head, share in _audited(p))
-                where += f", covered mass {self.prompt_covered:.2%} (layer {worst[1]}, head {worst[2]}: {worst[0]:.2%})"
+        if self.prompts:
+            where += f"; {described(self.prompts)}"
         if not self.decode_steps:
             what = "no decode step yet"
             if self.materialised:
@@ -242,11 +238,6 @@ def allocated(layers: list[SparseLayer], shared: Shared, pools: DevicePools | No
     }
 
 
-def _audited(prompts: PromptStats) -> list[tuple[int, float]]:
-    """Heads with audited rows, and what of these was covered."""
-    return [(head, share) for head, share in enumerate(prompts.heads) if share is not None]
-
-
 def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     audits = sum(w.audits for w in walks)
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
@@ -310,5 +301,5 @@ def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None
         draft_queries=max((c.drafts for c in total), default=0),
         drafted=table.exactness.drafted,
         accepted=table.exactness.accepted,
-        prompts=prompt_stats(layers),
+        prompts=prompt_stats(audit_tables(layers)),
     )

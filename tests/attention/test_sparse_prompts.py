@@ -15,6 +15,7 @@ from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
 from hf_sparsekv.ops._prompts import BLOCK, ROWS, STEP, TILE
+from hf_sparsekv.telemetry.prompt_stats import PromptStats, described
 from hf_sparsekv.types import AttentionParams
 
 ALL = {"prefill": 1.0, "prefill_below": 0}
@@ -73,6 +74,9 @@ def test_what_is_counted():
         assert len(layer.heads) == len(layer.least) == 4
         assert 0.7 <= layer.covered <= 1
         assert layer.least[0] <= layer.heads[0]
+        assert layer.lowest == min((share, head) for head, share in enumerate(layer.heads))[::-1]
+        assert layer.choices == 2  # of each row once
+        assert all(dense <= again <= 2 for again, dense in zip(layer.again, layer.dense))
     assert "sparse prompts attended to" in str(stats)
     assert stats.prompt_covered >= 0.7
     other = copy.deepcopy(cache)
@@ -93,6 +97,15 @@ def test_rows_that_join_are_counted():
         assert layer.audited == one.audited + two.audited > 0
         assert layer.least == tuple(map(min, one.least, two.least))
     assert len(cache.stats().prompts) == 2
+
+
+def test_what_the_line_says():
+    one = PromptStats(3, 0.25, (0.5, 0.0), 4, 0.9, (0.85, 0.95), (0.8, 0.9), 100, 2, (1, 0), (1, 0))
+    assert described([]) == ""
+    assert described([one]) == (
+        "sparse prompts attended to 25.0% of what they could see, covered mass 90.00% (layer 3, head 0: 85.00%), "
+        "1 head became dense (layer.head 3.0)"
+    )
 
 
 def test_a_pass_that_is_short_is_exact():
@@ -156,12 +169,12 @@ def test_audit_is_true(monkeypatch):
             chosen = ids[0, head, tile, : counts[0, head, tile]].long()
             if len(chosen) < (512 + (tile + 1) * TILE) // BLOCK:
                 covered.append(true[0, head, row, chosen].sum())
-        assert int(audit.sums[head, 0]) == len(covered) > 0
-        torch.testing.assert_close(audit.sums[head, 1], torch.stack(covered).sum(), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(audit.least[head].double(), torch.stack(covered).amin(), atol=1e-5, rtol=1e-5)
-    assert audit.sums[:, 2].sum() == counts.sum()
-    assert (audit.sums[:, 3] == sum((512 + (tile + 1) * TILE) // BLOCK for tile in range(8))).all()
-    assert (audit.sums[:, 1] / audit.sums[:, 0]).min() >= 0.8
+        assert int(audit.table[head, 0]) == len(covered) > 0
+        torch.testing.assert_close(audit.table[head, 1], torch.stack(covered).sum(), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(audit.table[head, -1], torch.stack(covered).amin(), atol=1e-5, rtol=1e-5)
+    assert audit.table[:, 2].sum() == counts.sum()
+    assert (audit.table[:, 3] == sum((512 + (tile + 1) * TILE) // BLOCK for tile in range(8))).all()
+    assert (audit.table[:, 1] / audit.table[:, 0]).min() >= 0.8
 
 
 def test_heads_that_miss_their_share_become_dense():
@@ -178,9 +191,10 @@ def test_heads_that_miss_their_share_become_dense():
     out = sparse_attention(query, key, value, 1.0, 0.8, audit)
     params = AttentionParams(1.0)
     exact = exact_attention(query, key, value, params)
-    assert audit.sums[0, 0] == 0, "nothing of this head is left out"
-    assert audit.sums[0, 2] == audit.sums[0, 3]
-    assert (audit.sums[1:, 2] < audit.sums[1:, 3]).all()
+    assert audit.table[0, 0] == 0, "nothing of this head is left out"
+    assert audit.table[0, 2] == audit.table[0, 3]
+    assert audit.table[:, 4:7].tolist() == [[1, 1, 1], *[[1, 0, 0]] * 3]
+    assert (audit.table[1:, 2] < audit.table[1:, 3]).all()
     torch.testing.assert_close(out[:, 0], exact[:, 0])
     torch.testing.assert_close(out[:, :, -LAST:], exact[:, :, -LAST:])
 
@@ -193,7 +207,7 @@ def test_covered_mass_bounds_the_error():
         audit = PromptAudit()
         out = sparse_attention(query, key, value, 0.6, mass, audit)
         errors.append((out - exact).norm() / exact.norm())
-        densities.append((audit.sums[:, 2] / audit.sums[:, 3]).mean())
+        densities.append((audit.table[:, 2] / audit.table[:, 3]).mean())
     assert errors == sorted(errors, reverse=True)
     assert densities == sorted(densities)
     assert errors[2] < 0.1
@@ -246,4 +260,4 @@ def test_on_a_gpu(start):
     given = (t.cpu().float() for t in (query, key, value))
     other = sparse_attention(*given, 0.05, 0.8, audits[1], start=None if starts is None else starts.cpu())
     assert (out.cpu() - other).norm() < 3e-2 * other.norm()
-    torch.testing.assert_close(audits[0].sums.cpu(), audits[1].sums, rtol=0.02, atol=1)
+    torch.testing.assert_close(audits[0].table.cpu(), audits[1].table, rtol=0.02, atol=1)

@@ -19,7 +19,7 @@ from models import VOCAB, build
 from waiting import wait_until
 
 from hf_sparsekv import Engine, OffloadConfig, ProgressiveConfig, Sampling, ServingConfig, SparseCache, TokenConfig
-from hf_sparsekv.serving import Busy, Closed, link_meter, room
+from hf_sparsekv.serving import Busy, Closed, meter, room
 from hf_sparsekv.serving.admission import Candidate
 from hf_sparsekv.serving.prefill import chunks
 from hf_sparsekv.telemetry.working_set import STEPS
@@ -515,7 +515,7 @@ def moved(net, config, ids: list[int], tokens: int) -> int:
 
 def test_bytes_over_the_link(monkeypatch):
     """Of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
-    monkeypatch.setattr(link_meter, "LINK_S", 0.0)
+    monkeypatch.setattr(meter, "EACH_S", 0.0)
     net, config = build("llama", "sparsekv"), TokenConfig(**WHOLE)
     with Engine(net, None, config, OffloadConfig(), replace(SERVING, prefix_cache=False)) as engine:
         total = 0
@@ -546,7 +546,7 @@ def test_the_link_is_looked_at_only_when_somebody_asks(monkeypatch):
         while not handle.done:
             engine.stats()
             time.sleep(0.001)  # the engine needs the interpreter, too
-        assert len(counted) <= 2 + (time.monotonic() - began) / link_meter.LINK_S
+        assert len(counted) <= 2 + (time.monotonic() - began) / meter.EACH_S
         wait_until(lambda: counted)
     with Engine(build("llama", "sdpa"), None, TokenConfig(**WHOLE), None, SERVING) as engine:
         engine.submit(ids_of(60, 1), greedy(4)).result(30)

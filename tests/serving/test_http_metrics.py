@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,7 @@ from waiting import wait_until
 
 from hf_sparsekv.serving.http import create_app, metrics, shapes
 from hf_sparsekv.serving.stats import EngineStats, Samples
+from hf_sparsekv.telemetry.prompt_stats import PromptStats
 
 P = metrics.PREFIX
 
@@ -90,6 +91,35 @@ def test_a_stream_is_counted_when_it_has_ended(engine):
         assert samples(url)[P + "http_requests_total", "/v1/completions", "200"] == 1
 
 
+def test_what_sparse_prompts_have_covered(engine, monkeypatch):
+    """By layer; heads are told apart where they are covered least, or became dense."""
+    one = PromptStats(3, 0.25, (0.5, 0.0), 4, 0.9, (0.85, 0.95), (0.8, 0.9), 100, 2, (1, 1), (0, 1))
+    other = PromptStats(4, 1.0, (1.0, 1.0), 0, None, (None, None), (1.0, 1.0), 50, 2, (0, 0), (0, 0))
+    plain = engine.stats
+    monkeypatch.setattr(engine, "stats", lambda: replace(plain(), prompts=(one, other)))
+    with serving(create_app(engine, "m")) as url:
+        found = {key: value for key, value in samples(url).items() if key[0].startswith(P + "prompt_")}
+    told = {key: value for key, value in found.items() if not key[0].endswith("_created")}
+    del told[P + "prompt_tokens_total",]
+    by_layer = {
+        "blocks_total": (100, 50),
+        "blocks_attended_total": (25, 50),
+        "audited_rows_total": (4, 0),
+        "covered_rows_total": (pytest.approx(3.6), 0),
+        "choices_total": (4, 4),
+        "choices_again_total": (2, 0),
+    }
+    expected = {
+        (f"{P}prompt_{name}", layer): value
+        for name, values in by_layer.items()
+        for layer, value in zip(("3", "4"), values)
+    }
+    # A head and its layer.
+    expected[P + "prompt_choices_dense_total", "1", "3"] = 1
+    expected[P + "prompt_least_covered_ratio", "0", "3"] = 0.85
+    assert told == expected
+
+
 def test_docs_name_what_is_told(engine):
     """Every metric of the page, and no other. In its table ``a_b, _c`` are ``a_b`` and ``a_c``."""
     text = (Path(__file__).parents[2] / "docs" / "serving-http.md").read_text()
@@ -126,7 +156,7 @@ def test_two_servers_in_a_process_share_nothing(engine):
 
 def test_every_field_of_the_stats_is_told(engine):
     told = {field for field, _ in (*metrics.NOW.values(), *metrics.COUNTS.values(), *metrics.TIMES.values())}
-    assert told | {"refused", "host_limit"} == {field.name for field in fields(EngineStats)}
+    assert told | {"refused", "host_limit", "prompts"} == {field.name for field in fields(EngineStats)}
 
 
 def test_a_histogram_counts_what_is_below_each_bound():

@@ -36,6 +36,18 @@ def test_reports_every_token_with_its_statistics():
     assert [report.blocks.length for report in rest] == [120 + i for i in range(1, 10)]
 
 
+@pytest.mark.parametrize("every", [1, 0])
+def test_the_first_token_tells_what_its_prompt_has_covered(every):
+    reports, cache = [], two_level(False, prefill=0.7, prefill_below=0)
+    inputs, monitor = prompt(1, 700), StepMonitor(cache, reports.append, every=every)
+    model("llama").generate(
+        **inputs, past_key_values=cache, do_sample=False, max_new_tokens=2, min_new_tokens=2, streamer=monitor
+    )
+    assert reports[0].prompts == (cache.stats().prompts if every else ())
+    assert not reports[1].prompts
+    assert len(cache.stats().prompts) == 2
+
+
 def test_a_second_call_with_the_same_monitor():
     reports = []
     monitor = StepMonitor(cache := two_level(**TIGHT), reports.append)

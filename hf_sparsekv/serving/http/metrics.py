@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...telemetry.prompt_stats import PromptStats
 from ..stats import EngineStats, Samples
 
 PREFIX = "hf_sparsekv_"
@@ -37,6 +38,15 @@ COUNTS = {
     "accepted_tokens": ("accepted", "Drafts of exact requests that full attention chose too."),
     "graph_captures": ("captures", "CUDA graphs captured."),
     "link_bytes": ("link_bytes", "Keys and values that crossed between host and device, bytes, as of the time before."),
+}
+# name -> (its value for a layer, what it is)
+PROMPTS: dict[str, tuple[Callable[[PromptStats], float], str]] = {
+    "prompt_blocks": (lambda p: p.visible, "Blocks of keys that sparse prompts could see, over tiles and query heads."),
+    "prompt_blocks_attended": (lambda p: round(p.density * p.visible), "Those of them that were attended to."),
+    "prompt_audited_rows": (lambda p: p.audited, "Rows of sparse prompts whose covered mass is known."),
+    "prompt_covered_rows": (lambda p: (p.covered or 0.0) * p.audited, "Their covered shares of the mass, added up."),
+    "prompt_choices": (lambda p: p.choices * len(p.again), "Choices of blocks by the query heads of sparse prompts."),
+    "prompt_choices_again": (lambda p: sum(p.again), "Choices that covered too little, so that more was chosen."),
 }
 TIMES = {
     "queue_seconds": ("queue_s", "Seconds from a request's arrival to the beginning of its prompt."),
@@ -77,8 +87,29 @@ class EngineCollector(Collector):
         for reason, count in sorted(stats.refused.items()):
             refused.add_metric([reason], count)
         yield refused
+        yield from _prompts(stats.prompts)
         for name, (field, about) in TIMES.items():
             yield histogram(PREFIX + name, about, getattr(stats, field))
+
+
+def _prompts(layers: Sequence[PromptStats]) -> Iterator[Metric]:
+    """What sparse prompts have covered, by layer; by head where it is the least, or where heads became dense."""
+    for name, (value, about) in PROMPTS.items():
+        counter = CounterMetricFamily(PREFIX + name, about, labels=["layer"])
+        for layer in layers:
+            counter.add_metric([str(layer.layer)], value(layer))
+        yield counter
+    about = "Choices that covered too little twice, so that the head attended to everything."
+    dense = CounterMetricFamily(PREFIX + "prompt_choices_dense", about, labels=["layer", "head"])
+    about = "Covered share of the mass, of the head of a layer that is covered least."
+    least = GaugeMetricFamily(PREFIX + "prompt_least_covered_ratio", about, labels=["layer", "head"])
+    for layer in layers:
+        for head in layer.dense_heads:
+            dense.add_metric([str(layer.layer), str(head)], layer.dense[head])
+        if layer.lowest is not None:
+            head, share = layer.lowest
+            least.add_metric([str(layer.layer), str(head)], share)
+    yield from (dense, least)
 
 
 def histogram(name: str, about: str, samples: Samples) -> HistogramMetricFamily:

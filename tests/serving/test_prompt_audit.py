@@ -1,0 +1,109 @@
+"""Sparse prompts of an engine: pieces, prefixes that are found again, ranks; and their audit, summed over requests."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from caches import SMALL
+from engines import greedy, ids_of, inside, quiet
+from models import build
+from test_tensor_parallel import Ranks, model, port  # noqa: F401 (fixtures)
+from waiting import wait_until
+
+from hf_sparsekv import Engine, OffloadConfig, ServingConfig, SparseCache, TokenConfig
+from hf_sparsekv.serving import meter
+from hf_sparsekv.serving.prefill import chunks
+
+CONFIG = TokenConfig(**SMALL, prefill=0.4, prefill_below=0)
+SERVING = ServingConfig(max_rows=2, max_length=1024, chunk=512, prefill_ms=1.0)
+COUNTS = ("layer", "visible", "choices", "audited", "again", "dense")
+
+
+@torch.no_grad()
+def read(net, cache: SparseCache, ids: list[int], past: int = 0) -> None:
+    """The rest of a prompt, in an engine's pieces."""
+    for n in chunks(len(ids) - past, SERVING.chunk, past):
+        net(torch.tensor([ids[past : past + n]]), past_key_values=cache)
+        past += n
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["device", "host"])
+def test_the_audit_is_that_of_all_requests(offload, monkeypatch):
+    """Of what was read: the second prompt's beginning was found, the third was given up."""
+    monkeypatch.setattr(meter, "EACH_S", 0.0)
+    net = build("llama", "sparsekv")
+    first, third = ids_of(900, 1), ids_of(1000, 3)
+    second = first[:640] + ids_of(360, 2)
+    with Engine(net, None, CONFIG, offload, SERVING) as engine:
+        assert engine.stats().prompts == ()
+        outputs = [engine.submit(ids, greedy(2)).result(60) for ids in (first, second)]
+        given_up = engine.submit(third, greedy(2))
+        wait_until(lambda: inside(engine).loop.work.reading is not None or given_up.done)
+        given_up.cancel()
+        given_up.result(60)
+        quiet(engine)
+        engine.stats()
+        wait_until(lambda: len(engine.stats().prompts) == 2)
+        found = engine.stats().prompts
+    kept = outputs[1].cached_tokens
+    assert 256 < kept <= 640
+    cache = SparseCache(CONFIG, offload)
+    read(net, cache, first)
+    other = copy.deepcopy(cache)  # which counts on
+    other.crop(kept - len(first))
+    read(net, other, second, kept)
+    expected = other.stats().prompts
+    assert [[getattr(one, name) for name in COUNTS] for one in found] == [
+        [getattr(one, name) for name in COUNTS] for one in expected
+    ]
+    for one, more in zip(found, expected):
+        assert 0 < one.density < 1 and one.density == pytest.approx(more.density)
+        assert one.covered == pytest.approx(more.covered, rel=1e-5)
+        assert one.least == pytest.approx(more.least, rel=1e-4)
+        assert one.audited > 0 and one.covered >= 0.4
+
+
+RANKS = """
+import os, sys
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from caches import SMALL
+from engines import greedy, ids_of, inside
+from hf_sparsekv import Engine, ServingConfig, TokenConfig
+from hf_sparsekv.serving.ranks import follow
+
+dist.init_process_group("gloo")
+config = TokenConfig(**SMALL, prefill=0.4, prefill_below=0)
+serving = ServingConfig(max_rows=2, max_length=1000, chunk=1000)
+spread = DistributedConfig(tp_plan="auto")
+shard = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=spread, attn_implementation="sparsekv")
+if dist.get_rank():
+    follow(shard, config, None, serving)
+    os._exit(0)
+whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sparsekv")
+found = []
+for net in (whole, shard):
+    with Engine(net, None, config, None, serving) as engine:
+        tokens = [engine.submit(ids_of(900, seed), greedy(3)).result(60).token_ids for seed in (1,)]
+        while not engine.stats().prompts:
+            engine.submit(ids_of(20, 1), greedy(2)).result(60)
+        found.append((tokens, engine.stats().prompts, inside(engine).cache.sparse_layers[0].q_heads))
+(one, alone, heads), (both, together, fewer) = found
+assert one == both and (heads, fewer) == (4, 2)
+assert len(alone) == len(together) == 2
+for a, b in zip(alone, together):
+    assert (a.layer, a.visible, a.choices) == (b.layer, b.visible, b.choices)
+    assert len(b.heads) == 4 and abs(a.covered - b.covered) < 1e-2 and 0 < b.density < 1
+    assert all(abs(x - y) < 2e-2 for x, y in zip(a.densities, b.densities)), (a, b)
+os._exit(0)
+"""
+
+
+def test_two_ranks_tell_of_all_heads(model, tmp_path, port):  # noqa: F811
+    (tmp_path / "answers.py").write_text(RANKS)
+    with Ranks([str(tmp_path / "answers.py"), str(model)], port) as ranks:
+        codes = ranks.ends(0, 120), ranks.ends(1, 20)
+        assert codes == (0, 0), ranks.said
