@@ -10,7 +10,7 @@ from torch import Tensor
 
 TILE = 128  # queries that choose together
 BLOCK = 64  # keys that are chosen together
-STEP = 16  # of so many queries the last one's scores are computed exactly
+STEP = 32  # of so many queries the last one's scores are computed exactly
 ROWS = TILE // STEP  # exact rows of a tile
 POOL = 16  # keys of a mean
 EVERY = 4  # of so many queries the last one is compared with means: more find nothing more

@@ -160,7 +160,7 @@ def test_audit_is_true(monkeypatch):
     real = sparse_prompt.block_attention
     monkeypatch.setattr(sparse_prompt, "block_attention", attend)
     audit = PromptAudit()
-    sparse_attention(query, key, value, 0.4, 0.8, audit)
+    sparse_attention(query, key, value, 0.4, 0.9, audit)
     ((ids, counts),) = lists
     true, rows = shares(query, key, 0.4), audited_rows(512, 1024)
     for head in range(4):
@@ -174,7 +174,7 @@ def test_audit_is_true(monkeypatch):
         torch.testing.assert_close(audit.table[head, -1], torch.stack(covered).amin(), atol=1e-5, rtol=1e-5)
     assert audit.table[:, 2].sum() == counts.sum()
     assert (audit.table[:, 3] == sum((512 + (tile + 1) * TILE) // BLOCK for tile in range(8))).all()
-    assert (audit.table[:, 1] / audit.table[:, 0]).min() >= 0.8
+    assert (audit.table[:, 1] / audit.table[:, 0]).min() >= 0.9
 
 
 def test_heads_that_miss_their_share_become_dense():
@@ -193,7 +193,8 @@ def test_heads_that_miss_their_share_become_dense():
     exact = exact_attention(query, key, value, params)
     assert audit.table[0, 0] == 0, "nothing of this head is left out"
     assert audit.table[0, 2] == audit.table[0, 3]
-    assert audit.table[:, 4:7].tolist() == [[1, 1, 1], *[[1, 0, 0]] * 3]
+    assert audit.table[0, 4:7].tolist() == [1, 1, 1], "it chose, chose again, and became dense"
+    assert not audit.table[1:, 6].any()
     assert (audit.table[1:, 2] < audit.table[1:, 3]).all()
     torch.testing.assert_close(out[:, 0], exact[:, 0])
     torch.testing.assert_close(out[:, :, -LAST:], exact[:, :, -LAST:])
