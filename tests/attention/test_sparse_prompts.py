@@ -62,6 +62,27 @@ def test_pieces(name, monkeypatch):
 
 
 @torch.no_grad()
+def test_latents_are_chosen_from(monkeypatch):
+    """In all layers; some heads at a time choose as all heads do, and so does a piece that follows another."""
+    net, ids = model("glm4-moe-lite"), prompt(1, 1000)["input_ids"]
+    found = []
+    for size in (mla._PIECE, 1 << 18):
+        monkeypatch.setattr(mla, "_PIECE", size)
+        cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill": 0.4}), offload=None)
+        for piece in ids.split((300, 700), dim=1):
+            out = net(piece, past_key_values=cache).logits[:, -1]
+        found.append((out, cache.stats().prompts))
+    (out, prompts), (again, other) = found
+    torch.testing.assert_close(out, again, atol=1e-4, rtol=1e-4)
+    assert [layer.layer for layer in prompts] == [*range(net.config.num_hidden_layers)]
+    for layer, more in zip(prompts, other):
+        assert layer.density < 0.95
+        assert layer.audited > 0
+        assert layer.densities == pytest.approx(more.densities, abs=0.02)
+        assert all(share >= 0.4 for share in layer.heads if share is not None)
+
+
+@torch.no_grad()
 def test_what_is_counted():
     """Of rows with padding; a copy counts on, a reset begins again."""
     inputs = prompt(2, 800, (0, 100))
