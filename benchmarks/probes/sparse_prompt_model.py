@@ -2,8 +2,7 @@
 
     python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3 --at 128k:0.12] [--chunk 16k]
 
-With random weights attention is flat, and no share of its mass says what a real model would choose. So everything that
-chooses runs, and lists of the given density take the place of its own. ``--mass`` adds a row with what it chose.
+Lists of the given density are drawn (:mod:`..drawn_lists`). ``--mass`` adds a row with what was chosen.
 """
 
 from __future__ import annotations
@@ -14,26 +13,10 @@ import time
 import torch
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize, unoptimize
-from hf_sparsekv.attention import sparse_prompt
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.ops.selection.prompt_choice import prompt_choice
 
+from ..drawn_lists import draw
 from ..shapes import known_config, parse_model, parse_tokens, random_model
-from .sparse_prompts import drawn_lists
-
-
-class Drawn:
-    """Choices of a density in place of those that were made, the same in all layers."""
-
-    def __init__(self, density: float) -> None:
-        self.density, self.lists = density, {}
-
-    def __call__(self, pooled, exact, mass, past, rows, *args):
-        covered = prompt_choice(pooled, exact, mass, past, rows, *args)[2]
-        key = past, rows, pooled.shape[1]
-        if key not in self.lists:
-            self.lists[key] = drawn_lists(pooled.shape[1], rows, past + rows, self.density)
-        return *self.lists[key], covered.fill_(float("nan"))
 
 
 @torch.no_grad()
@@ -82,9 +65,9 @@ def main() -> None:
         show("exact", TokenConfig())
         config = TokenConfig(prefill=0.9, prefill_below=0)
         for density in densities:
-            sparse_prompt.prompt_choice = Drawn(density)
+            draw(density)
             show(f"density {density}", config)
-            sparse_prompt.prompt_choice = prompt_choice
+            draw(None)
             torch.cuda.empty_cache()
         if args.mass is not None:
             show(f"mass {args.mass}", TokenConfig(prefill=args.mass, prefill_below=0))

@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from hf_sparsekv.attention import sparse_prompt
 from hf_sparsekv.attention.exact import exact_attention
-from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, key_means, tiles_of
+from hf_sparsekv.ops._prompts import BLOCK, ROWS, TILE, blocks_of, key_means, tiles_of
 from hf_sparsekv.ops.attention.block_attention.config import Config
 from hf_sparsekv.ops.attention.block_attention.config import config as usual
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
@@ -32,6 +32,7 @@ from hf_sparsekv.ops.selection.prompt_mass.config import Config as MassConfig
 from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
 from hf_sparsekv.types import AttentionParams
 
+from ..drawn_lists import drawn_lists
 from ..shapes import parse_tokens
 
 CONFIGS = [
@@ -72,20 +73,6 @@ def timed(run: Callable[[], object], times: int = 5) -> float:
     return statistics.median(found)
 
 
-def drawn_lists(heads: int, q: int, n: int, density: float) -> tuple[Tensor, Tensor]:
-    """Ids and counts of tiles that attend to about this share of the blocks that they see."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    tiles, nb = tiles_of(q), blocks_of(n)
-    begin = n - q + torch.arange(tiles, device="cuda") * TILE
-    last, block = (begin + TILE).clamp_max(n) - 1, torch.arange(nb, device="cuda")
-    common = torch.rand(heads, 1, nb, device="cuda", generator=generator) < density / 2
-    own = torch.rand(heads, tiles, nb, device="cuda", generator=generator) < density / 2
-    chosen = common | own | (block == 0) | (block >= begin[:, None] // BLOCK - 2)
-    chosen &= block * BLOCK <= last[:, None]
-    ids = torch.where(chosen, block, nb).sort(-1).values
-    return ids.masked_fill(ids == nb, -1).int()[None], chosen.sum(-1, dtype=torch.int32)[None]
-
-
 def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
     """Milliseconds of torch's dense kernels, and of exact prompts as they are."""
     q, n, found = query.shape[2], key.shape[2], {}
@@ -119,7 +106,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, densities: list[float],
         print(f"  dense {name:8}: {ms:8.2f} ms {4 * dim * heads * pairs / ms / 1e9:6.0f} TFLOP/s")
     least = min(whole.values(), default=float("nan"))
     for density in densities:
-        ids, counts = drawn_lists(heads, q, n, density)
+        ids, counts = drawn_lists(heads, q, n, density, "cuda")
         work = 4 * dim * TILE * BLOCK * int(counts.sum())
         share = int(counts.sum()) * TILE * BLOCK / (heads * pairs)
         print(f"  density {share:.1%} of the visible pairs")
@@ -147,8 +134,9 @@ def estimates(query: Tensor, key: Tensor, value: Tensor, configs: list[MassConfi
     heads, q, dim = query.shape[1:]
     n, scale = key.shape[2], dim**-0.5
     means = key_means(key)
-    each = 4 * heads * blocks_of(n) * 10
-    slab = max(1, min(sparse_prompt._BYTES // each, tiles_of(q)) // 16) * 16 * TILE
+    each = 4 * heads * blocks_of(n) * (ROWS + 2)
+    at_once = sparse_prompt._AT_ONCE
+    slab = max(1, min(sparse_prompt._BYTES // each, tiles_of(q)) // at_once) * at_once * TILE
     wanted = torch.full((1, heads), 0.95, device="cuda")
     print(f"  means {timed(lambda: key_means(key)):.2f} ms; {slab} queries at once")
 

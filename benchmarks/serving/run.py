@@ -21,6 +21,7 @@ from hf_sparsekv.serving.garbage import set_aside
 from ..arguments import rows_file
 from ..baselines import NotRun
 from ..decoding import LEFT_OUT, free, marked_replays
+from ..drawn_lists import draw
 from ..report import Report
 from ..shapes import case_name, known_config, random_model
 from . import options, trace
@@ -93,6 +94,8 @@ class Bench:
             parts = (f"chunk={self.args.chunk}", *parts)
         if name in RUNGS and name != "dense":
             parts = (f"budget={self.args.budget}", *parts)
+            if self.args.prompt_density is not None:
+                parts = (*parts, f"prompts={self.args.prompt_density:g}")
             if self.args.kv != "random":
                 parts = (*parts, f"kv={self.args.kv}")
         return ":".join((name, f"gpu={self.args.kv_gb:g}gb", *parts))
@@ -110,7 +113,11 @@ class Bench:
             from .transformers_engine import TransformersSystem
 
             return TransformersSystem(self.model, settings)
-        return OurSystem(self.model, settings, name, self.args.budget, self.args.prompt, **self.args.options)
+        options = self.args.options
+        if self.args.prompt_density is not None:
+            draw(self.args.prompt_density)
+            options = {**options, "prefill": 0.9}
+        return OurSystem(self.model, settings, name, self.args.budget, self.args.prompt, **options)
 
     @contextmanager
     def running(self, rows: int | None = None):
