@@ -1,6 +1,6 @@
 """What a sparse prompt costs in a whole model, at given densities: seconds until its first token.
 
-    python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3 --at 128k:0.12] [--chunk 16k]
+    python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3] [--chunk 16k --offload]
 
 Lists of the given density are drawn (:mod:`..drawn_lists`). ``--mass`` adds a row with what was chosen.
 """
@@ -39,13 +39,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=parse_tokens, default=None, help="tokens of a pass; default: all")
     parser.add_argument("--layers", type=int, default=None, help="of the model; default: all")
     parser.add_argument("--mass", type=float, default=None)
-    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="in host memory as well")
+    parser.add_argument("--times", type=int, default=3, help="of each, of which the last counts")
+    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="exact prompts as well")
     args = parser.parse_args()
     model = random_model(known_config(args.model, args.layers), torch.bfloat16, torch.device("cuda"))
     model.set_attn_implementation("sparsekv")
     optimize(model)
-    offload = OffloadConfig() if args.offload else None
-    print(torch.cuda.get_device_name(), args.model, "offloaded" if args.offload else "")
+    print(torch.cuda.get_device_name(), args.model)
     by_length: dict[int, list[float]] = {}
     for text in args.at or ["32k:0.3", "128k:0.12"]:
         tokens, _, density = text.partition(":")
@@ -54,15 +55,20 @@ def main() -> None:
         chunk = min(tokens, args.chunk or tokens)
 
         def show(name: str, config: TokenConfig, tokens: int = tokens, chunk: int = chunk) -> None:
-            found = [passed(model, config, offload, tokens, chunk) for _ in range(3)]
-            seconds, stats = found[-1]
-            taken = "" if stats.prompt_density is None else f", density {stats.prompt_density:.1%}"
-            print(
-                f"{tokens:7} tokens, chunks of {chunk:7}, {name:14}: {seconds:7.3f} s (first {found[0][0]:.2f}){taken}",
-                flush=True,
-            )
+            for offload in (None, OffloadConfig()) if args.offload else (None,):
+                found = [passed(model, config, offload, tokens, chunk) for _ in range(args.times)]
+                seconds, stats = found[-1]
+                taken = "" if stats.prompt_density is None else f", density {stats.prompt_density:.1%}"
+                if offload is not None:
+                    taken += f", offloaded: {stats.host_to_device_bytes / 1e9:.1f} GB from host memory"
+                print(
+                    f"{tokens:7} tokens, chunks of {chunk:7}, {name:14}: {seconds:7.3f} s (first {found[0][0]:.2f})"
+                    + taken,
+                    flush=True,
+                )
 
-        show("exact", TokenConfig())
+        if args.exact:
+            show("exact", TokenConfig())
         config = TokenConfig(prefill=0.9, prefill_below=0)
         for density in densities:
             draw(density)

@@ -158,7 +158,7 @@ def estimates(query: Tensor, key: Tensor, value: Tensor, configs: list[MassConfi
     for share in (0.9, 0.98):
         audit = sparse_prompt.PromptAudit()
         ms = timed(lambda: sparse_prompt.sparse_attention(query, key, value, scale, share, audit), 3)  # noqa: B023
-        taken = float(audit.sums[:, 2].sum() / audit.sums[:, 3].sum())  # type: ignore[index]
+        taken = float(audit.table[:, 2].sum() / audit.table[:, 3].sum())  # type: ignore[index]
         print(f"  all together at {share}, of drawn keys: {ms:8.2f} ms, density {taken:.1%}", flush=True)
 
 

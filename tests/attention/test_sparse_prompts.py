@@ -61,6 +61,22 @@ def test_pieces(name, monkeypatch):
         assert cache.stats().prompts
 
 
+@pytest.mark.parametrize("prefill", [None, 0.4])
+@torch.no_grad()
+def test_a_later_piece_reads_what_is_in_host_memory_once(prefill):
+    """Each layer all full blocks, whatever its queries choose of them."""
+    cache = CACHES["host-default"](**{**SOME, "prefill": prefill})
+    first, second = prompt(1, 900)["input_ids"].split((500, 400), dim=1)
+    model("llama")(first, past_key_values=cache)
+    before, expected = cache.stats().host_to_device_bytes, 0
+    for layer in cache.sparse_layers:
+        store = layer.store
+        expected += store.full_blocks * store.block_size * store.heads * store.stored_bytes
+    model("llama")(second, past_key_values=cache)
+    assert cache.stats().host_to_device_bytes - before == expected > 0
+    assert len(cache.stats().prompts) == (0 if prefill is None else 2)
+
+
 @torch.no_grad()
 def test_latents_are_chosen_from(monkeypatch):
     """In all layers; some heads at a time choose as all heads do, and so does a piece that follows another."""
