@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from hf_sparsekv.attention import sparse_prompt
 from hf_sparsekv.attention.exact import exact_attention
-from hf_sparsekv.ops._prompts import BLOCK, ROWS, TILE, blocks_of, key_means, tiles_of
+from hf_sparsekv.ops._prompts import BLOCK, TILE, key_means, step_of
 from hf_sparsekv.ops.attention.block_attention.config import Config
 from hf_sparsekv.ops.attention.block_attention.config import config as usual
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
@@ -134,16 +134,14 @@ def estimates(query: Tensor, key: Tensor, value: Tensor, configs: list[MassConfi
     heads, q, dim = query.shape[1:]
     n, scale = key.shape[2], dim**-0.5
     means = key_means(key)
-    each = 4 * heads * blocks_of(n) * (ROWS + 2)
-    at_once = sparse_prompt._AT_ONCE
-    slab = max(1, min(sparse_prompt._BYTES // each, tiles_of(q)) // at_once) * at_once * TILE
+    slab, step = sparse_prompt.queries_at_once(heads, q, n), step_of(n)
     wanted = torch.full((1, heads), 0.95, device="cuda")
     print(f"  means {timed(lambda: key_means(key)):.2f} ms; {slab} queries at once")
 
     def mass(config: MassConfig | None = None) -> list[tuple[Tensor, Tensor]]:
         made = None
         for lo in range(0, q, slab):
-            made = prompt_mass(query[:, :, lo : lo + slab], key, means, scale, n - q + lo, config=config)
+            made = prompt_mass(query[:, :, lo : lo + slab], key, means, scale, n - q + lo, None, step, config=config)
         return [] if made is None else [made]
 
     for config in configs:

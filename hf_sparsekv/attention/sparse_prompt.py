@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops._prompts import BLOCK, ROWS, STEP, TILE, blocks_of, key_means, seen_blocks, tiles_of
+from ..ops._prompts import TILE, blocks_of, key_means, seen_blocks, step_of, tiles_of
 from ..ops.attention.block_attention import block_attention
 from ..ops.selection.prompt_choice import prompt_choice
 from ..ops.selection.prompt_mass import prompt_mass
@@ -17,7 +17,6 @@ from ..tensors import no_inference_mode
 LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
 WIDEST = 256  # channels of a head that the kernels hold
 _BYTES = 1 << 28  # of the estimates of the tiles that are taken at once
-_AT_ONCE = STEP  # exact rows of so many tiles make a tile
 
 
 class PromptAudit:
@@ -111,12 +110,11 @@ def sparse_attention(
     means = key_means(key, start)
     out = query.new_empty(batch, q, q_heads, value.shape[3]).transpose(1, 2)
     wanted = torch.full((batch, q_heads), mass, dtype=torch.float32, device=query.device)
-    each = 4 * batch * q_heads * blocks_of(n) * (ROWS + 2)
-    step = max(1, min(_BYTES // each, tiles_of(q)) // _AT_ONCE) * _AT_ONCE * TILE
-    for lo in range(0, q, step):
-        some, past = query[:, :, lo : lo + step], n - q + lo
+    at_once, step = queries_at_once(batch * q_heads, q, n), step_of(n)
+    for lo in range(0, q, at_once):
+        some, past = query[:, :, lo : lo + at_once], n - q + lo
         rows = some.shape[2]
-        made = prompt_mass(some, key, means, scale, past, start)
+        made = prompt_mass(some, key, means, scale, past, start, step)
         lists = prompt_choice(*made, wanted, past, rows, n - LAST, start)
         missed = [torch.zeros_like(wanted, dtype=torch.bool)] * 2
         for i, more in enumerate(() if mass >= 1 else (1 - (1 - mass) / 2, 1.0)):
@@ -125,8 +123,15 @@ def sparse_attention(
         ids, counts, covered = lists
         seen = seen_blocks(past, rows, start, query.device)
         audit.add(covered, counts, seen, *missed, first_head, q_heads if heads is None else heads)
-        block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + step])
+        block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + at_once])
     return out
 
 
-assert _AT_ONCE * ROWS == TILE and TILE % BLOCK == 0
+def queries_at_once(rows: int, q: int, n: int) -> int:
+    """How many of ``q`` queries choose at a time, of ``rows`` rows and heads over ``n`` columns.
+
+    ``step_of(n)`` tiles, whose exact rows make a tile, or a multiple of them.
+    """
+    step = step_of(n)
+    tiles = min(_BYTES // (4 * rows * blocks_of(n) * (TILE // step + 2)), tiles_of(q))
+    return max(1, tiles // step) * step * TILE

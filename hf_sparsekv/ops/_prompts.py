@@ -10,11 +10,16 @@ from torch import Tensor
 
 TILE = 128  # queries that choose together
 BLOCK = 64  # keys that are chosen together
-STEP = 32  # of so many queries the last one's scores are computed exactly
-ROWS = TILE // STEP  # exact rows of a tile
+STEP = 16  # of so many queries the last one's scores are computed exactly
+LONG = 1 << 16  # columns from which on these are twice as many queries: estimates take as long as attention there
 POOL = 16  # keys of a mean
-EVERY = 4  # of so many queries the last one is compared with means: more find nothing more
+EVERY = 4  # of so many queries the last one is compared with means: more cost more than they find
 NEAR = 2  # whole blocks before a tile's own ones, which it always attends to
+
+
+def step_of(columns: int) -> int:
+    """Of so many queries the last one's scores are computed exactly, over so many columns."""
+    return STEP if columns < LONG else 2 * STEP
 
 
 def tiles_of(rows: int) -> int:

@@ -14,7 +14,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
-from hf_sparsekv.ops._prompts import BLOCK, ROWS, STEP, TILE
+from hf_sparsekv.ops._prompts import BLOCK, STEP, TILE
 from hf_sparsekv.telemetry.prompt_stats import PromptStats, described
 from hf_sparsekv.types import AttentionParams
 
@@ -177,14 +177,18 @@ def shares(query, key, scale):
     return torch.nn.functional.pad(share, (0, -n % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
-def audited_rows(past, q):
+def audited_rows(past, q, step=STEP):
     """The row of each tile that is held back."""
-    return [tile * TILE + ((past // TILE + tile) % ROWS + 1) * STEP - 1 for tile in range(q // TILE)]
+    return [tile * TILE + ((past // TILE + tile) % (TILE // step) + 1) * step - 1 for tile in range(q // TILE)]
 
 
-def test_audit_is_true(monkeypatch):
-    """What attention got, against what is counted."""
+@pytest.mark.parametrize("step", [STEP, 2 * STEP])
+def test_audit_is_true(step, monkeypatch):
+    """What attention got, against what is counted; with fewer exact rows, as long prompts have, too."""
     from hf_sparsekv.attention import sparse_prompt
+    from hf_sparsekv.ops import _prompts
+
+    monkeypatch.setattr(_prompts, "LONG", 1536 if step > STEP else 1537)
 
     query, key, value = tensors(1024, 1536)
     key[:, :, ::29] *= 6
@@ -199,7 +203,7 @@ def test_audit_is_true(monkeypatch):
     audit = PromptAudit()
     sparse_attention(query, key, value, 0.4, 0.9, audit)
     ((ids, counts),) = lists
-    true, rows = shares(query, key, 0.4), audited_rows(512, 1024)
+    true, rows = shares(query, key, 0.4), audited_rows(512, 1024, step)
     for head in range(4):
         covered = []
         for tile, row in enumerate(rows[: -LAST // TILE]):

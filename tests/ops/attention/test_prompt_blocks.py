@@ -7,7 +7,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_sparsekv.ops._prompts import BLOCK, NEAR, POOL, ROWS, STEP, TILE, blocks_of, key_means, seen_blocks, tiles_of
+from hf_sparsekv.ops._prompts import (
+    BLOCK,
+    LONG,
+    NEAR,
+    POOL,
+    STEP,
+    TILE,
+    blocks_of,
+    key_means,
+    seen_blocks,
+    step_of,
+    tiles_of,
+)
 from hf_sparsekv.ops.attention.block_attention import reference as attention
 from hf_sparsekv.ops.attention.block_attention import triton as attention_kernel
 from hf_sparsekv.ops.attention.block_attention.config import Config
@@ -32,6 +44,7 @@ class Case:
     start: tuple[int, ...] | None = None
     share: float = 0.8
     dense_from: int = 10**9
+    step: int = STEP
 
     def tensors(self, place):
         """Query, key and value as projections give them: transposed; and where rows begin."""
@@ -63,6 +76,7 @@ CASES = {
     "heads of 48": Case(260, past=128, dk=48, dv=40),
     "last tiles dense": Case(384, past=512, dense_from=800),
     "latents' heads": Case(140, past=192, dk=96, dv=64, group=1, heads=2),
+    "fewer exact rows": Case(300, past=333, batch=2, start=(0, 150), step=32),
     "everything": Case(256, past=256, share=1.0),
 }
 
@@ -70,11 +84,11 @@ CASES = {
 def estimated(case: Case, place):
     query, key, value, start = case.tensors(place)
     means = key_means(key, start)
-    return query, key, value, start, mass.prompt_mass(query, key, means, case.scale, case.past, start)
+    return query, key, value, start, mass.prompt_mass(query, key, means, case.scale, case.past, start, case.step)
 
 
-def of_tiles(exact: torch.Tensor) -> torch.Tensor:
-    return exact.unflatten(2, (-1, ROWS))
+def of_tiles(case: Case, exact: torch.Tensor) -> torch.Tensor:
+    return exact.unflatten(2, (-1, TILE // case.step))
 
 
 def readable(case: Case, start, device) -> torch.Tensor:
@@ -92,13 +106,13 @@ def test_mass(place, name):
     case = CASES[name]
     query, key, _, start, expected = estimated(case, place)
     given = [t if t is None else t.cpu() for t in (query, key, key_means(key, start), start)]
-    expected = mass.prompt_mass(*given[:3], case.scale, case.past, given[3])
-    got = mass_kernel.prompt_mass(query, key, key_means(key, start), case.scale, case.past, start)
+    expected = mass.prompt_mass(*given[:3], case.scale, case.past, given[3], case.step)
+    got = mass_kernel.prompt_mass(query, key, key_means(key, start), case.scale, case.past, start, case.step)
     seen = readable(case, start, place.device)
     ratio = 1e-5 if place.dtype == torch.float32 else 2e-3
     place.close(got[0].masked_fill(~seen, 0), expected[0].masked_fill(~seen.cpu(), 0), ratio)
     one, other = (
-        of_tiles(t).masked_fill(~seen.to(t.device)[:, :, :, None], float("-inf")) for t in (got[1], expected[1])
+        of_tiles(case, t).masked_fill(~seen.to(t.device)[:, :, :, None], float("-inf")) for t in (got[1], expected[1])
     )
     assert torch.equal(one.isinf().cpu(), other.isinf())
     top = other.amax(-1, keepdim=True).nan_to_num(neginf=0.0)  # or squares would be infinite
@@ -198,7 +212,7 @@ def test_exact_rows_and_what_is_covered_are_true(name):
     case, here = CASES[name], Here()
     query, key, _, start, (pooled, exact) = estimated(case, here)
     share = by_blocks(dense(case, query, key, start))
-    rows = torch.arange(STEP - 1, case.rows, STEP)
+    rows = torch.arange(case.step - 1, case.rows, case.step)
     found = exact[:, :, : len(rows)].double()
     found = (found - found.logsumexp(-1, keepdim=True)).nan_to_num(float("-inf"))
     by = torch.softmax(exact[:, :, : len(rows)].double() * 0.6931471805599453, -1).nan_to_num(0)
@@ -207,7 +221,7 @@ def test_exact_rows_and_what_is_covered_are_true(name):
         pooled, exact, torch.full(pooled.shape[:2], case.share), case.past, case.rows, case.dense_from, start
     )
     for tile in range(pooled.shape[2]):
-        row = tile * TILE + (1 + (case.past // TILE + tile) % ROWS) * STEP - 1
+        row = tile * TILE + (1 + (case.past // TILE + tile) % (TILE // case.step)) * case.step - 1
         for batch in range(case.batch):
             for head in range(pooled.shape[1]):
                 mine = ids[batch, head, tile, : counts[batch, head, tile]].long()
@@ -215,6 +229,11 @@ def test_exact_rows_and_what_is_covered_are_true(name):
                 if not got.isnan():
                     want = share[batch, head, row, mine].sum()
                     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_long_prompts_have_fewer_exact_rows():
+    assert step_of(LONG - 1) == STEP
+    assert step_of(LONG) == 2 * STEP
 
 
 def test_means_leave_padding_out():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._prompts import BLOCK, NEAR, ROWS, STEP, TILE
+from ..._prompts import BLOCK, NEAR, TILE
 
 Choice = tuple[Tensor, Tensor, Tensor]
 
@@ -43,6 +43,7 @@ def prompt_choice(
         no such row, or leaves nothing out.
     """
     batch, q_heads, tiles, nb = pooled.shape
+    n_exact = exact.shape[2] // tiles
     device = pooled.device
     first = torch.zeros(1, dtype=torch.int32, device=device) if start is None else start
     begin = torch.arange(tiles, device=device) * TILE + past
@@ -54,13 +55,13 @@ def prompt_choice(
     forced = (forced | (allowed & (last >= dense_from)[:, None]))[:, None]
     allowed = allowed[:, None]  # [batch or 1, 1, tiles, blocks]
 
-    exact = exact.unflatten(2, (tiles, ROWS)).masked_fill(~allowed[:, :, :, None], float("-inf"))
-    nth = torch.arange(ROWS, device=device)
-    at = begin[:, None] + (nth + 1) * STEP - 1  # columns of the exact rows, [tiles, ROWS]
-    there = (at < past + rows) & (at >= first[:, None, None])  # [batch or 1, tiles, ROWS]
+    exact = exact.unflatten(2, (tiles, n_exact)).masked_fill(~allowed[:, :, :, None], float("-inf"))
+    nth = torch.arange(n_exact, device=device)
+    at = begin[:, None] + (nth + 1) * (TILE // n_exact) - 1  # columns of the exact rows, [tiles, n_exact]
+    there = (at < past + rows) & (at >= first[:, None, None])  # [batch or 1, tiles, n_exact]
     shares = torch.softmax(exact * 0.6931471805599453, dim=-1).nan_to_num(0.0)
     shares = shares * there[:, None, :, :, None]
-    back = (begin // TILE) % ROWS == nth[:, None]  # [ROWS, tiles]
+    back = (begin // TILE) % n_exact == nth[:, None]  # [n_exact, tiles]
     held = back.T[None, None, :, :, None]
     by_rows = (shares * ~held).sum(3)
     by_means = pooled.masked_fill(~allowed, 0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..._overlap import begin, launch
-from ..._prompts import BLOCK, NEAR, ROWS, STEP, TILE
+from ..._prompts import BLOCK, NEAR, TILE
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def prompt_choice(pooled, exact, mass, past, rows, dense_from, start=None, only=
         ids = torch.empty(batch, q_heads, tiles, nb, dtype=torch.int32, device=pooled.device)
         counts = torch.empty(batch, q_heads, tiles, dtype=torch.int32, device=pooled.device)
         into = ids, counts, torch.empty(batch, q_heads, tiles, dtype=torch.float32, device=pooled.device)
-    wide = triton.next_power_of_2(nb)
+    wide, n_exact = triton.next_power_of_2(nb), exact.shape[2] // tiles
     launch(
         prompt_choice_kernel,
         (tiles, batch * q_heads),
@@ -130,8 +130,8 @@ def prompt_choice(pooled, exact, mass, past, rows, dense_from, start=None, only=
         NB=max(16, wide),
         BM=TILE,
         BN=BLOCK,
-        ROWS=ROWS,
-        STEP=STEP,
+        ROWS=n_exact,
+        STEP=TILE // n_exact,
         NEAR=NEAR,
         num_warps=4 if wide <= 1024 else 8 if wide <= 4096 else 16,
     )

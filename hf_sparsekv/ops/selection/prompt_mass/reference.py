@@ -12,9 +12,15 @@ from ..._prompts import BLOCK, EVERY, POOL, STEP, TILE, blocks_of, pool_counts, 
 
 
 def prompt_mass(
-    query: Tensor, key: Tensor, means: Tensor, scale: float, past: int, start: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    means: Tensor,
+    scale: float,
+    past: int,
+    start: Tensor | None = None,
+    step: int = STEP,
 ) -> tuple[Tensor, Tensor]:
-    """Two estimates: means of keys against every ``EVERY``-th query, and all keys against every ``STEP``-th.
+    """Two estimates: means of keys against every ``EVERY``-th query, and all keys against every ``step``-th.
 
     A mean stands for as many keys as it is of. A query sees it if it sees its first key.
 
@@ -24,12 +30,13 @@ def prompt_mass(
         means: ``[batch, H, ceil(n / POOL), Dk]``, :func:`..._prompts.key_means` of ``key``.
         scale: softmax scaling.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
+        step: of so many queries the last one is exact; a power of two, less than ``TILE``.
 
     Returns:
         float32 ``[batch, Hq, tiles, blocks]``: the share of each block by the means, the mean over those of the
-        tile's queries that see anything; and float32 ``[batch, Hq, tiles * ROWS, blocks]``: of queries ``STEP - 1``,
-        ``2 STEP - 1`` and so on the binary logarithm of the sum of the exponentials of a block's logits, ``-inf`` where
-        there is none. Nobody may read entries of blocks that no query of a tile sees.
+        tile's queries that see anything; and float32 ``[batch, Hq, tiles * TILE / step, blocks]``: of queries
+        ``step - 1``, ``2 step - 1`` and so on the binary logarithm of the sum of the exponentials of a block's logits,
+        ``-inf`` where there is none. Nobody may read entries of blocks that no query of a tile sees.
     """
     batch, q_heads, r, _ = query.shape
     group, n, nb, tiles = q_heads // key.shape[1], key.shape[2], blocks_of(past + r), tiles_of(r)
@@ -55,12 +62,12 @@ def prompt_mass(
     seeing = F.pad(live[:, rows].float(), (0, missing)).view(-1, tiles, TILE // EVERY).sum(-1).clamp_min(1)
     pooled = share / seeing[:, None, :, None]
 
-    rows = torch.arange(STEP - 1, r, STEP, device=query.device)
+    rows = torch.arange(step - 1, r, step, device=query.device)
     columns = torch.arange(nb * BLOCK, device=query.device)
     s = F.pad(logits(query[:, :, rows], key[:, :, : past + r]), (0, nb * BLOCK - past - r), value=float("-inf"))
     seen = (columns <= at[rows][:, None])[None] & (columns >= first[:, None, None])
     s = s.masked_fill(~seen[:, None], float("-inf")).unflatten(-1, (nb, BLOCK))
     top = s.amax(-1, keepdim=True)
     exact = (s - top).nan_to_num(float("-inf")).exp2().sum(-1).log2() + top[..., 0]
-    missing = tiles * (TILE // STEP) - len(rows)
+    missing = tiles * (TILE // step) - len(rows)
     return pooled, F.pad(exact, (0, 0, 0, missing), value=float("-inf"))

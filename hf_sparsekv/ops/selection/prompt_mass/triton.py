@@ -11,7 +11,7 @@ import triton.language as tl
 from ..._dispatch import require_dense_rows
 from ..._operands import Tokens, operand, padded
 from ..._overlap import begin, launch
-from ..._prompts import BLOCK, EVERY, POOL, ROWS, STEP, TILE, blocks_of, tiles_of
+from ..._prompts import BLOCK, EVERY, POOL, STEP, TILE, blocks_of, tiles_of
 from .config import config as default
 
 
@@ -186,14 +186,14 @@ def exact_rows_kernel(
     tl.store(p_out, b_out, mask=(o_e < exact_rows)[:, None] & (lo + o_b < nb)[None, :])
 
 
-def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
+def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config=None):
     """As ``reference.prompt_mass``; ``config`` replaces the default for these shapes."""
     batch, q_heads, r, dk = query.shape
     require_dense_rows(query=query, key=key, means=means)
     config = config or default(query, dk)
     tiles, nb = tiles_of(r), blocks_of(past + r)
     pooled = torch.empty(batch, q_heads, tiles, nb, dtype=torch.float32, device=query.device)
-    exact = torch.empty(batch, q_heads, tiles * ROWS, nb, dtype=torch.float32, device=query.device)
+    exact = torch.empty(batch, q_heads, tiles * (TILE // step), nb, dtype=torch.float32, device=query.device)
     sizes = {"Q_HEADS": q_heads, "GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE}
     binary, queries = scale * math.log2(math.e), operand(Tokens, query)
     launch(
@@ -221,7 +221,7 @@ def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
     )
     launch(
         exact_rows_kernel,
-        (triton.cdiv(nb, config.blocks), triton.cdiv(tiles * ROWS, TILE), batch * q_heads),
+        (triton.cdiv(nb, config.blocks), triton.cdiv(tiles * (TILE // step), TILE), batch * q_heads),
         query,
         queries,
         operand(Tokens, key),
@@ -230,12 +230,12 @@ def prompt_mass(query, key, means, scale, past, start=None, *, config=None):
         past,
         r,
         nb,
-        tiles * ROWS,
+        tiles * (TILE // step),
         binary,
         **sizes,
         BN=BLOCK,
         MANY=config.blocks,
-        STEP=STEP,
+        STEP=step,
         STAGES=config.stages,
         num_warps=config.warps,
     )
