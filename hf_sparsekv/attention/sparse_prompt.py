@@ -122,7 +122,7 @@ def sparse_attention(
             lists = prompt_choice(*made, wanted.masked_fill(low, more), past, rows, n - LAST, start, low, lists)
         ids, counts, covered = lists
         seen = seen_blocks(past, rows, start, query.device)
-        audit.add(covered, counts, seen, *missed, first_head, q_heads if heads is None else heads)
+        audit.add(covered, counts, seen, missed[0], missed[1], first_head, q_heads if heads is None else heads)
         block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + at_once])
     return out
 
