@@ -26,6 +26,8 @@ from ..row_batch import positions
 LEAST = 512
 
 
+SPARSE = 0.3  # of the attention of an exact prompt: what a sparse one takes, at 20 % of the blocks and its estimates
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -61,9 +63,10 @@ class Pace:
 
     Args:
         config: the model's configuration.
+        sparse_from: prompts are sparse from so many tokens on. None: all are exact.
     """
 
-    def __init__(self, config) -> None:
+    def __init__(self, config, sparse_from: int | None = None) -> None:
         hidden, layers = config.hidden_size, config.num_hidden_layers
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or hidden // heads
@@ -71,13 +74,18 @@ class Pace:
         self.layers = layers
         self.token = 2 * (2 * hidden * heads * dim + 2 * hidden * heads * dim + 3 * hidden * inner)  # flops, nearly
         self.pair = 4 * heads * dim
+        self.sparse_from = math.inf if sparse_from is None else sparse_from
         self.per_ms: float | None = None  # flops per millisecond
         self.spent_ms = 0.0  # total of all chunks
         self._marks: list[tuple] = []
 
     def work(self, tokens: int, past: int) -> float:
         """Flops of a layer that reads ``tokens`` after ``past``."""
-        return tokens * (self.token + self.pair * (past + tokens / 2))
+        return tokens * (self.token + self._pair(past + tokens) * (past + tokens / 2))
+
+    def _pair(self, length: int) -> float:
+        """Flops of a query and a key, in the mean over keys, where so many tokens are read."""
+        return self.pair if length < self.sparse_from else SPARSE * self.pair
 
     def learn(self, tokens: int, past: int, layers: int, ms: float) -> None:
         """Update the speed: ``layers`` layers of such a chunk took ``ms``."""
@@ -115,8 +123,9 @@ class Pace:
         if self.per_ms is None:
             return LEAST if math.isfinite(ms) else 1 << 30
         of_layer = min(ms, 1e9) * self.per_ms / self.layers
-        linear = self.token + self.pair * past
-        half = self.pair / 2  # half t^2 + linear t = of_layer
+        pair = self._pair(past)
+        linear = self.token + pair * past
+        half = pair / 2  # half t^2 + linear t = of_layer
         return int((-linear + (linear * linear + 4 * half * of_layer) ** 0.5) / (2 * half))
 
 

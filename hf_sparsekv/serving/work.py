@@ -48,7 +48,8 @@ class Work:
         self.tokens = torch.zeros(rows.max_rows, dtype=torch.long, device=self.device)
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)
-        self.pace = Pace(text)
+        config = rows.cache.config
+        self.pace = Pace(text, None if config.prefill is None else config.prefill_below)
         layers = decoder_layers(model, text.num_hidden_layers)
         self.segments = Segments(layers, partial(unnoticed, model))  # its hooks do nothing in captured steps
         self.reading: Reading | None = None

@@ -91,6 +91,20 @@ def test_passes_stop_between_layers_and_share_a_thread():
     assert not any(hook for layer in model.layers for hook in layer._forward_pre_hooks)
 
 
+def test_sparse_prompts_take_less_of_the_time():
+    from transformers import LlamaConfig
+
+    exact, sparse = Pace(LlamaConfig()), Pace(LlamaConfig(), 16_384)
+    assert sparse.work(1000, 10_000) == exact.work(1000, 10_000)
+    assert sparse.work(8000, 100_000) < 0.5 * exact.work(8000, 100_000)
+    for pace in (exact, sparse):
+        pace.learn(8000, 100_000, 1, 10.0)
+        assert pace.layers_in(20.0, 8000, 100_000) == 2
+        assert pace.work(tokens := pace.tokens_in(20.0, 100_000), 100_000) == pytest.approx(
+            20.0 * pace.per_ms / pace.layers, rel=2 / tokens
+        )
+
+
 def test_an_error_in_a_pass_is_told_once():
     segments = Segments([])
 
