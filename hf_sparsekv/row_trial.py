@@ -108,7 +108,7 @@ class _Trial:
         self.long, self.short = min(LONG, max(size - STEPS, 1)), min(SHORT, max(size - STEPS, 1))
         self.steps = min(STEPS, size - self.long)
         self.config = TokenConfig(block_size=BLOCK, window=BLOCK)
-        if not has_indexer(model.config):  # else it chooses itself
+        if not has_indexer(getattr(model, "config", None)):  # else it chooses itself
             self.config = replace(self.config, token_budget=4096, calibration_tokens=BLOCK)
 
     def ids(self, n: int, seed: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.d
 
 def linear_states(layers: Sequence[CacheLayerMixin]) -> list[Tensor]:
     """States of linear-attention layers, which their models change in place in a step of one token."""
-    linear = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    linear: list[Any] = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     held = [one for layer in linear for one in (*layer.conv_states.values(), *layer.recurrent_states.values())]
     return [state for state in held if state is not None]
 

@@ -181,6 +181,7 @@ class Eligibility:
 
 def _in_place(layer: CacheLayerMixin, cache: SparseCache) -> bool:
     """Whether a step changes the states of a linear-attention layer in place, and nothing else that it depends on."""
+    assert cache.model_config is not None
     text = cache.model_config.get_text_config(decoder=True)
     if type(layer) is not LinearAttentionLayer or text.model_type not in _IN_PLACE or layer.record_past:
         return False
