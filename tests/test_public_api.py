@@ -5,10 +5,15 @@ python tests/test_public_api.py    # write the file anew; its diff is what users
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import hf_sparsekv
 
@@ -88,6 +93,38 @@ def test_every_public_name_is_in_the_file_and_documented():
         assert f"class {name}" in text or f"\n{name}" in text or text.startswith(name), name
         value = getattr(hf_sparsekv, name)
         assert name == "__version__" or inspect.getdoc(value), f"{name} has no docstring"
+
+
+def test_names_are_imported_from_where_type_checkers_find_them():
+    tree = ast.parse(Path(hf_sparsekv.__file__).read_text())
+    shown = [node for each in tree.body if isinstance(each, ast.If) for node in each.body]
+    imported = {alias.name: node.module for node in shown for alias in node.names}
+    assert imported == hf_sparsekv._PLACE and set(imported) == set(hf_sparsekv.__all__) - {"__version__"}
+    assert set(hf_sparsekv.__all__) <= set(dir(hf_sparsekv))
+    with pytest.raises(AttributeError, match="has no attribute 'SparsCache'"):
+        hf_sparsekv.SparsCache  # noqa: B018
+
+
+IMPORT = """
+import sys
+from transformers import AutoModelForCausalLM, modeling_utils, masking_utils  # what loading any model imports
+before = set(sys.modules)
+import hf_sparsekv
+new = set(sys.modules) - before
+print(len(new), sorted(name for name in new if not name.startswith("hf_sparsekv")))
+print(sorted({name.split(".")[1] for name in new if "." in name}))
+"""
+
+
+@pytest.mark.quick
+def test_importing_the_package_takes_no_longer_than_importing_a_model():
+    """By what is imported, not by the time that a busy machine takes. The rest comes with the first use of a name."""
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    count, others = done.stdout.splitlines()[0].split(" ", 1)
+    assert int(count) < 50 and others == "[]", done.stdout
+    parts = set(ast.literal_eval(done.stdout.splitlines()[1]))
+    assert not parts & {"serving", "policies", "cuda_graph", "exact_mode", "fusion", "predictor"}, parts
 
 
 if __name__ == "__main__":
