@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import elsewhere
 from .checks import check
 from .names import HELP, NAME, Group
 
@@ -80,8 +81,10 @@ def _command(words: tuple[str, ...], about: dict[str, Any], run: Callable[[], No
         check(" ".join(words), given, data()["facts"])
         run()
 
-    if "context" in about:  # the arguments belong to another program
-        return lambda: run()
+    if words == ("bench",):
+        return elsewhere.bench
+    if "context" in about:  # the arguments belong to lm-eval
+        return lambda: _to_lm_eval(run)
     keyword, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -90,6 +93,11 @@ def _command(words: tuple[str, ...], about: dict[str, Any], run: Callable[[], No
         ]
     )
     return call
+
+
+def _to_lm_eval(run: Callable[[], None]) -> None:
+    elsewhere.needs_lm_eval()
+    run()
 
 
 def _type(parameter: dict[str, Any]) -> Any:

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
+from hf_sparsekv_cli.elsewhere import bench
 from hf_sparsekv_cli.names import HELP, NAME, Group
 from hf_sparsekv_eval.cli.evaluate import app as evaluate
 from hf_sparsekv_eval.cli.lm_eval import lm_eval
 
 from ..version import __version__
 from . import output
-from .bench import bench
 from .calibrate import calibrate
 from .calibrate_device import calibrate_device
 from .demo import demo

@@ -90,6 +90,21 @@ def needs_an_argument(words: list[str]) -> bool:
     return any("default" not in one for one in command(words)["parameters"])
 
 
+@pytest.mark.parametrize(
+    ("args", "status", "line"),
+    [
+        (["bench", "step", "--help"], 2, "  python -m benchmarks step --help"),
+        (["lm-eval", "--help"], 1, "error: this needs lm-evaluation-harness: pip install"),
+    ],
+)
+def test_commands_whose_arguments_are_of_another_program(args, status, line):
+    code = (
+        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'lm_eval' else f(n, *a)"
+    )
+    said = python(code + IMPORTS.format(args=args, heavy=HEAVY))
+    assert f"status {status}\nloaded []" in said and line in said
+
+
 def test_right_usage_reaches_the_command_itself():
     said = told(["plan", "no/such/model/at-all", "--context", "4k"])
     assert "status 1" in said and "there is no directory" in said
