@@ -75,7 +75,7 @@ def test_openais_client_knows_the_id(url):
 
 
 def test_fields_that_nobody_knows_are_left_out_and_named(client, engine):
-    """As Open WebUI and llama.cpp's clients send them; what would change an answer is refused as ever."""
+    """As llama.cpp's clients send them; what would change an answer is refused as ever."""
     unknown = {"chat_id": "7", "cache_prompt": True, "odd näme\n": 1}
     for more in ({}, {"stream": True}):
         body = {"messages": HI, "max_tokens": 2, **unknown, **more}
