@@ -20,7 +20,7 @@ PICTURES = {  # recordings in demo/recorded, and where they are drawn
     "qwen3-8b-8x64k": "docs/race-h200.svg",
 }
 WIDTH, LANE, EDGE = 860, 410, 12  # of the picture, of a lane, of what is beside it
-COLUMNS, CHARACTER, LINE = 51, 7.8, 20  # characters of a line; pixels of one, and between lines
+COLUMNS, CHARACTER, LINE = 50, 7.8, 20  # characters of a line; pixels of one, and between lines
 CLOCK, TEXT = 92, 124  # where clocks and answers begin
 PLAYED, HELD, TICKS = 12.0, 4.0, 10  # seconds that a race is played and held at most, and looks at the clock in one
 STYLE = (

@@ -42,12 +42,20 @@ def pane(view: RaceView, number: int, history: list[tuple[str, list[str]]]) -> s
             mark = ("quiet", "the hidden fact: not found by the model" + ", nor here" * number)
         foot += f"<span class='{mark[0]}'>{mark[1]}</span>" if found is not None else ""
     said.append(
-        f"<p class='q'>{charts.esc(view.question)}</p><p class='a'>{charts.esc(lane.answer)}</p>"
+        f"<p class='q'>{charts.esc(view.question)}</p><p class='a'>{_marked(lane.answer, view.wanted)}</p>"
         + (f"<p class='after'>decoding on: &hellip;{charts.esc(lane.after[-60:])}</p>" if lane.after else "")
     )
+    talk = "talk whole" if view.ended and not history else "talk"  # a single answer is read from its beginning
     badge = "<span class='badge'>recorded</span>" if view.recorded else ""
     return (
         f"<div class='pane'><div class='name {charts.NAMES[number]}'>{charts.esc(name)}{badge}</div>"
-        f"<div class='about'>{charts.esc(about)}</div><div class='talk'><div>{''.join(said)}</div></div>"
+        f"<div class='about'>{charts.esc(about)}</div><div class='{talk}'><div>{''.join(said)}</div></div>"
         f"<div class='foot'>{foot}</div></div>"
     )
+
+
+def _marked(answer: str, wanted: str | None) -> str:
+    """The answer as HTML, with the first place of the hidden fact marked."""
+    before, fact, after = answer.partition(wanted) if wanted else (answer, "", "")
+    mark = f"<mark>{charts.esc(fact)}</mark>" if fact else ""
+    return f"{charts.esc(before)}{mark}{charts.esc(after)}"

@@ -103,6 +103,8 @@ def test_the_page_begins_with_how_a_recorded_race_ended():
     verdict, dense, sparse, *pictures = desk.first()
     assert "Recorded" in verdict and "the context" in verdict and all(pictures)
     assert all("the hidden fact: found" in pane for pane in (dense, sparse))
+    shown = "<mark>20335</mark>", "class='talk whole'"  # an answer that has ended is seen from its beginning
+    assert all(pane.count(part) == 1 for pane in (dense, sparse) for part in shown)
     assert "half a minute" in desk.press("small") and "recorded" in desk.press("small")
     bare = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)))
     assert bare.first()[:3] == ["", "", ""] and "recorded" not in bare.press("small")
