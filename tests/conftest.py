@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before transformers is imported: a test that asks the hub is a mistake and should fail at once.
@@ -103,6 +104,14 @@ def pytest_collection_finish() -> None:
     """What is imported by now is never garbage: left out, each of the tests' many ``gc.collect()`` takes far less."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A server that has run in this process has put it back."""
+    yield
+    if not gc.get_freeze_count():
+        pytest_collection_finish()
 
 
 @pytest.fixture(scope="session")
