@@ -13,6 +13,7 @@ from benchmarks.baselines import VARIANTS, make_cache
 CACHES = ("hf_dynamic", "hf_static", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
 
 
+@pytest.mark.slow
 def test_generate(tiny, tmp_path, capsys):
     path = tmp_path / "generate.csv"
     args = ["--model", tiny, "--device", "cpu", "--context", "1500", "--new-tokens", "6", "--csv", path]
@@ -41,6 +42,7 @@ def test_generate_reads_and_samples(tiny, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_generate_takes_a_shape(monkeypatch, tmp_path):
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: build("gemma3", "sdpa").config)
     path = tmp_path / "generate.csv"

@@ -168,6 +168,7 @@ def test_what_kvpress_runs_in_imports_nothing_of_ours():
     assert [*row_file.HEADER[:10]] == [field.name for field in dataclasses.fields(Row)]
 
 
+@pytest.mark.slow
 def test_both_runs_append_rows_that_one_table_shows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measuring, "TIMED", 2)
     where, file, rows = tmp_path / "Tiny", tmp_path / "prompts.jsonl", tmp_path / "peers.csv"

@@ -37,6 +37,7 @@ def test_a_stream_that_is_cut_is_no_figure():
         asyncio.run(replicas.delays(url, 1, 40))
 
 
+@pytest.mark.slow
 def test_rows_of_one_way(tmp_path):
     """uvicorn alone, in a process of its own; the other ways need Ray."""
     file = tmp_path / "rows.csv"

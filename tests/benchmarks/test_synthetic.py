@@ -47,6 +47,7 @@ def off(found: dict[str, float], targets: dict[str, float], average: bool = Fals
 # ---------------------------------------------------------------------- statistics
 
 
+@pytest.mark.slow
 def test_as_recorded():
     """128 channels, as most models have; a longer context below has 64, as the recorded model."""
     made = synthetic(heads=8, q_heads=32, dim=128)
@@ -166,6 +167,7 @@ def test_attends_with_the_buffer():
         replayed.next()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"lag": False}, {"offload": True}], ids=["device", "host-lag"])
 def test_generate(settings):
     """Eager and captured steps make the same text; another sequence makes another; without it, the model's own."""

@@ -30,6 +30,7 @@ class Forking:
         return forked.Popen(command[1:], env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "options", "says"),
     [
