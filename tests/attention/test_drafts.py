@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from caches import CACHES, FULL, SMALL, predictive, two_level
+from caches import CACHES, FULL, SMALL, TELLING, predictive, two_level
 from caches import TIGHT as USUAL
 from captured import Imitation
 from models import build, model, plain_text, prompt, reference
@@ -84,6 +84,7 @@ def rounds(net, ours, theirs, seed: int = 0, n: int = 9, batch: int = 1) -> floa
 
 
 @pytest.mark.pairwise(once=("name",))
+@pytest.mark.few(name=TELLING)
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_pass_is_as_many_steps(name, net):
@@ -108,6 +109,7 @@ def test_a_pass_is_as_many_steps(name, net):
     assert ours.stats().draft_queries == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("net", ["gpt-oss", "gemma2", "llama-mqa", "deepseek-v3"])
 @pytest.mark.parametrize("name", ["host-default", "device-tail", "host-nolag", "progressive", "predictive"])
 def test_other_attention(name, net):
@@ -230,6 +232,7 @@ def test_where_a_step_is_dense_a_pass_is_exact():
 
 
 @pytest.mark.pairwise(once=("name",))
+@pytest.mark.few(name=TELLING)
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_prompt_lookup_with_everything_chosen_is_plain_text(name, net):
@@ -263,6 +266,7 @@ def test_queries_that_would_read_more_than_all_are_exact(name):
 
 
 @pytest.mark.quick
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["lookup", "assistant"])
 @pytest.mark.parametrize("name", ["device-default", "host-default", "host-nolag", "predictive-host", "streaming"])
 def test_drafts_are_verified_as_by_single_steps(name, how, monkeypatch):

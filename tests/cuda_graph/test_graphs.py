@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from caches import ALL, FULL, TIGHT, two_level
+from caches import ALL, FULL, TELLING, TIGHT, two_level
 from captured import ImitatedGraphs, Imitation, imitated, same_counts, through_modes
 from models import build, model, prompt, reference
 
@@ -229,6 +229,7 @@ def test_a_capture_that_fails_says_why_and_is_forgotten(monkeypatch, ends):
 
 
 @pytest.mark.pairwise(once=("cache",))
+@pytest.mark.few(cache=TELLING)
 @pytest.mark.parametrize("cache", ALL)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])

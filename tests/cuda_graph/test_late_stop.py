@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from caches import ALL, FULL, TIGHT, two_level
+from caches import ALL, FULL, TELLING, TIGHT, two_level
 from captured import Event, Told, imitated, on_gpu
 from models import PAD, VOCAB, build, prompt
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
@@ -49,6 +49,7 @@ def ended(net, inputs: dict, tokens: int, rows: int) -> list[int]:
     return [int(new[row, tokens * (row + 1) // (rows + 1)]) for row in range(rows)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
@@ -94,6 +95,7 @@ def its_end() -> list[int]:
     return ended(imitated("llama")[0], prompt(1, 90), 24, 1)
 
 
+@pytest.mark.few(cache=TELLING)
 @pytest.mark.parametrize("cache", sorted(ALL))
 def test_every_cache_gives_the_token_back(its_end, late, cache):
     """What a text's end has taken back is not there in what follows."""

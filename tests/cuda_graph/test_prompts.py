@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from caches import ALL, HOST_RANK, SMALL, TIGHT, two_level
+from caches import ALL, HOST_RANK, SMALL, TELLING, TIGHT, two_level
 from calls import EmptyGraphs, calls
 from captured import imitated, on_gpu, pair, same_counts
 from models import model, prompt
@@ -57,6 +57,7 @@ def labels(cache) -> list:
     return found
 
 
+@pytest.mark.few(name=TELLING)
 @pytest.mark.parametrize(
     ("name", "tokens"), [(name, 90) for name in ALL] + [(name, 20) for name in ("host", "device-default", "streaming")]
 )
@@ -111,6 +112,7 @@ def eagerly(net, runner, run) -> None:
 PIECE = (12, 16, 9, 14, 100, 70, 80, 90)
 
 
+@pytest.mark.few
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["device", "device-default", "device-tail", "need", "progressive", "predictive"])
 @pytest.mark.parametrize("rows", [1, 2])

@@ -142,6 +142,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.few
 @pytest.mark.parametrize("params", ["full", TIGHT, TIGHT + ",lag=true"])
 @pytest.mark.parametrize("pads", [None, (0, 11)])
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gemma3"])

@@ -44,6 +44,7 @@ def by_row(task) -> Results:
     return results
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("task", [ruler, agreement], ids=lambda task: task.__name__)
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("when", ["prompt", "steps"])

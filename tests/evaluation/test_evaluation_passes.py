@@ -69,6 +69,7 @@ def output(net, specs, results) -> None:
     drift.evaluate(net, prompt(2, LENGTH)["input_ids"].tolist(), LENGTH, 8, 4, specs, results, set())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("task", [ruler, perplexity, output], ids=lambda task: task.__name__)
 @pytest.mark.parametrize(
     ("name", "cache"),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from caches import CACHES, SMALL
+from caches import CACHES, SMALL, TELLING
 from caches import TIGHT as USUAL
 from captured import calls_of, imitated
 from models import MODELS, NOTHING_SPARSE, build, model, plain_text, prompt
@@ -58,6 +58,9 @@ def same_text(name: str, inputs: dict, cache: str = "device-default", drafts: in
 
 
 @pytest.mark.quick
+@pytest.mark.few(
+    name=("llama-mqa", "qwen3", "gemma3", "gpt-oss", "qwen3-next", "deepseek-v3", "kimi-linear", "mistral-window")
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     """Sliding layers take tokens back; models with linear attention decode densely."""
@@ -71,6 +74,7 @@ def test_models(name):
 
 
 @pytest.mark.pairwise(once=("name",))
+@pytest.mark.few(name=TELLING)
 @pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", DEVICE)
 def test_caches(name, net):
@@ -78,6 +82,7 @@ def test_caches(name, net):
 
 
 @pytest.mark.quick
+@pytest.mark.few
 @pytest.mark.parametrize("drafts", [1, 2, DRAFTS, None])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_any_number_of_drafts(name, drafts):

@@ -92,6 +92,7 @@ def test_drawn_tokens_have_full_attentions_probabilities():
     assert not choice.ahead
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("drafts", [1, 4])
 def test_a_seed_gives_the_text_that_it_gives_without_drafts(seed, drafts):
@@ -138,6 +139,7 @@ def ending(rows: int, at: int) -> tuple[dict, list[int]]:
     return inputs, sorted({int(row[min(at + 7 * i, 39)]) for i, row in enumerate(text)})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("at", [0, 1, 9, 10, 11, 30])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_texts_end_by_a_token(rows, at):
@@ -197,6 +199,7 @@ def test_hidden_states_of_each_step():
 # ---------------------------------------------------------------------- drafts of the text itself
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
@@ -358,6 +361,7 @@ def test_as_custom_generate():
     assert out.past_key_values.stats().drafted > 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
 def test_dense_steps_that_run_ahead(monkeypatch, kept, seed):

@@ -79,6 +79,7 @@ def test_no_more_than_there_is_room_for():
     assert max(found["counts"]) == 2
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dense", [0.002, 0.005, 0.02])
 @pytest.mark.parametrize("more", [0.0001, 0.002])
 @pytest.mark.parametrize("share", [0.3, 0.8, 1.0, 1.3])

@@ -82,7 +82,12 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True})], ids=["qwen3", "biases"]
+    ("name", "changes"),
+    [
+        ("qwen3", {}),
+        pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "biases"],
 )
 def test_fused_shares(tmp_path, name, changes):
     build(name, "sparsekv", vocab_size=98, **changes).save_pretrained(tmp_path / "model")

@@ -105,6 +105,7 @@ def all_quantised(model: nn.Module) -> int:
     return sum(quantised(model).values())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "form"), [*(("llama", form) for form in FORMATS), *(("phi3", form) for form in UNKNOWN)]
 )
@@ -133,6 +134,7 @@ def test_quantised_models_are_captured_and_right(as_on_gpu, name, form):
     assert counts["linear"] == 1  # the output embedding
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:quantised linear layers stay as they are")
 @pytest.mark.parametrize(
     ("name", "form"),
@@ -342,6 +344,7 @@ def partly(model, path):
     return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(path), force_hooks=True)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [cpu_offloaded, disk_offloaded, partly])
 @pytest.mark.parametrize("name", ["llama", "phi3", "glm4-moe-lite"])
 def test_offloaded_weights_run_eagerly_and_say_why(as_on_gpu, tmp_path, offload, name):

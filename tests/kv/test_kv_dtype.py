@@ -56,6 +56,9 @@ def plain(cache: SparseCache) -> SparseCache:
 # ---------------------------------------------------------------------- what is attended
 
 
+@pytest.mark.few(
+    name=("host-int8-nopool", "host-default-int8", "host-dense1-int8", "progressive-tail-int8", "predictive-host-int8")
+)
 @pytest.mark.parametrize("name", CODED)
 def test_a_life_of_codes_is_that_of_what_they_stand_for(name):
     """Prompts, pieces of them, steps, crops into full blocks, rows that change, copies, a reset: the very numbers."""

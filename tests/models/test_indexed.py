@@ -48,6 +48,7 @@ def longer(text: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.quick
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", INDEXED)
 def test_tokens_are_those_of_transformers_own_cache(name, offload, monkeypatch):

@@ -51,6 +51,7 @@ BLOCKS = {"in a row": [2, 3, 4, 5, 6], "scattered": [4, 0, 6, 1, 2], "one": [3]}
 blocks_of = pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS.keys())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("first", [False, True], ids=["", "one row"])
 @pytest.mark.parametrize("case", MASSES.values(), ids=MASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -162,6 +162,7 @@ def test_chosen_tokens_that_are_not_sealed(attend):
     attend(args, named)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("coded, what", WILD)
 def test_that_is_not_finite(what, coded, attend):
     args, named = wild(what, *PLAIN.make(Place("cpu", torch.bfloat16), "token"))

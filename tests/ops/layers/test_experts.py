@@ -16,6 +16,7 @@ from hf_sparsekv.ops.layers.route import route
 TILES = [Tile(2, 256, 1), Tile(4, 1024, 2), Tile(8, 1024, 1, 128)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shape", [(40, 521), (521, 18)], ids=["down", "up"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("k", [1, 4, 6])

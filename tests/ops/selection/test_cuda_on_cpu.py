@@ -31,6 +31,12 @@ SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block h
 }
 
 
+FEW = (  # of the cases of labels: kernels of other shapes are other programs
+    *("blocks of 64", "two heads", "the mean", "five heads", "latents, small blocks", "a block"),
+    *("each of seven queries", "each of five queries", "with norms", "with norms, latents"),
+)
+
+
 @pytest.fixture
 def place() -> Place:
     return Place("cpu", torch.float32)
@@ -136,6 +142,7 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
     return out
 
 
+@pytest.mark.few(case=[CASES[name] for name in FEW])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_scores(case, monkeypatch, place):
     given = case.make(place)

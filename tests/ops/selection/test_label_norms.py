@@ -122,6 +122,7 @@ def test_constants_in_keys_change_nothing(shape, dtype):
     check("reference", Place("cpu", dtype), shape)
 
 
+@pytest.mark.few(shape=(SHAPES["GQA of 64"], SHAPES["latents"]))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_nor_to_kernels(place, shape):
     check("triton", place, shape)
