@@ -228,6 +228,7 @@ def test_sparse_copy_gives_the_same():
 # ---------------------------------------------------------------------- rows
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("length", [10, 110])
 def test_repeat_and_select_rows(offload, length):
@@ -250,6 +251,7 @@ def test_repeat_and_select_rows(offload, length):
 # ---------------------------------------------------------------------- crop
 
 
+@pytest.mark.few(remove=(1, 5, 33, 150, 1000))
 @pytest.mark.parametrize(
     ("remove", "offload"),
     [

@@ -7,7 +7,17 @@ import warnings
 import pytest
 import torch
 from caches import CACHES, FULL, two_level
-from models import MODELS, NEEDS_CONFIG, NOTHING_SPARSE, build, model, plain_text, prompt, reference
+from models import (
+    MODELS,
+    NEEDS_CONFIG,
+    NOTHING_SPARSE,
+    TELLING_MODELS,
+    build,
+    model,
+    plain_text,
+    prompt,
+    reference,
+)
 from transformers import DynamicCache
 
 TOKENS = 28  # blocks of 16 become full at 100 and 116, of 32 at 116
@@ -29,6 +39,7 @@ def same_text(name: str, cache, inputs: dict, **generate) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.few(name=TELLING_MODELS)
 @pytest.mark.filterwarnings("ignore:no layer of this")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
@@ -41,6 +52,7 @@ def test_models(name):
 
 
 @pytest.mark.quick
+@pytest.mark.few(name=TELLING_MODELS)
 @pytest.mark.filterwarnings("ignore:no layer of this")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name):
@@ -56,6 +68,7 @@ def test_logits(name):
         torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", CACHES)
 def test_caches(name, net):
@@ -170,6 +183,7 @@ def test_gradient_modes(first, then):
 # ---------------------------------------------------------------------- bfloat16
 
 
+@pytest.mark.few(name=("llama", "gpt-oss", "youtu"))
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss", "youtu"])
 def test_bf16_logits(name, capsys):
     """Teacher-forced: our bf16 is as far from float32 as the reference's own bf16 is, within a factor of 1.5."""

@@ -89,6 +89,7 @@ def expected(name: str = "llama", *inputs, **how) -> torch.Tensor:
 
 
 @pytest.mark.quick
+@pytest.mark.few
 @pytest.mark.parametrize(
     "how",
     [

@@ -127,6 +127,7 @@ def some(total: int, n: int, seed: int = 0) -> list[int]:
     return sorted(random.Random(seed).sample(range(1, total + 1), n))
 
 
+@pytest.mark.few(name=("llama", "gemma3"), kind=("host", "progressive-host"))
 @pytest.mark.parametrize(
     ("name", "kind", "captured"),
     [
@@ -146,6 +147,7 @@ def test_anywhere(name, kind, captured):
     assert runs.went_on == {True, False}, "some points lie between forward passes, some inside"
 
 
+@pytest.mark.few(name=("llama",))
 @pytest.mark.parametrize(
     ("name", "kind", "again"),
     [("llama", "host", 0), ("llama", "host", 2), ("gpt-oss", "host", 0), ("llama", "predictive-host", 0)],
@@ -201,6 +203,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "change"),  # a sliding layer past its window cannot be cropped
     [("llama", change) for change in CHANGES] + [("gemma3", change) for change in CHANGES if change != "crop"],

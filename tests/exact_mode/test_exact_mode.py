@@ -9,7 +9,7 @@ import torch
 from caches import CACHES, SMALL, TELLING
 from caches import TIGHT as USUAL
 from captured import calls_of, imitated
-from models import MODELS, NOTHING_SPARSE, build, model, plain_text, prompt
+from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build, model, plain_text, prompt
 
 from hf_sparsekv import sparse
 from hf_sparsekv.exact_mode.pace import Next, Pace
@@ -58,9 +58,7 @@ def same_text(name: str, inputs: dict, cache: str = "device-default", drafts: in
 
 
 @pytest.mark.quick
-@pytest.mark.few(
-    name=("llama-mqa", "qwen3", "gemma3", "gpt-oss", "qwen3-next", "deepseek-v3", "kimi-linear", "mistral-window")
-)
+@pytest.mark.few(name=TELLING_MODELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     """Sliding layers take tokens back; models with linear attention decode densely."""

@@ -167,6 +167,10 @@ INDEXED = {
 # For all others "sdpa": gpt-oss and HY 4 have none, and sdpa drops Gemma2's softcap.
 REFERENCE = {"gpt-oss": "eager", "gemma2": "eager", "hy-v4": "eager"}
 NEEDS_CONFIG = ("qwen3-next", "kimi-linear")  # linear attention touches the cache before any attention does
+# One of a kind: `make test` runs tests over all models with these alone where they are marked ``few``.
+TELLING_MODELS = (
+    *("llama-mqa", "qwen3", "gemma3", "gpt-oss", "qwen3-next", "deepseek-v3", "kimi-linear", "mistral-window"),
+)
 NOTHING_SPARSE = ("mistral-window",)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from caches import ALL, CACHES, FULL, TIGHT, UNSAVED, two_level
+from caches import ALL, CACHES, FULL, TELLING, TIGHT, UNSAVED, two_level
 from models import build, model, prompt, reference
 from saved_files import IDS, feed, same, saved, state, steps
 
@@ -24,6 +24,7 @@ OFFLOAD = {True: OffloadConfig(), False: None}
 # ---------------------------------------------------------------------- what is saved comes back
 
 
+@pytest.mark.few(name=TELLING)
 @pytest.mark.parametrize("name", ALL)
 def test_everything_comes_back_and_goes_on(name, tmp_path):
     """Saved in the middle of an answer; padding, and rows that share no blocks."""

@@ -39,6 +39,7 @@ class DenseRace(TwoLevelRace):
 # ---------------------------------------------------------------------- steps
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "pads"), ROWS)
 def test_dense_up_to_the_number_then_as_the_oracle(case, pads):
     """Also the first sparse step, for which no blocks were chosen beforehand."""

@@ -311,6 +311,7 @@ def test_calibration_ends_in_the_middle_of_an_answer(captured):
     assert race.oracle.selected
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "stream"])
 def test_second_turn_crop_and_rows(offload, captured):
@@ -368,6 +369,7 @@ def test_copies_and_files_go_on_alike(offload, tmp_path):
         assert other.sparse_layers[1].store.counters.foreseen >= 12
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("then", ["layer:in_delta", "layer:in", "own", "last", "assembled_ridge"])
 @pytest.mark.parametrize("first", [None, "layer", "ridge"])
 def test_a_file_may_go_on_with_another_predictor(first, then, tmp_path):
@@ -418,6 +420,7 @@ def test_a_budget_of_everything_gives_plain_attentions_text(name, offload):
     assert torch.equal(net.generate(**inputs, past_key_values=cache, **go), plain_text(name, inputs, **go))
 
 
+@pytest.mark.few(name=("gemma3", "deepseek-v3", "qwen3-next"))
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "gpt-oss"])
 def test_captured_steps_of_other_architectures(name):
     """Chosen beforehand in both, for the same queries."""
@@ -439,6 +442,7 @@ def test_captured_steps_of_other_architectures(name):
 # ---------------------------------------------------------------------- what the layer before has added
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
 def test_what_the_layer_before_has_added(name, captured, monkeypatch):
@@ -598,6 +602,7 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
     assert all(layer.captured is None for layer in cache.sparse_layers)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", ["in_delta", "mid"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, place, monkeypatch):

@@ -151,6 +151,7 @@ def test_calibration_ends_in_the_middle_of_an_answer():
     race.agree()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("place", "captured"), [("host", False), ("host", True), ("stream", True), ("cpu", False)], ids=str
 )
@@ -242,6 +243,7 @@ def test_only_newly_chosen_tokens_travel():
     assert bare.stats().hit_rate is None
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("layers_per_launch", "offload"), [(1, True), (2, False), (2, True), (7, True)])
 def test_packs_of_layers_do_not_show(layers_per_launch, offload):
     nets = build("llama", "sparsekv", num_hidden_layers=5), build("llama", "sparsekv", num_hidden_layers=5)

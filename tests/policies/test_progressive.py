@@ -153,6 +153,7 @@ CASES = {
 UNPADDED = ("usual", "capped", "paper", "bound", "scores")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "pads"), [*((case, (5, 61)) for case in CASES), *((case, None) for case in UNPADDED)])
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
@@ -238,6 +239,7 @@ def test_a_cap_that_decides_is_told():
     assert not any(w.capped for w in free.stats().walks)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("reduce", ["all", "sum"])

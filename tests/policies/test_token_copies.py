@@ -48,6 +48,7 @@ def life(cache) -> list[torch.Tensor]:
     return found + feed(cache, 150, 10, together=True) + feed(cache, 8, 11)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pool", [None, 2 * ROOM], ids=["usual", "one selection"])
 @pytest.mark.parametrize("method", METHODS)
 def test_copies_never_show(method, pool):

@@ -61,6 +61,7 @@ UNPADDED = ("two_level", "default-host", "default-device", "block-lag", "token-m
 ROWS = [*((case, (0, 61)) for case in CASES), *((case, None) for case in UNPADDED)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "pads"), ROWS)
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
@@ -74,6 +75,7 @@ def test_logits_follow_the_oracle(case, pads):
     assert stats.decode_steps == STEPS
 
 
+@pytest.mark.few(name=("llama-mqa", "qwen3"))
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3", "phi3"])
 def test_other_head_groups(name):
     race = TwoLevelRace(name, True, **ODD_BUDGET)
@@ -82,6 +84,7 @@ def test_other_head_groups(name):
     assert race.run(24) < TOLERANCE
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pool", [None, 30_000, 0])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
@@ -190,6 +193,7 @@ def test_rows_are_regrouped(after):
     assert race.ours.stats().attended_tokens == race.oracle.attended
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("lag", [True, False])
 @pytest.mark.parametrize("level", ["two_level", "block", "token"])
 def test_crop(level, lag):

@@ -301,6 +301,7 @@ def test_guides_and_reference_are_short():
     assert count <= 20_000, "move what was measured to docs/measured, and how it works to docs/inside.md"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     """Pages in the navigation, links and anchors, references of docstrings; the notebooks as pages."""
     if not importlib.util.find_spec("material"):

@@ -106,6 +106,7 @@ def made(name: str, captured: bool, **changes) -> Rows:
     return Rows(type(cache)(replace(cache.config, **changes), cache.offload_config), net, alone)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("name", MADE)
 def test_rows_answer_as_caches_of_their_own(name, captured):
@@ -187,6 +188,7 @@ def test_a_prompt_that_begins_with_blocks_of_another_row(name):
     assert max(it.step() for _ in range(30)) < NEAR
 
 
+@pytest.mark.few(name=("tokens-host", "progressive-host", "ahead-host"))
 @pytest.mark.parametrize("name", ["tokens", "tokens-host", "blocks-host", "progressive-host", "ahead-host"])
 def test_a_row_gets_the_channels_of_more_tokens(name):
     """Its labels are those of a cache that was calibrated so; a row that shares its blocks keeps its own."""
@@ -266,6 +268,7 @@ def labels_of(layer, row: int) -> torch.Tensor:
     return layer.store.pool.fields["codes"][layer.store.block_table[row, :n].long()]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize(
     "name", ["tokens-host", "blocks-host", "progressive-host", "ahead-host", "ahead-need-host", "streaming"]
@@ -354,6 +357,7 @@ def test_prompts_between_two_steps_change_nothing():
     torch.testing.assert_close(*found, atol=NEAR, rtol=0)
 
 
+@pytest.mark.few(captured=(True,))
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_anything_in_any_order(captured):
     """Joins, leaves, holds, forks and crops, with room for everything: the tokens are full attention's."""

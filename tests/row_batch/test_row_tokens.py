@@ -83,6 +83,7 @@ def held_by(rows, row: int) -> int:
     return sum(int((layer.policy.tokens.slots[row] >= 0).sum()) for layer in rows.cache.sparse_layers)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("name", METHODS)
 def test_rooms_that_differ_and_change_never_show(name, captured):
@@ -384,6 +385,7 @@ def test_all_layers_have_the_same_lanes():
         assert {one.lanes.data_ptr() for one in tokens} == {tokens[0].lanes.data_ptr()}
 
 
+@pytest.mark.few(captured=(True,))
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 def test_anything_in_any_order(captured):
     """Rooms given and taken between joins, leaves, holds, forks and crops: rows answer as caches of their own."""

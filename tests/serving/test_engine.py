@@ -48,6 +48,7 @@ READ = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @READ
 def test_requests_answer_as_alone(settings, layers, offload):
@@ -81,7 +82,7 @@ SHORT = {**BUDGET, "calibration_tokens": 64, "token_budget": 64}
 @pytest.mark.parametrize(
     ("config", "offload"),
     [
-        (TokenConfig(**SHORT), None),
+        pytest.param(TokenConfig(**SHORT), None, marks=pytest.mark.slow),
         (TokenConfig(**SHORT), OffloadConfig(device_pool=120_000)),
         (ProgressiveConfig(**{**SMALL, "dense_below": 0, "calibration_tokens": 64, "min_tokens": 64}), None),
     ],
@@ -167,6 +168,7 @@ def a_long_prompt(engine, ids: list[int] | None = None, tokens: int = 6, most: i
         quiet(engine)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @READ
 def test_short_prompts_overtake_a_long_one(settings, offload, layers):
@@ -561,6 +563,7 @@ def test_requests_wait_for_memory(expected):
         quiet(engine)
 
 
+@pytest.mark.few(layers=(True,))
 @pytest.mark.parametrize("layers", [True, False])
 def test_no_more_memory_is_taken_than_was_reserved(layers):
     """Blocks that are kept of rows that run are not let go for others: that would free nothing."""
@@ -691,6 +694,7 @@ def test_counts(engine):
     assert after.steps - before.steps == 6
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["resident", "offloaded"])
 @pytest.mark.parametrize("dense_below", [0, 600], ids=["chosen", "crossover"])
 def test_all_steps_are_captured_at_the_start(offload, dense_below):
@@ -710,6 +714,7 @@ def test_all_steps_are_captured_at_the_start(offload, dense_below):
         assert [list(output.token_ids) for output in outputs] == [alone(other, config, *one) for one in asked]
 
 
+@pytest.mark.few(max_length=(6, 163))
 @pytest.mark.parametrize("max_length", [6, 162, 163, 164])
 def test_steps_are_captured_in_all_widths_whatever_the_longest_row(max_length):
     """Each width is a step more for the rows that are captured: they have room for these."""

@@ -60,6 +60,7 @@ def loop(net, ids: torch.Tensor, tokens: int) -> list[int]:
     return found
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:the rotary factors of")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ROTARY)
@@ -146,6 +147,7 @@ def test_paligemma_is_refused():
         pass
 
 
+@pytest.mark.few(kind=("roberta", "opt", "deepseek_v3"))
 @pytest.mark.parametrize("kind", [*OFFSETS, *OTHERS])
 def test_positions_are_those_of_generate(kind):
     net = model_list.build(kind)

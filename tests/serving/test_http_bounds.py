@@ -310,6 +310,7 @@ def test_many_tiny_chunks_are_refused_and_others_are_not(url, engine):
 # ---------------------------------------------------------------------- who asks
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("host", "status"),
     [

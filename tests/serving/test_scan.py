@@ -77,6 +77,7 @@ def made(rng: random.Random, depth: int) -> object:
     return [text(), rng.randrange(-(10**9), 10**9), rng.random() - 0.5, rng.choice([True, False, None])][kind - 2]
 
 
+@pytest.mark.few(seed=range(8))
 @pytest.mark.parametrize("seed", range(40))
 def test_counts_are_right_wherever_a_body_is_cut(seed):
     rng = random.Random(seed)
@@ -91,6 +92,7 @@ def test_counts_are_right_wherever_a_body_is_cut(seed):
         assert counts["escapes"] >= expected["escapes"]  # a pair of backslashes is two
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("body", "says"),
     [

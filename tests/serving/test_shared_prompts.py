@@ -52,6 +52,7 @@ def ask(engine: Engine, ids: Sequence[int], tokens: int = 24) -> tuple[list[int]
     return list(output.token_ids), output.cached_tokens
 
 
+@pytest.mark.few(name=("tokens-host", "progressive", "streaming"))
 @pytest.mark.parametrize("name", MADE)
 def test_answers_are_those_without_a_prefix_cache(name):
     """Label channels are calibrated on the first 64 tokens: nothing is shared by prompts that differ in these."""

@@ -282,6 +282,7 @@ def test_parts_of_rows_of_different_lengths(place, rows, splits, shape, granular
     check(place, case, granularity, tile=16)
 
 
+@pytest.mark.few(splits=(30, 200))
 @pytest.mark.parametrize("splits", [30, 60, 100, 200])
 def test_many_parts(place, splits):
     """Of the only row, and of a long one beside an empty one: some at a time, or all that there are meant to be."""
@@ -355,6 +356,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("aim", [1, 132])
 def test_no_part_is_longer_than_an_equal_share(place32, lengths, aim):

@@ -47,6 +47,7 @@ def test_codes_of_a_codebook_by_hand():
     assert dequantise(weight).tolist() == [[1, 15, 2, 0]]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("scales", [(100, 1), (4, 3)], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
