@@ -96,11 +96,8 @@ def test_short_names_of_the_hub_are_no_mistakes():
     assert loading.resolve_model("someone/small", SHAPES) == "someone/small"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("plan", "--context", "4k"), pytest.param(("generate", "--prompt", "a"), marks=pytest.mark.slow)],
-    ids=lambda c: c[0],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("plan", "--context", "4k"), ("generate", "--prompt", "a")], ids=lambda c: c[0])
 def test_a_hub_out_of_reach_is_asked_once(command, tmp_path):
     """Nothing listens at that port. The client's own retries, each with a line of its own, took half a minute."""
     kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

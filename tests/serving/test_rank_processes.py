@@ -210,6 +210,7 @@ def test_a_child_that_is_killed_is_told(model):
         assert gone(rank0.child)
 
 
+@pytest.mark.slow
 def test_no_child_outlives_rank_0(model):
     """Killed, it cannot tell anybody."""
     with Rank0(RUNS, model) as rank0:
@@ -235,6 +236,7 @@ def test_a_child_that_ends_at_the_beginning_is_told_at_once(model):
         assert gone(child)
 
 
+@pytest.mark.slow
 def test_what_fails_on_all_ranks_is_told_as_on_one(model):
     with Rank0(NO_MODEL, model) as rank0:
         assert rank0.ends(60) == 3

@@ -43,12 +43,21 @@ def tiny(tmp_path_factory) -> Path:
     return path
 
 
-def test_a_server_from_its_first_line_to_its_last(tiny):
+def by_itself(argv: list[str], env: dict[str, str]) -> subprocess.Popen:
+    """A new interpreter, which imports all again."""
+    told = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *argv], env=env, **told)
+
+
+@pytest.mark.parametrize(
+    "start", [forked.Popen, pytest.param(by_itself, marks=pytest.mark.slow)], ids=["forked", "new"]
+)
+def test_a_server_from_its_first_line_to_its_last(start, tiny):
     """Greedy answers are generate()'s; SIGTERM lets a stream have its end, and takes no more requests."""
-    command = [sys.executable, "-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
+    command = ["-m", "hf_sparsekv_cli", "serve", str(tiny), "--port", "0", "--device", "cpu"]
     command += ["--max-rows", "4", "--context", "1k", "--no-offload", "--max-answer", "12"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_SPARSEKV_API_KEY": "sesame", "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = start(command, env)
     lines = []
     try:
         while not lines or not lines[-1].startswith("listening on "):

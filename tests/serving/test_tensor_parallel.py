@@ -247,7 +247,7 @@ def test_the_row_of_a_prompt_that_overtakes_is_noted(monkeypatch):
     assert [name for _, _, name, _ in sent] == ["overtake"] and leader._notes == [("overtook", (), 3)]
 
 
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("lost", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_rank_that_ends_ends_the_replica(model, port, lost):
     """The other one says why, and ends within seconds; clients are told."""
     command = ["-m", "hf_sparsekv", "serve", str(model), "--tensor-parallel", "--port", "0"]

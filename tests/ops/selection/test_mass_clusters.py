@@ -19,6 +19,10 @@ SERVED = {
     for name, case in CASES.items()
     if case.softcap is None and case.group_reduce == "all" and case.group <= cluster.MOST_HEADS and case.n
 }
+FEW = (  # others share their path, and each is compiled
+    *("usual", "one head", "everything", "capped among equals", "learned sink", "many chunks", "empty rows"),
+    *("short rows", "keys that are still to come"),
+)
 
 
 def select(args, named, blocks):
@@ -80,6 +84,7 @@ ON_CPU = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is install
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 
 
+@pytest.mark.few(case=[SERVED[name] for name in FEW])
 @ON_CPU
 @pytest.mark.pairwise(once=("case",))
 @pytest.mark.parametrize("blocks", [1, 2, 4])
