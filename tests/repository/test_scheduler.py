@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from grids import not_telling
 
 from tools import test_gpu
 
@@ -71,3 +73,49 @@ def test_without_a_gpu(tmp_path, capsys):
     assert test_gpu.main(["--csv", str(tmp_path / "rows.csv")]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class Item:
+    """As much of a test as is looked at."""
+
+    params: dict
+    marks: tuple
+    parent: None = None
+    originalname: str = "test"
+
+    __hash__ = object.__hash__
+    nodeid = property(lambda self: str(self.params))
+    callspec = property(lambda self: self)
+
+    def iter_markers(self):
+        return iter(self.marks)
+
+    def get_closest_marker(self, name):
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+
+def grid(*marks, a=range(4), b=range(3)) -> list[Item]:
+    return [Item({"a": x, "b": y}, tuple(mark.mark for mark in marks)) for x in a for y in b]
+
+
+def values(items) -> set:
+    return {pair for item in items for pair in item.params.items()}
+
+
+@pytest.mark.parametrize("mark", [pytest.mark.few, pytest.mark.few(), pytest.mark.pairwise])
+def test_the_quick_tier_has_each_value(mark):
+    items = grid(mark)
+    left = set(items) - not_telling(items)
+    assert values(left) == values(items) and len(left) == 4
+    assert not not_telling(grid(mark, pytest.mark.gpu)) and not not_telling(grid(mark, pytest.mark.slow))
+    assert not not_telling(items[:1]), "one that is named on the command line"
+
+
+def test_values_that_are_named_are_the_only_ones_of_their_parameter():
+    items = grid(pytest.mark.few(a=(1, 3, 7)))
+    left = set(items) - not_telling(items)
+    assert values(left) == {("a", 1), ("a", 3), ("b", 0), ("b", 1), ("b", 2)} and len(left) == 3
+    assert not not_telling(items[:1])
+    with pytest.raises(KeyError):
+        not_telling(grid(pytest.mark.few(c=(1,))))
