@@ -10,7 +10,7 @@ import torch
 from caches import SMALL
 from captured import imitated
 from engines import SERVING, WHOLE, before_steps, greedy, ids_of, inside, once, quiet
-from models import MODELS, NOTHING_SPARSE, build
+from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build
 from test_engine import alone
 from test_grammar import PERSON, is_person, needs_llguidance
 from tokenizers_made import byte_level
@@ -73,6 +73,7 @@ GREEDY = {"temperature": 0}
 # ---------------------------------------------------------------------- every model, every method
 
 
+@pytest.mark.few(name=TELLING_MODELS)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOTHING_SPARSE])
 def test_models(name, drafting):
     try:
@@ -87,6 +88,7 @@ def test_models(name, drafting):
     assert 0 < stats.accepted < stats.drafted
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize(
     "config",

@@ -37,6 +37,7 @@ def rated(net, ids: list[int], answer) -> float:
     return worst(net, TokenConfig(**WHOLE), ids, answer)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("name", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("config", CONFIGS)
