@@ -65,11 +65,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_unfreeze, _thawed = gc.unfreeze, []
+
+
+def _noted() -> None:
+    _unfreeze()
+    _thawed.append(True)
+
+
+gc.unfreeze = _noted  # to count what is frozen would take longer than most tests do
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """A server that has run in this process has put it back."""
     yield
-    if not gc.get_freeze_count():
+    if _thawed:
+        _thawed.clear()
         pytest_collection_finish()
 
 
