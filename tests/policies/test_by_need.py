@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from caches import FULL, TAIL, progressive, two_level
-from models import model, prompt
+from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, TokenConfig
 
@@ -38,6 +38,21 @@ def test_as_progressive_selection(pads, offload, more):
     everything = two_level(offload, **{**NEED, "mass": 1.0})
     logits(everything, pads)
     assert 0 < mine.stats().attended_tokens < everything.stats().attended_tokens
+
+
+def test_learned_sinks_hold_mass_too():
+    """What they hold needs no token."""
+    found = []
+    for logit in (-30.0, 30.0):
+        net, cache = build("gpt-oss", "sparsekv"), two_level(False, **NEED)
+        with torch.no_grad():
+            attention = net.model.layers[-1].self_attn  # the only sparse one: queries are the same
+            attention.sinks.fill_(logit)
+            attention.q_proj.weight.mul_(0.1)  # each token holds some
+            net(**prompt(1, 200), past_key_values=cache)
+            net(torch.tensor([[5]]), past_key_values=cache)
+        found.append(cache.stats().attended_tokens)
+    assert 0 < found[1] < found[0]
 
 
 def test_a_budget_is_the_most():
