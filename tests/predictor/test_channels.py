@@ -308,6 +308,19 @@ def test_channels_are_fixed_in_time():
     assert channels_of(cache) == [None, None]
 
 
+def test_blocks_that_came_before_channels_get_labels():
+    """Those of a prompt in one piece: both have been calibrated on all of it."""
+    ids, found = prompt(1, 160)["input_ids"], []
+    for pieces in (160, 80):
+        cache = two_level(level="token", lag=False, calibration_tokens=100, **TIGHT)
+        with torch.no_grad():
+            for piece in ids.split(pieces, dim=1):
+                model("llama")(piece, past_key_values=cache)
+        store = cache.sparse_layers[0].store
+        found.append(store.pool.fields["codes"][store.table.flatten().long()][: store.full_blocks])
+    assert found[0].any() and torch.equal(*found)
+
+
 @pytest.mark.parametrize("kind", ["spread", "max", "mean"])
 def test_statistics_may_come_in_pieces(kind):
     q, k = torch.randn(2, 4, 50, 8), torch.randn(2, 2, 50, 8)
