@@ -27,6 +27,7 @@ def logits(cache, pads, steps=24):
     return torch.stack(found, 1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pads", [None, (0, 30)])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("more", [{}, TAIL], ids=["alone", "means"])

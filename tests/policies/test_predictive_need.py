@@ -160,6 +160,7 @@ def test_logits_follow_the_oracle(case, captured, pads):
     race.agree()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 @KINDS
 def test_second_turn_crop_and_rows(settings, offload):

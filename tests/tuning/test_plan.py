@@ -223,6 +223,7 @@ def test_a_second_device(changes):
     assert plan.second > other.blocks * 3 // 4 + other.labels
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "changes", [{}, {"max_length": 900}, {"block_size": 16, "window": 16, "dense_layers": 2}], ids=str
 )
