@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from models import REFERENCE, build, model, prompt, reference
 
 from hf_sparsekv import Engine, OffloadConfig, ServingConfig, SparseCache, TokenConfig
 from hf_sparsekv.cuda_graph.optimize import runner_of
+from hf_sparsekv.serving.opening import reserve
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 SMALL = TokenConfig(block_size=16, window=16, max_draft=4)
@@ -173,3 +175,14 @@ def test_what_rows_take():
     held = sum(keys.nbytes for layer in cache.layers if (keys := layer.policy.index_keys) is not None)
     plan = plan_memory(model_shape(model("glm-moe-dsa").config, torch.float32), SMALL, None, context=260, batch=3)
     assert 0 < held <= plan.index_keys
+
+
+def test_blocks_with_nothing_on_the_device(monkeypatch):
+    """Host memory alone limits them: no label, mean or bound of theirs is beside the indexer's keys."""
+    cache = SparseCache(SMALL, OffloadConfig())
+    rows = cache.rows(2, 200)
+    rows.join(rows.prefill(model("deepseek-v32"), prompt(1, 100)["input_ids"]))
+    assert {pool.nbytes()[0] for pool in cache.block_pools.values()} == {0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert reserve(on_gpu, cache, SERVING, 200, None) == SERVING.max_rows * (-(-200 // SMALL.block_size) + 1)
