@@ -24,7 +24,7 @@ from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
 from .config import OffloadConfig, SparseConfig, with_changes
-from .exact_mode.install import Exact
+from .exact_mode.install import Exact, of_drafts
 from .policies.registry import method_of
 from .policies.token_config import TokenConfig
 
@@ -62,7 +62,8 @@ def _settings(
         raise TypeError(f"exact must be True or False, got {exact!r}")
     if drafts is not None and not exact:
         raise ValueError("drafts are those of exact=True: give both, or none")
-    settings = Settings(with_changes(config, changes), offload, optimize, Exact(drafts) if exact else None)
+    config = with_changes(config, changes)
+    settings = Settings(of_drafts(config) if exact else config, offload, optimize, Exact(drafts) if exact else None)
     if settings.exact is not None:
         settings.exact.check(SparseCache(settings.config, offload))
     return settings

@@ -30,7 +30,6 @@ from ..shapes import parse_tokens
 
 DRAFTS = 4
 SETTINGS = {
-    "by need (default)": {},
     **{f"mass {mass}": {"mass": mass} for mass in (0.75, 0.85, 0.9, 0.95)},
     **{f"{budget} tokens": {"token_budget": budget} for budget in (512, 1024, 2048)},
 }

@@ -15,7 +15,7 @@ from rich.table import Table
 from hf_sparsekv_cli import checks
 
 from ..cache import SparseCache
-from ..exact_mode.install import Exact
+from ..exact_mode.install import Exact, of_drafts
 from ..telemetry.timing import Timing
 from . import demo_text, loading
 from . import options as opt
@@ -82,7 +82,7 @@ def generate(
     sparse = None
     if sparse_kinds:
         if exact:
-            options = replace(options, offload=False)  # as exact mode does
+            options, config = replace(options, offload=False), of_drafts(config)  # as sparse(exact=True) does
         options = opt.placed(sparse_kinds[0], config, options)
         sparse = SparseCache(config, opt.offload_config(options))
         if exact:

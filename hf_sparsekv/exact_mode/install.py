@@ -6,7 +6,7 @@ Apart from the loop because it decides, before any token, whether the loop can b
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,12 +16,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..attention.rotary import switches
 from ..cache import SparseCache
 from ..cache_name import NAMES, given_cache
+from ..config import SparseConfig
 from ..cuda_graph.late_stop import LateStopping
 from ..cuda_graph.optimize import runner_of
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import kind_of
 from ..policies.base import Policy
+from ..policies.token_config import TokenConfig
 from ..ranks import ranks_of
 from .choice import Choice, can_try
 from .loop import Loop, Text
@@ -29,6 +31,16 @@ from .pace import Pace
 
 # Arguments of passes that mean the same whatever part of a text a pass reads.
 _PLAIN = {*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+# Tokens that drafts attend to where nothing was asked for. Measured on a model of 0.5B at 30k tokens: 97 to 98 % of
+# them are accepted, by need 99 %; a step at 1 x 128k takes 5.0 ms, by need 6.2 (docs/measured/exact.md).
+BUDGET = 1024
+
+
+def of_drafts(config: SparseConfig) -> SparseConfig:
+    """``config`` with a fixed budget, if neither a budget nor a share of the mass was asked for."""
+    if not isinstance(config, TokenConfig) or not config.can_need:
+        return config
+    return config if (config.mass, config.token_budget) != (None, None) else replace(config, token_budget=BUDGET)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from caches import TIGHT as USUAL
 from captured import calls_of, imitated
 from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build, model, plain_text, prompt
 
-from hf_sparsekv import sparse
+from hf_sparsekv import ProgressiveConfig, TokenConfig, sparse
+from hf_sparsekv.exact_mode.install import BUDGET
 from hf_sparsekv.exact_mode.pace import Next, Pace
 
 TIGHT = {**USUAL, "token_budget": 16}  # so few that some drafts are wrong
@@ -191,3 +192,29 @@ def spy(watch) -> list:
 
     watch.gets = told
     return seen
+
+
+ASKED = {
+    "nothing": ((None, {}), (None, BUDGET)),
+    "other options": ((TokenConfig(window=128), {"block_size": 32}), (None, BUDGET)),
+    "a budget": ((None, {"token_budget": 256}), (None, 256)),
+    "a share": ((None, {"mass": 0.8}), (0.8, None)),
+    "a preset": (("fast", {}), (0.75, None)),
+}
+
+
+@pytest.mark.parametrize("asked, expected", ASKED.values(), ids=ASKED)
+def test_drafts_attend_to_a_fixed_budget_unless_asked_otherwise(asked, expected):
+    (config, changes), net = asked, build("llama", "sdpa")
+    with sparse(net, config, exact=True, **changes):
+        out = net.generate(**prompt(1, 40), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    found = out.past_key_values.config
+    assert (found.mass, found.token_budget) == expected
+    assert TokenConfig() == TokenConfig(mass=None, token_budget=None)  # what sparse steps have, stays by need
+
+
+def test_other_methods_draft_as_they_are():
+    net = build("llama", "sdpa")
+    with sparse(net, ProgressiveConfig(), exact=True):
+        out = net.generate(**prompt(1, 40), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert out.past_key_values.config == ProgressiveConfig()
