@@ -259,21 +259,23 @@ def needles() -> str:
 
 
 def ladder() -> str:
-    """Whole systems over rates: the newest rows of one kind of trace, that of the last row; means over seeds."""
-    kinds: dict[tuple, dict[tuple[int, float, int], dict[str, tuple[str, dict[str, float]]]]] = {}
-    order, kind, lines = list(SYSTEMS), (), []
+    """Whole systems over rates: the newest rows of one GPU and kind of trace, with exact prompts; means over seeds."""
+    wanted = DATA["ladder"]
+    of_kind: dict[tuple[int, float, int], dict[str, tuple[str, dict[str, float]]]] = {}
+    order, lines = list(SYSTEMS), []
     for row, system, _, given in served():
-        if "rate" not in given or "chunk" in given or given.get("gpu") != "24gb":
+        if "rate" not in given or "chunk" in given or "prompts" in given or given.get("gpu") != "24gb":
             continue
-        if given.get("budget", DATA["ladder"]["budget"]) != DATA["ladder"]["budget"]:
+        if given.get("budget", wanted["budget"]) != wanted["budget"]:
             continue
-        kind = row["device"], int(given["out"]), int(given.get("most", 0))
+        if [row["device"], int(given["out"]), int(given.get("most", 0))] != wanted["kind"]:
+            continue
         key = int(row["context"]), float(given["rate"]), order.index(system)
-        seeds = kinds.setdefault(kind, {}).setdefault(key, {})
+        seeds = of_kind.setdefault(key, {})
         if seeds.get(given["seed"], ("",))[0] != row["commit"]:  # measured again
             seeds[given["seed"]] = row["commit"], {}
         seeds[given["seed"]][1][row["metric"]] = float(row["value"])
-    for key, found in sorted(kinds.get(kind, {}).items()):
+    for key, found in sorted(of_kind.items()):
         commits = ", ".join(dict.fromkeys(commit for commit, _ in found.values()))
         seeds = [one for _, one in found.values()]
         lost = sum(one["failed"] for one in seeds), sum(one["requests"] for one in seeds)

@@ -35,11 +35,13 @@ def draw(setting: Setting, systems: dict[str, Measured], out: Path) -> None:
     from ..plot import save
 
     groups = list(dict.fromkeys(name.partition(":")[0] for name in systems))
+    tasks = len({task for one in systems.values() for task in (*one.inside, *one.after)})
     figure, panels = plt.subplots(1, len(AXES), figsize=(11, 5.6), sharey=True)
     drawn = {}
     for axes, (metric, label) in zip(panels, AXES):
         for place, (name, one) in enumerate(systems.items()):
-            scores = {fill: mean(of) for fill, of in (("full", one.after), ("none", one.inside)) if of}
+            both = ("full", one.after), ("none", one.inside)
+            scores = {fill: mean(of) for fill, of in both if len(of) == tasks}  # of some tasks it would mislead
             if metric not in one.costs or not scores:
                 continue
             style = {"color": f"C{groups.index(name.partition(':')[0])}", "marker": MARKS[place % len(MARKS)]}
