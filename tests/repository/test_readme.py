@@ -205,11 +205,15 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, monkeypatch, capsys):
 
 
 def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
-    """What was measured again stands for all of what it was before; other tokens a step are another system."""
+    """What was measured again stands for all of what it was before.
 
-    def rows(system: str, seed: int, commit: str, context: int = 32768, **metrics: float) -> list[dict]:
-        of = {"case": tables.CASE, "device": "a GPU", "context": str(context), "commit": commit}
-        variant = f"{system}:gpu=24gb:rate=0.5:out=256:seed={seed}"
+    Other tokens a step are another system. Other GPUs, kinds of traces, and sparse prompts are not in it.
+    """
+    gpu, output, most = readme.DATA["ladder"]["kind"]
+
+    def rows(system: str, seed: int, commit: str, context: int = 32768, gpu=gpu, out=output, **metrics) -> list[dict]:
+        of = {"case": tables.CASE, "device": gpu, "context": str(context), "commit": commit}
+        variant = f"{system}:gpu=24gb:rate=0.5:out={out}:most={most}:seed={seed}"
         usual = {"requests": 9, "failed": 0, "ttft_s:mean": 1, "ttft_s:p99": 2, "between_ms:p50": 3}
         usual |= {"between_ms:p99": 250, "queued_s:mean": 2, "tokens_per_s": 100}
         named = {name.replace("__", ":"): value for name, value in metrics.items()}
@@ -223,6 +227,9 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
         *rows("segments:budget=1024", 1, "new"),
         *rows("segments:budget=2048", 1, "newer", tokens_per_s=900),
         *rows("dense", 1, "newest", context=131072),
+        *rows("dense", 1, "newest", gpu="another GPU", tokens_per_s=700),
+        *rows("dense", 1, "newest", out=1, tokens_per_s=700),
+        *rows("segments:budget=1024:prompts=0.3", 1, "newest", tokens_per_s=700),
     ]
     monkeypatch.setattr(tables, "read", lambda name: made)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.ladder().splitlines()[2:]]

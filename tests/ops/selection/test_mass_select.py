@@ -142,7 +142,7 @@ def test_kernels_against_references(place, case):
 @EVERY
 def test_the_definition_says_what_it_means(case):
     """By plain sums, without logarithms, bins or a common scale."""
-    from conftest import Place
+    from places import Place
 
     args, named = case.make(Place("cpu", torch.float32))
     if case.spread > 50:
