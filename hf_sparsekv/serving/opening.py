@@ -181,7 +181,7 @@ def reserve(
     else:
         free = CPU_SHARE * psutil.virtual_memory().available / (1 if ranks is None else ranks.size)
         device += host
-    fits = [int(free / device) if device else most + beside]  # offloaded blocks may have nothing on the device
+    fits = [int(free / device)] if device else []  # offloaded blocks may have nothing on the device
     if host:
         fits.append(int(0.98 * (cache.budget.limit - cache.budget.used) / host))
     if ranks is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -185,4 +186,8 @@ def test_blocks_with_nothing_on_the_device(monkeypatch):
     assert {pool.nbytes()[0] for pool in cache.block_pools.values()} == {0}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert reserve(on_gpu, cache, SERVING, 200, None) == SERVING.max_rows * (-(-200 // SMALL.block_size) + 1)
+    most = SERVING.max_rows * (-(-200 // SMALL.block_size) + 1)
+    assert reserve(on_gpu, cache, SERVING, 200, None) == most
+    assert reserve(on_gpu, cache, replace(SERVING, max_tokens=100_000), 200, None) == most, (
+        "more fit than rows can take"
+    )
