@@ -55,13 +55,13 @@ def ranks() -> str:
         for ours in (OURS, f"{OURS}+offload"):
             one = found.value(*of, ours, 1, "step_ms")
             for size in (1, 2, 4):
-                mine = found.row(*of, ours, size, "step_ms")
+                mine = found.row(*of, ours, size, "tpot_ms")
                 if mine is None:
                     continue
-                step, limit = float(mine["value"]), found.value(*of, "limit", size, "step_ms")
+                step, limit = (found.value(*of, name, size, "step_ms") for name in (ours, "limit"))
                 dense = found.value(*of, "captured_dense", size, "step_ms")
                 peaks = [found.value(*of, ours, size, f"peak_gb:rank{rank}") for rank in range(size)]
-                share = "" if one is None or size == 1 else f"{step / one:.2f}"
+                share = "" if None in (one, step) or size == 1 else f"{step / one:.2f}"
                 cells = [fixed(value, 2) for value in (limit, dense, step)]
                 token = fixed(found.value(*of, ours, size, "tpot_ms"), 2)
                 parts = [fixed(found.value(*of, ours, size, name), 2, "") for name in SUMS]
