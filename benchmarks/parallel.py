@@ -54,8 +54,8 @@ PR_SET_PDEATHSIG = 1
 WARM_PROMPT = 2048  # tokens that are read before a prompt counts
 KINDS = {  # of kernels, by parts of their names; the first that fits
     "sums": ("nccl", "allreduce", "all_reduce"),
-    "attention": ("sparse_decode", "flash", "fmha", "cluster", "merge"),
     "selection": ("score", "topk", "mass_select", "select", "gather", "label", "locate", "pack", "means"),
+    "attention": ("sparse_decode", "flash", "fmha", "cluster", "merge"),
     "linear": ("linear", "gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk"),
 }
 

@@ -56,7 +56,8 @@ def imitated(monkeypatch):
     monkeypatch.setattr(parallel, "prepare", prepare)
     monkeypatch.setattr(parallel, "_gpus", lambda model: {0})
     monkeypatch.setattr(parallel, "replay_ms", lambda model, cache: [1.0, 2.0])
-    kernels = [Kernel(name, at, 1e3) for at, name in enumerate(("ncclDevKernel_AllReduce_X", "_zeros", "gemv_bf16"))]
+    names = "ncclDevKernel_AllReduce_X", "_zeros", "gemv_bf16", "mass_select_cluster_kernel"
+    kernels = [Kernel(name, at, 1e3) for at, name in enumerate(names)]
     monkeypatch.setattr(parallel, "launched", lambda step: [step(), kernels][1])
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
@@ -72,7 +73,8 @@ def test_captured_steps_and_where_their_time_goes(imitated, tmp_path):
     assert report.close() == 0, report.failed
     rows = {row["metric"]: float(row["value"]) for row in read_rows(path) if row["variant"].startswith("token_only")}
     assert {"capture_s", "steps_ms", "tpot_ms", "step_ms", "peak_gb:rank0"} <= set(rows)
-    assert [rows[f"{kind}_ms"] for kind in ("sums", "linear", "other", "attention")] == [1.0, 1.0, 1.0, 0.0]
+    kinds = "sums", "linear", "other", "selection", "attention"
+    assert [rows[f"{kind}_ms"] for kind in kinds] == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 def test_what_is_not_to_be_had_is_told(capsys):
