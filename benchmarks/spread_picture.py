@@ -1,6 +1,6 @@
 """Draw steps and prompts of tensor parallel models against the number of GPUs: ``python -m benchmarks.spread_picture``.
 
-From the newest rows of ``parallel``, as the tables of docs/serving-scale.md.
+From the newest rows of ``parallel``, as the tables of docs/measured/serving-scale.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ K = 1024
 
 
 def draw(found: Found, out: Path) -> None:
-    """Two panels; what a dense step's bytes take is dotted.
+    """Two panels, of what was measured with several numbers of GPUs.
 
     Raises:
         ValueError: nothing was measured.
@@ -30,28 +30,32 @@ def draw(found: Found, out: Path) -> None:
     shapes = found.shapes("steps_ms")
     if not shapes:
         raise ValueError("benchmarks/results/parallel.csv has no steps: run `python -m benchmarks parallel`")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
-    for place, of in enumerate(shapes):
-        style = {"color": f"C{place % 10}", "marker": "os^D"[list(MODELS).index(of[0])]}
-        for ours, line in ((OURS, "-"), (f"{OURS}+offload", "--")):
-            steps = [(size, found.value(*of, ours, size, "step_ms")) for size in SIZES]
-            if there := [one for one in steps if one[1] is not None]:
-                name = f"{MODELS[of[0]]}, {of[1]} x {of[2] // K}k" + ", offloaded" * (ours != OURS)
-                left.plot(*zip(*there), line, label=name, **style)
-        limits = [(size, found.value(*of, "limit", size, "step_ms")) for size in SIZES]
-        if there := [one for one in limits if one[1] is not None]:
-            left.plot(*zip(*there), ":", color=style["color"], linewidth=1)
-    for place, ((case, tokens), rows) in enumerate(prompts(found)):
-        times = [(size, float(rows[size]["value"])) for size in SIZES if size in rows]
-        right.plot(*zip(*times), "-", color=f"C{place % 10}", marker="o", label=f"{MODELS[case]}, {tokens // K}k")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.6))
+    for of in shapes:
+        name, style = f"{MODELS[of[0]]}, {of[1]} x {of[2] // K}k", {}
+        for what, line in ((OURS, "o-"), ("captured_dense", "x--"), ("limit", ":")):
+            steps = [(size, found.value(*of, what, size, "step_ms")) for size in SIZES]
+            there = [one for one in steps if one[1] is not None]
+            if what == OURS and len(there) < 2:
+                break
+            if there:
+                (drawn,) = left.plot(*zip(*there), line, **style, linewidth=1 if style else 1.5, markersize=5)
+                drawn.set_label("_" if style else name)
+                style = {"color": drawn.get_color()}
+    for (case, tokens), rows in prompts(found):
+        if len(rows) > 1:
+            times = [(size, float(rows[size]["value"])) for size in SIZES if size in rows]
+            right.plot(*zip(*times), "o-", label=f"{MODELS[case]}, {tokens // K}k")
     for axes, name in ((left, "a step, ms"), (right, "a prompt's first token, s")):
         axes.set(xlabel="GPUs", ylabel=name, xscale="log", yscale="log", xticks=SIZES)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
         axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+    left.set_title("default: solid, dense: dashed, a dense step's bytes: dotted", fontsize=9)
     figure.tight_layout()
     save(figure, out)
 
