@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -99,6 +100,9 @@ class ExactSampling:
         if not isinstance(cache, SparseCache) or not cache.row_table.exactness.everything:
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
         most = cache.row_table.exactness.most
+        if kwargs.get("attention_mask") is None and input_ids.shape[1] == getattr(generation_config, "_mask_length", 0):
+            # From transformers 5.24 on a mask of ones is dropped before this.
+            kwargs["attention_mask"] = torch.ones_like(input_ids)
         text = Text(model, input_ids, stopping_criteria, generation_config, kwargs)
         if synced_gpus or not can_try(logits_processor) or not _can_draft(model, cache, text, generation_config, most):
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
