@@ -1,4 +1,4 @@
-"""The race: one document, read once; two caches that answer a question about it, step by step in turns."""
+"""The race: one document, read once; two caches that answer a question about it, in turns."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from hf_sparsekv import CacheStats, PrefixCache, SparseCache, StepMonitor, StepReport
+from hf_sparsekv import BlockMap, CacheStats, PrefixCache, SparseCache, StepReport
 from hf_sparsekv.cache_name import generate_over, over
 
 from .caches import DENSE, METHODS
 from .models import Loaded
+from .stopwatch import Stopwatch
 from .turns import Lane, Stopped, Turns
 
-LOOK = 0.15  # seconds between looks at the counters
+TURN = 0.15  # seconds of a lane's turn, after which its counters are read
 _QUEUED = 64  # events that nobody has read yet, before generation waits
 
 
@@ -83,7 +84,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A lane has a new token. ``memory``: bytes of its cache on the device and in host memory, where looked at."""
+    """A lane has a new token. With the last one of a turn come the turn's statistics, and ``memory``: bytes of its
+    cache on the device and in host memory."""
 
     lane: int
     report: StepReport
@@ -92,10 +94,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Ended:
-    """A lane is done: ``totals`` of this answer; ``error`` if something went wrong, ``stopped`` by the user."""
+    """A lane is done: ``totals`` of this answer, ``blocks`` that a step after it attends to; ``error`` if something
+    went wrong, ``stopped`` by the user."""
 
     lane: int
     totals: CacheStats | None = None
+    blocks: BlockMap | None = None
     error: str | None = None
     stopped: bool = False
 
@@ -282,7 +286,7 @@ class Session:
             events.put(ended)
 
     def stepped(self, number: int) -> None:
-        """A lane has made a step, and its time has been taken. A session of another kind may do something then."""
+        """A lane has a new token, and another may be under way. A session of another kind may do something then."""
 
     def _generate(self, number, loaded: Loaded, task: Task, maker, events: queue.Queue, lane: Lane) -> Ended:
         name, make = maker
@@ -295,25 +299,30 @@ class Session:
             talk = self._talks[task.talk, number] = _Talk(make(), [*task.context, *task.question])
             if task.rows > 1:
                 talk.cache.batch_repeat_interleave(task.rows)
-        before = talk.cache.stats() if isinstance(talk.cache, SparseCache) else None
+        cache = talk.cache
+        before = seen = cache.stats() if isinstance(cache, SparseCache) else None
         given = torch.tensor([talk.ids] * task.rows, device=loaded.device)
         events.put(Started(number, name, follows))
 
-        def step(report: StepReport) -> None:
-            talk.ids.append(report.tokens[0])  # every row says the same
-            looked = report.index == 0 or report.stats is not None
-            memory = _memory(talk.cache) if looked else None
-            self.turns.give(lane, report.seconds)
-            self.stepped(number)
-            _put(events, Stepped(number, report, memory), self.stop)
+        def between(took: list[StepReport]) -> None:
+            nonlocal seen
+            talk.ids += [report.tokens[0] for report in took]  # every row says the same
+            *others, last = took
+            if seen is not None and last.index:
+                now = cache.stats()
+                last, seen = replace(last, stats=now.since(seen)), now
+            memory = _memory(cache)
+            self.turns.give(lane, sum(report.seconds for report in took))
+            for report in others:
+                _put(events, Stepped(number, report), self.stop)
+            _put(events, Stepped(number, last, memory), self.stop)
             self.turns.take(lane)
 
-        monitor = StepMonitor(talk.cache, step, interval=LOOK, blocks=number == 1)
         never = loaded.model.config.get_text_config(decoder=True).vocab_size  # no token has this id
         loaded.model.generate(
             given,
             attention_mask=torch.ones_like(given),
-            **generate_over(talk.cache),
+            **generate_over(cache),
             max_new_tokens=task.new_tokens,
             do_sample=False,
             temperature=None,
@@ -321,13 +330,35 @@ class Session:
             top_k=None,
             eos_token_id=never if task.go_on else sorted(loaded.ends) or never,
             pad_token_id=0,
-            streamer=monitor,
-            stopping_criteria=StoppingCriteriaList([_Stop(self.stop)]),
+            # Alone: criteria of our own would make an optimised model's loop wait for each token. Stop raises.
+            streamer=Stopwatch(loaded.device, TURN, between, partial(self.stepped, number)),
         )
         if self.stop.is_set():
             raise Stopped
+        totals = None if before is None else cache.stats().since(before)
+        blocks = self._blocks(talk, loaded, task.rows) if number == 1 and task.talk == "race" else None
         self._settle(talk, len(given[0]), loaded)
-        return Ended(number, None if before is None else talk.cache.stats().since(before))
+        return Ended(number, totals, blocks)
+
+    @staticmethod
+    @torch.no_grad()
+    def _blocks(talk: _Talk, loaded: Loaded, rows: int) -> BlockMap | None:
+        """The blocks that a step after the answer attends to. Marking them takes time in each layer, so the answer's
+        own steps do not."""
+        cache = talk.cache
+        if not isinstance(cache, SparseCache) or len(cache.sparse_layers) < len(cache.layers):
+            return None  # a sliding layer cannot give the step's token back
+        whole = torch.tensor([talk.ids] * rows, device=loaded.device)
+        at = torch.full_like(whole[:, -1:], len(talk.ids) - 1)
+        cache.watch_blocks()
+        try:
+            loaded.model(
+                whole[:, -1:], attention_mask=torch.ones_like(whole), position_ids=at,
+                **over(loaded.model, cache), use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            return cache.chosen_blocks()
+        finally:
+            cache.watch_blocks(False)
 
     @staticmethod
     def _settle(talk: _Talk, given: int, loaded: Loaded) -> None:
@@ -388,14 +419,6 @@ def _memory(cache: Cache) -> dict[str, int]:
         return cache.memory_bytes()
     held = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
     return {"device": sum(t.nbytes for t in held if t is not None), "host": 0}
-
-
-class _Stop(StoppingCriteria):
-    def __init__(self, event: threading.Event) -> None:
-        self.event = event
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
 def _put(events: queue.Queue, event: Event, stop: threading.Event) -> None:

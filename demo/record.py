@@ -37,7 +37,7 @@ from hf_sparsekv.tuning.shapes import SHAPES
 from . import documents, recording
 from .caches import METHODS
 from .models import Loaded, ModelError, Models, pick_device
-from .race import Reading, Session, Stepped, Task
+from .race import Event, Reading, Session, Stepped, Task
 from .turns import Turns
 from .view import RaceView
 
@@ -204,20 +204,21 @@ def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceVi
     session = (ReplayedSession if args.kv == "replayed" else Session)(Turns())
     warm = args.warm_up if args.warm_up is not None else 16 * loaded.on_gpu
     view, points, began = RaceView(rows=task.rows, on_gpu=loaded.on_gpu), [], 0.0
-    steps: list[Stepped] = []
+    stamped: list[tuple[Event, float]] = []
     with session.running():
         if warm:
             few = Task(**{**task.__dict__, "new_tokens": warm})
             read = [e for e in session.race(loaded, few) if isinstance(e, Reading)]
             session.new_talk()
-        for event in session.race(loaded, task):
-            if isinstance(event, Reading) and event.done == event.total:
-                began = time.perf_counter()
-            view.add(event)
-            if isinstance(event, Stepped):
-                steps.append(event)
-                points.append(_point(view, event, time.perf_counter() - began))
+        for event in session.race(loaded, task):  # and nothing else meanwhile
+            stamped.append((event, time.perf_counter()))
         session.forget()
+    steps = [event for event, _ in stamped if isinstance(event, Stepped)]
+    for event, at in stamped:
+        began = at if isinstance(event, Reading) and event.done == event.total else began
+        view.add(event)
+        if isinstance(event, Stepped):
+            points.append(_point(view, event, at - began))
     if warm:
         view.read_s = read[-1].seconds
     common = {
@@ -260,14 +261,13 @@ def recorded(
 def _lane(number: int, view: RaceView, steps: list[Stepped], loaded: Loaded, random: bool) -> recording.RecordedLane:
     lane, mine = view.lanes[number], [step for step in steps if step.lane == number]
     looked = [(i, step.report.stats, step.memory) for i, step in enumerate(mine) if step.memory or step.report.stats]
-    maps = [(i, step.report.blocks) for i, step in enumerate(mine) if step.report.blocks is not None]
     return recording.RecordedLane(
         name=lane.name,
         ms=tuple(1e3 * seconds for seconds in lane.seconds),
         pieces=() if random else _pieces(loaded.language.tokenizer, lane.ids),
         answer_tokens=0 if random else loaded.answer_tokens(lane.ids),
         looks=tuple(looked),
-        maps=tuple(maps),
+        maps=() if lane.blocks is None else ((len(mine) - 1, lane.blocks),),
         totals=lane.totals,
     )
 

@@ -1,4 +1,4 @@
-"""One step at a time: whoever generates takes turns, so that each step has the machine to itself."""
+"""One at a time: whoever generates takes turns, so that each step has the machine to itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Run:
 
 
 class Turns:
-    """Hands out the machine, a step at a time.
+    """Hands out the machine, a turn at a time.
 
     Runs (browser tabs) get equal time. Within a run the turn goes to the lane that has used less time so far: both
     clocks advance together, and the quicker one is ahead on tokens, as in a race on two machines.
@@ -102,7 +102,7 @@ class Turns:
                 run.waiting.remove(lane)
 
     def give(self, lane: Lane, seconds: float) -> None:
-        """The step is done, after ``seconds``."""
+        """The turn is over, after ``seconds``."""
         with self._condition:
             lane.seconds += seconds
             self._runs[lane.run].seconds += seconds

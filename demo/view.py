@@ -110,6 +110,7 @@ class RaceView:
             lane.name = event.name
         elif isinstance(event, Ended):
             lane.ended, lane.totals = event, event.totals
+            lane.blocks = event.blocks or lane.blocks
         else:
             report = event.report
             lane.ids.append(report.tokens[0])

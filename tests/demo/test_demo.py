@@ -92,13 +92,13 @@ def test_both_panes_say_what_generate_says(probe, method):
     needle = probe.language.needle(5)
     for lane in view.lanes:
         assert needle.answer in probe.language.tokenizer.decode(lane.ids)
-        assert lane.ended == Ended(lane.ended.lane, lane.ended.totals)
+        assert lane.ended == Ended(lane.ended.lane, lane.ended.totals, lane.ended.blocks)
         assert len(lane.seconds) == 12
     if method == DENSE:
         assert view.lanes[1].ids == expected
     else:
         assert view.lanes[1].stats.decode_steps == 11
-        assert view.lanes[1].blocks is not None
+        assert view.lanes[1].blocks.length == view.lanes[1].stats.cached_tokens + 1, "of a step after the answer"
         assert view.lanes[1].memory["device"] > 0
     read = [event for event in events if isinstance(event, Reading)]
     assert read[0].done == 0
