@@ -203,11 +203,16 @@ class Session:
                         events.get_nowait()  # whoever waits for room
 
     def _makers(self, loaded: Loaded, task: Task) -> list[tuple[str, Callable[[], Cache]]]:
-        """For each pane a name and what makes its cache from the prefix."""
+        """For each pane a name and what makes its cache, of all rows, from the prefix."""
         room = len(task.context) + len(task.question) + task.new_tokens + 1024
 
+        def rows(cache: Cache) -> Cache:
+            if task.rows > 1:
+                cache.batch_repeat_interleave(task.rows)
+            return cache
+
         def dense() -> Cache:
-            return copy.deepcopy(self._prefix) if loaded.on_gpu else self._prefix.full()
+            return rows(copy.deepcopy(self._prefix) if loaded.on_gpu else self._prefix.full())
 
         if loaded.on_gpu:
             name = "full attention, captured steps (this package's dense cache)"
@@ -221,7 +226,7 @@ class Session:
         where = (
             "full blocks in host memory" if task.offload else "KV on the device" if loaded.on_gpu else "KV in memory"
         )
-        return [*lanes, (f"{method.label.lower()}, {where}", lambda: self._prefix.start(empty.pop()))]
+        return [*lanes, (f"{method.label.lower()}, {where}", lambda: rows(self._prefix.start(empty.pop())))]
 
     @torch.no_grad()
     def _prefill(self, loaded: Loaded, task: Task) -> Iterator[Reading]:
@@ -297,8 +302,6 @@ class Session:
             talk.ids += task.follow_up
         else:
             talk = self._talks[task.talk, number] = _Talk(make(), [*task.context, *task.question])
-            if task.rows > 1:
-                talk.cache.batch_repeat_interleave(task.rows)
         cache = talk.cache
         before = seen = cache.stats() if isinstance(cache, SparseCache) else None
         given = torch.tensor([talk.ids] * task.rows, device=loaded.device)

@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         loaded, task, needle = prepare(args, device)
         if args.rows < 1:
             raise ValueError("--rows: at least one sequence has to decode")
-        if args.kv == "replayed" and (args.rows > 1 or not args.model.startswith("random:")):
-            raise ValueError("--kv replayed is for one sequence of a model of random weights: --model random:SHAPE")
+        if args.kv == "replayed" and not args.model.startswith("random:"):
+            raise ValueError("--kv replayed is for a model of random weights: --model random:SHAPE")
         view, points, events = record(loaded, task, args)
         if needle:
             view.question, view.wanted = needle.question, needle.answer
@@ -183,7 +183,7 @@ class ReplayedSession(Session):
         def replayed():
             room = length + len(task.question) + task.new_tokens + 1024
             cache = METHODS[task.method].make(task.values, task.offload, loaded.model.config, room)
-            source = ReplayedSource(loaded.model, 1, length, show=False)
+            source = ReplayedSource(loaded.model, task.rows, length, show=False)
             fill_layers(source, cache)
             self._next = source.start(cache)
             return cache

@@ -14,6 +14,8 @@ MISSED = (
     "depth, a shorter context, or a larger model."
 )
 
+ON_HOST = "Its keys and values are in host memory, those of full attention on the GPU."
+
 
 @dataclass
 class LaneView:
@@ -178,11 +180,16 @@ class RaceView:
             factor = f"{_times(ratio)} faster"
         else:
             factor = "as fast" if ratio > 0.98 else f"{_times(1 / ratio)} slower here"
-        why = "" if ratio >= 1.02 else " " + self._why(stats)
+        on_host = self.on_gpu and sparse.memory and dense.memory and sparse.memory["host"] > 0
+        why = "" if ratio >= 1.02 else " " + (ON_HOST if on_host else self._why(stats))
         why += " " + MISSED if self.model_missed else ""
         if self.on_gpu:
             times = f"{sparse.median_ms:.1f} ms a token, full attention {dense.median_ms:.1f} ms"
-            headline = f"{factor[0].upper()}{factor[1:]}, {reads[0].lower()}{reads[1:]}"
+            gain = f"{factor[0].upper()}{factor[1:]}"
+            if on_host and ratio < 1.02:
+                held = [size(lane.memory["device"]) for lane in (sparse, dense)]
+                gain, times = f"{held[0]} of the GPU for the cache instead of {held[1]}", f"{times} ({factor})"
+            headline = f"{gain}, {reads[0].lower()}{reads[1:]}"
             return headline, f"{times}: {amount}.{why}"
         times = f"Time: {sparse.median_ms:.0f} ms a token, full attention {dense.median_ms:.0f} ms ({factor})."
         return reads, f"{amount[0].upper()}{amount[1:]}, index included. {times}{why}"

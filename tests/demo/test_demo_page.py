@@ -37,9 +37,11 @@ def test_verdicts():
     stats = ran.lanes[1].stats
     share = f"{100 * stats.attended_share:.0f} %"
 
-    def said(dense: float, sparse: float, stats=stats, on_gpu=False, answers=("", ""), wanted=None, count=20):
+    def said(dense, sparse, stats=stats, on_gpu=False, answers=("", ""), wanted=None, count=20, host=None):
         view = a_view(dense, sparse, stats, count)
         view.on_gpu, view.wanted = on_gpu, wanted
+        if host is not None:
+            view.lanes[0].memory, view.lanes[1].memory = {"device": 5000, "host": 0}, {"device": 3000, "host": host}
         for lane, answer in zip(view.lanes, answers):
             lane.answer, lane.after = answer, "x"
         return view.verdict()
@@ -68,6 +70,11 @@ def test_verdicts():
     assert below.startswith("10.0 ms a token, full attention 20.0 ms: ")
     assert said(10, 10.1, on_gpu=True)[0].startswith("As fast, reads")
     assert "fixed time" in said(10, 20, on_gpu=True)[1] or "little to save" in said(10, 20, on_gpu=True)[1]
+    headline, below = said(10, 20, on_gpu=True, host=9)
+    assert headline == f"3 kB of the GPU for the cache instead of 5 kB, reads {share} of the context"
+    assert "(2.0x slower here)" in below and "in host memory" in below
+    assert said(20, 10, on_gpu=True, host=9)[0].startswith("2.0x faster")
+    assert said(10, 20, on_gpu=True, host=0)[0].startswith("2.0x slower here")
     assert said(10, 20, count=4) is None, "too few to say"
     assert "noise" in said(10, 10.1, stats=None)[1]
 
@@ -99,11 +106,13 @@ def test_panes_say_who_missed_the_fact(answers, marks):
 def test_the_page_begins_with_how_a_recorded_race_ended():
     """One with text comes first; without recordings there is nothing but the button."""
     here = torch.device("cpu")
-    desk = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)), recording.found())
+    recordings = recording.found()
+    desk = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)), recordings)
     verdict, dense, sparse, *pictures = desk.first()
     assert "Recorded" in verdict and "the context" in verdict and all(pictures)
     assert all("the hidden fact: found" in pane for pane in (dense, sparse))
-    shown = "<mark>20335</mark>", "class='talk whole'"  # an answer that has ended is seen from its beginning
+    # An answer that has ended is seen from its beginning.
+    shown = f"<mark>{recordings[0].wanted}</mark>", "class='talk whole'"
     assert all(pane.count(part) == 1 for pane in (dense, sparse) for part in shown)
     assert "half a minute" in desk.press("small") and "recorded" in desk.press("small")
     bare = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)))

@@ -174,6 +174,10 @@ def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tmp_path,
     assert "imitate recorded ones" in read.mark and "--kv replayed" in read.command
     sparse = read.view(read.seconds + 1).lanes[1]
     assert sparse.stats.decode_steps == 11 and sparse.stats.sparse_calls > 0
+    several = path.with_name("several.json")
+    assert record.main([*command, "--kv", "replayed", "--device", "cpu", "--rows", "2", "--save", str(several)]) == 0
+    two = recording.read(several).view(9.0).lanes[1].stats
+    assert two.context_tokens == 2 * sparse.stats.context_tokens and two.sparse_calls > 0
     capsys.readouterr()
-    assert record.main([*command, "--kv", "replayed", "--rows", "2"]) == 1
-    assert "one sequence" in capsys.readouterr().err
+    assert record.main(["--model", "probe", "--kv", "replayed"]) == 1
+    assert "random weights" in capsys.readouterr().err
