@@ -70,9 +70,9 @@ class Loaded:
         return next((i for i, token in enumerate(ids) if token in self.ends), len(ids))
 
     def say(self, ids: list[int]) -> tuple[str, str]:
-        """The text of an answer, and of what was decoded behind its end."""
+        """The text of an answer, and of what was decoded after its end, without the tokens that end texts."""
         end, decode = self.answer_tokens(ids), self.language.tokenizer.decode
-        return decode(ids[:end]).strip(), decode(ids[end:])
+        return decode(ids[:end]).strip(), decode(ids[end:], skip_special_tokens=True)
 
 
 def locate(name: str) -> str:

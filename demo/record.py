@@ -234,6 +234,7 @@ def recorded(
     """The race as a recording; ``common``: a row of its points, which says where and when."""
     random = args.model.startswith("random:")
     name = "SmolLM2-135M" if args.model == "small" else args.model.replace("random:", "")
+    name = Path(name).stem if name.endswith(".gguf") else name
     long = f"{args.length >> 10}k" if args.length % 1024 == 0 else f"{args.length:,}"
     many = f"{args.rows} x " if args.rows > 1 else ""
     device = (
@@ -276,7 +277,7 @@ def _pieces(tokenizer, ids: list[int]) -> tuple[str, ...]:
     """The text that each token adds; of letters that several tokens make, the last one has all."""
     pieces, said = [], ""
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end])
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
         whole = text.rstrip("\ufffd") if end < len(ids) else text
         new = whole[len(said) :] if whole.startswith(said) else ""
         pieces.append(new)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import re
+import statistics
 import sys
 import zlib
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ _MAPS = 8  # pictures of attended blocks in a file
 _COLUMNS = 512  # of such a picture
 _LOOKS = 60  # statistics in a file
 _SECONDS = 30  # a longer race is played faster
+_LINE = 34  # characters of a button
 
 
 class RecordingError(ValueError):
@@ -99,9 +102,20 @@ class Recording:
 
     @property
     def headline(self) -> str:
-        """How the race ends, in a few words."""
+        """How the race ends, in the words that fit a button's line."""
         verdict = self.view(float("inf")).verdict()
-        return verdict[0].replace(" of the context", "").replace("hidden ", "") if verdict else self.title
+        if not verdict:
+            return self.title
+        said = re.sub(" of the (context|GPU)|hidden ", "", verdict[0])
+        while len(said) > _LINE and ", " in said:
+            said = said.rpartition(", ")[0]
+        return said
+
+    @property
+    def gain(self) -> float:
+        """How many times as long a token of full attention takes."""
+        dense, sparse = (statistics.median(lane.ms[1:] or lane.ms) for lane in self.lanes)
+        return dense / sparse
 
     @property
     def seconds(self) -> float:
@@ -178,14 +192,14 @@ def read(path: Path) -> Recording:
 
 
 def found(folder: Path = FOLDER) -> list[Recording]:
-    """The recordings of a folder: with text first, then by file name. Says on standard error which cannot be played."""
+    """The recordings of a folder: with text first, then by the gain. Says on standard error which cannot be played."""
     recordings = []
     for path in sorted(folder.glob("*.json")):
         try:
             recordings.append(read(path))
         except RecordingError as error:
             print(error, file=sys.stderr)
-    return sorted(recordings, key=lambda each: (not each.question, not each.on_gpu))
+    return sorted(recordings, key=lambda each: (not each.question, -each.gain))
 
 
 def _lane_out(lane: RecordedLane) -> dict:

@@ -187,8 +187,8 @@ class RaceView:
             times = f"{sparse.median_ms:.1f} ms a token, full attention {dense.median_ms:.1f} ms"
             gain = f"{factor[0].upper()}{factor[1:]}"
             if on_host and ratio < 1.02:
-                held = [size(lane.memory["device"]) for lane in (sparse, dense)]
-                gain, times = f"{held[0]} of the GPU for the cache instead of {held[1]}", f"{times} ({factor})"
+                saved = dense.memory["device"] - sparse.memory["device"]
+                gain, times = f"Frees {size(saved)} of the GPU", f"{times} ({factor})"
             headline = f"{gain}, {reads[0].lower()}{reads[1:]}"
             return headline, f"{times}: {amount}.{why}"
         times = f"Time: {sparse.median_ms:.0f} ms a token, full attention {dense.median_ms:.0f} ms ({factor})."

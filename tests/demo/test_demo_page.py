@@ -71,7 +71,7 @@ def test_verdicts():
     assert said(10, 10.1, on_gpu=True)[0].startswith("As fast, reads")
     assert "fixed time" in said(10, 20, on_gpu=True)[1] or "little to save" in said(10, 20, on_gpu=True)[1]
     headline, below = said(10, 20, on_gpu=True, host=9)
-    assert headline == f"3 kB of the GPU for the cache instead of 5 kB, reads {share} of the context"
+    assert headline == f"Frees 2 kB of the GPU, reads {share} of the context"
     assert "(2.0x slower here)" in below and "in host memory" in below
     assert said(20, 10, on_gpu=True, host=9)[0].startswith("2.0x faster")
     assert said(10, 20, on_gpu=True, host=0)[0].startswith("2.0x slower here")
