@@ -101,7 +101,7 @@ def axis_ticks(top: float, whole: bool = False) -> list[float]:
 
 
 def heat_map(blocks: BlockMap | None) -> str:
-    """Which blocks the last step attended to: layers from top to bottom, the context from left to right."""
+    """Which blocks a step attended to: layers from top to bottom, the context from left to right."""
     if blocks is None or not blocks.share.numel():
         return ""
     if blocks.share.isnan().all():
@@ -117,7 +117,7 @@ def heat_map(blocks: BlockMap | None) -> str:
     data = base64.b64encode(held.getvalue()).decode()
     last = blocks.share.shape[1] * blocks.block_size
     return (
-        '<div class="heat"><div class="legend"><b>blocks attended to</b><span>last step shown; darker: more KV heads'
+        '<div class="heat"><div class="legend"><b>blocks attended to</b><span>of one step; darker: more KV heads'
         f"</span></div><div class='frame'><div class='y'><span>layer {blocks.layers[0]}</span>"
         f"<span>layer {blocks.layers[-1]}</span></div>"
         f'<img alt="layers by position" src="data:image/png;base64,{data}"/></div>'

@@ -168,21 +168,19 @@ def test_race_streams_draws_and_finds_the_needle(tab):
     tab.number("new-tokens", 64)
     tab.race()
     tab.wait_status("Reading", "Decoding")
-    seen, texts, maps = set(), set(), set()
+    seen, texts = set(), set()
     tab.wait_status("Decoding")
     while not tab.status().startswith("Done"):
         assert not tab.page.locator("#status .error").count(), tab.status()
         seen.add(tab.points())
         texts.add(tab.text("pane-dense") + tab.text("pane-sparse"))
-        picture = tab.page.locator("#heat img")
-        maps.add(picture.get_attribute("src") if picture.count() else None)
         time.sleep(0.1)
     assert tab.points() == (63, 63), "a point for every token after the first"
     for lane in range(2):
         assert len({points[lane] for points in seen}) >= 3, "the plot grew on this line"
         assert tab.page.locator("#plot polyline").nth(lane).get_attribute("points")
     assert len(texts) >= 3, "tokens streamed"
-    assert len(maps - {None}) >= 2, "the picture of chosen blocks moved"
+    assert tab.page.locator("#heat img").count() == 1, "the blocks of a step after the answer"
     assert FOUND in tab.text("pane-dense") and FOUND in tab.text("pane-sparse")
     table = tab.text("numbers")
     assert re.search(r"time per token, median\s+[\d.]+ ms\s+[\d.]+ ms", table)
