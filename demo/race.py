@@ -360,6 +360,8 @@ class Session:
                 **over(loaded.model, cache), use_cache=True, logits_to_keep=1,
             )  # fmt: skip
             return cache.chosen_blocks()
+        except torch.OutOfMemoryError:  # the answer is there; only the picture is not
+            return None
         finally:
             cache.watch_blocks(False)
 

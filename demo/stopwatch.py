@@ -16,7 +16,7 @@ from hf_sparsekv import StepReport
 
 
 class Stopwatch(BaseStreamer):
-    """A streamer that takes the time of each token, and makes nobody wait for it.
+    """A streamer that takes the time of each token; the loop that it listens to does not wait for that.
 
     The first token ends a turn, and so does the first one that comes ``turn`` seconds after a turn's beginning. Then
     the device finishes what it has begun, on this clock, and the clock stands while ``between`` runs.
