@@ -75,6 +75,16 @@ def test_it_plays_by_each_lanes_own_clock():
     assert bare((5.0, *[1e3] * 90)).speed == pytest.approx(3.0)
 
 
+def test_those_with_text_come_first_then_those_that_gain_most(path, tmp_path):
+    slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
+    (tmp_path / "c.json").write_bytes(path.read_bytes())
+    recording.write(tmp_path / "a.json", bare((5.0, *[10.0] * 9), title="even"))
+    recording.write(tmp_path / "b.json", bare(lanes=(slow, quick), title="twice"))
+    first, *others = recording.found(tmp_path)
+    assert first.question and [each.title for each in others] == ["twice", "even"]
+    assert others[0].gain == 2.0 and len(first.headline) <= 34
+
+
 def test_random_weights_are_said_to_say_nothing():
     shown = bare((5.0, *[10.0] * 20)).view(9.0)
     assert shown.same_answer is None
