@@ -149,7 +149,7 @@ class OurSystem:
                 raise ValueError("exact is not for replayed keys: verifications would ask for other ones")
             rounds.agreed = imitated
         if not rung.sparse:
-            options = {**options, "dense_below": settings.max_length}
+            options = {**options, "dense_below": settings.max_rows * settings.max_length}  # of all rows together
         config = TokenConfig(token_budget=budget, **options)
         tokens, offload = memory(settings, rung, config)
         keys = None

@@ -25,7 +25,7 @@ from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
 from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
 from benchmarks.serving.vllm_engine import VllmSystem
-from hf_sparsekv import OffloadConfig, SparseCache
+from hf_sparsekv import OffloadConfig, Sampling, SparseCache
 from hf_sparsekv.kv.read_back import materialise
 from hf_sparsekv.serving.work import Work
 
@@ -63,6 +63,19 @@ def test_all_systems_get_the_same_bytes():
     assert 0.9 < blocks * 64 * 512 / 2 / (0.98 * (1 << 22)) <= 1
     with pytest.raises(ValueError, match="do not hold 3 rows"):
         ours.memory(settings(kv_host=100 * 512), ours.RUNGS["offload"], config)
+
+
+def test_the_dense_system_is_dense_with_all_rows():
+    """Together they hold more than one may."""
+    system = ours.OurSystem(build("llama", "sdpa"), settings(), "dense", budget=16, block_size=16, window=16)
+    try:
+        ids = [[n % 90 + 1 for n in range(199)]] * 3
+        handles = [system.submit(one, Sampling(max_tokens=20, temperature=0, ignore_eos=True)) for one in ids]
+        assert all(len(handle.result(60).token_ids) == 20 for handle in handles)
+        stats = system.engine._cache.stats()
+    finally:
+        system.close()
+    assert stats.dense_calls > 0 == stats.sparse_calls
 
 
 def test_vllm_that_is_not_there_is_not_run(monkeypatch):
