@@ -19,8 +19,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
 from ..cache_name import output_name
-from ..layers.decode import plan_of
 from ..layers.sliding import SlidingRing
+from ..row_batch.verifying import selects
 from .choice import Choice
 from .expected import expected
 from .lookup import found_before
@@ -129,10 +129,9 @@ class Loop:
         return kind(sequences=text.sequences, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
 
     def _selects(self) -> bool:
-        """Whether sparse steps would select: the last layer's, because the first ones may be dense anyway."""
-        layer = self.cache.sparse_layers[-1]
+        """Whether sparse steps would select."""
         with self.cache.row_table.exactness.drafting():
-            return not plan_of(layer.store, layer.policy).dense
+            return selects(self.cache)
 
     def _segment(self, until: Until) -> int:
         """Dense steps by ``generate()``'s own loop. Returns how many there were."""

@@ -111,8 +111,6 @@ def _unforeseen(plan: Plan) -> Plan:
 
 def account(store: LayerStore, policy: Policy, plan: Plan, query: Tensor, tally: Tally) -> None:
     """Steps were replayed, the last one for ``query``: what of them is left to the host."""
-    if len(query) < store.batch:  # steps of the first rows: the others have asked for nothing
-        query = torch.cat((query, query.new_zeros(store.batch - len(query), *query.shape[1:])))
     store.counters.count_to_host(tally.sealed)
     policy.account(query, store, plan, tally)
     policy.replayed(store, plan, tally)

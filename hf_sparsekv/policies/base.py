@@ -156,7 +156,7 @@ class Policy(Indexing):
         """
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        """Decode steps are over: counters. ``q``: the query of the last one."""
+        """Decode steps are over: counters. ``q``: the query of the last one, of the rows that it ran."""
         store.counters.count_steps("all" if plan.dense else self.granularity, tally)
         store.counters.crossover += plan.crossover * tally.steps
 

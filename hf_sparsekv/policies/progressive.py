@@ -135,6 +135,8 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
         every = self.config.audit_every
         if every is not None and not plan.dense and store.counters.steps % every == 0:
             assert tally.last is not None
+            if len(q) < store.batch:  # steps of the first rows: the others have asked for nothing
+                q = torch.cat((q, q.new_zeros(store.batch - len(q), *q.shape[1:])))
             with store.at(tally.last):
                 self._audit(q, store)
         super().account(q, store, plan, tally)

@@ -78,7 +78,7 @@ class RowBatch:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each of the ``max_rows`` rows."""
-        begun = self.cache.layers and self.cache.sparse_layers[0].store is not None
+        begun = any(getattr(layer, "store", None) is not None for layer in self.cache.layers)
         return (self.cache.joined_rows() if begun else self.cache.row_table.rows).lengths
 
     def _row(self, row: int) -> int:

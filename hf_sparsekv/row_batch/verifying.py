@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from ..cache_name import over
 from ..layers.decode import asked, plan_of
+from ..layers.sparse_layer import SparseLayer
 from ..tensors import sent
 from .batch import RowBatch
 
 
-def selects(rows: RowBatch) -> bool:
-    """Whether the next step attends to a selection: of the last layer, because the first ones may be dense."""
-    cache: Any = rows.cache
-    layer = cache.sparse_layers[-1]
+def selects(cache: Any) -> bool:
+    """Whether the next step attends to a selection: of the last layer, because the first ones may be dense.
+
+    Called before each step: so it leaves alone what layers have not accounted for yet.
+    """
+    layer = next(layer for layer in reversed(cache.layers) if isinstance(layer, SparseLayer))
     with layer.store.at(asked(layer.store, cache)):
         return not plan_of(layer.store, layer.policy).dense
 
@@ -60,7 +63,8 @@ def take_back(rows: RowBatch, lengths: Mapping[int, int]) -> None:
     As :meth:`.RowBatch.crop`, but a change of the table alone if no full block is taken back: no step has to be planned
     again.
     """
-    table, layers = rows.cache.row_table, rows.cache.sparse_layers
+    table = rows.cache.row_table
+    layers = [layer for layer in rows.cache.layers if isinstance(layer, SparseLayer)]
     before = after = rows.cache.joined_rows()
     for row, length in lengths.items():
         after = after.with_row(row, length, table.cropped_row(row, length).sealed[row])

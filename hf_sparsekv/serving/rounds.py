@@ -96,7 +96,7 @@ class Rounds:
 
     def drafts(self, active: Mapping[int, Request]) -> int | None:
         """Drafts of the next round; None: all rows make a step that attends to everything."""
-        if not selects(self.rows):
+        if not selects(self.rows.cache):
             return None
         exact = [request for request in active.values() if request.exact]
         pace, can = self._pace, any(request.constraint is None for request in exact)
