@@ -5,8 +5,6 @@ Apart from the pace, which soon measures by itself, and knows neither caches nor
 
 from __future__ import annotations
 
-import torch
-
 from ..cache import SparseCache
 from ..policies import crossover
 from .pace import Expected
@@ -26,7 +24,5 @@ def expected(cache: SparseCache) -> Expected | None:
     less = crossover.faster(store.device, name, rows, tokens, width)
     if less is None:
         return None
-    read = rows * tokens * width
-    known = crossover.verifications(torch.cuda.get_device_name(store.device))
-    more = {n: len(cache.sparse_layers) * (one.fixed + read * one.per_byte) for n, one in known.items()}
-    return Expected(len(layers) * less, more)
+    more = crossover.slower(store.device, rows * tokens * width)
+    return Expected(len(layers) * less, {n: len(cache.sparse_layers) * seconds for n, seconds in more.items()})

@@ -28,7 +28,7 @@ from ..policies.token_config import TokenConfig
 from ..ranks import ranks_of
 from .choice import Choice, can_try
 from .loop import Loop, Text
-from .pace import Pace
+from .paces import paces_of
 
 # Arguments of passes that mean the same whatever part of a text a pass reads.
 _PLAIN = {*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -106,8 +106,9 @@ class ExactSampling:
         text = Text(model, input_ids, stopping_criteria, generation_config, kwargs)
         if synced_gpus or not can_try(logits_processor) or not _can_draft(model, cache, text, generation_config, most):
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
-        choice, pace = Choice(logits_processor, generation_config.do_sample), Pace(cache.config.max_draft, most)
-        return Loop(model, cache, text, choice, pace, dense, generation_config, streamer).run()
+        choice, setting = Choice(logits_processor, generation_config.do_sample), cache.config.brief()
+        paces = paces_of(model, (setting, runner_of(model) is None), cache.config.max_draft, most)
+        return Loop(model, cache, text, choice, paces, dense, generation_config, streamer).run()
 
 
 def _can_draft(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .choice import Choice
 from .expected import expected
 from .lookup import found_before
 from .pace import Pace
+from .paces import Paces
 from .ragged import Ragged, can_be_ragged
 from .text import Text, Until
 
@@ -71,7 +73,7 @@ class Loop:
         model: the model.
         cache: attends to everything, except while it drafts.
         text: what there is of it.
-        choice, pace: see there.
+        choice, paces: see there.
         dense: ``generate()``'s own loop: ``dense(ids, stopping_criteria, generation_config, streamer, **kwargs)``.
         config: of the call. streamer: of the call; None: there is none.
     """
@@ -82,12 +84,12 @@ class Loop:
         cache: SparseCache,
         text: Text,
         choice: Choice,
-        pace: Pace,
+        paces: Paces,
         dense: Callable[..., Any],
         config: GenerationConfig,
         streamer: BaseStreamer | None,
     ) -> None:
-        self.model, self.cache, self.text, self.choice, self.pace = model, cache, text, choice, pace
+        self.model, self.cache, self.text, self.choice, self.paces = model, cache, text, choice, paces
         self.dense, self.config, self.streamer = dense, config, streamer
         self.clock = Clock(text.ids.device)
 
@@ -100,16 +102,16 @@ class Loop:
             self.cache.going_on = before
 
     def _run(self) -> Any:
-        text, pace = self.text, self.pace
+        text = self.text
         self._segment(text.until(1))
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
         use_rings(self.cache)
-        pace.expected = expected(self.cache)
         kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         if self.streamer is None and can_be_ragged(self.text, self.cache, self.choice.processors, kept):
             text = self.text = Ragged(self.text)
         while not text.ended:
+            pace = self.pace
             drafts, steps = pace.next(self._selects())
             room = text.room
             drafts = drafts if room is None else min(drafts, room - 1)
@@ -120,13 +122,18 @@ class Loop:
             else:
                 began, until = time.perf_counter(), text.until(max(1, steps))
                 added = self._segment(until)
-                pace.stepped(until.step_seconds or (time.perf_counter() - began) / added)
+                pace.stepped(until.step_seconds or (time.perf_counter() - began) / added, added)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return text.sequences
         kind: Any = GenerateDecoderOnlyOutput
         return kind(sequences=text.sequences, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
+
+    @property
+    def pace(self) -> Pace:
+        """Of the text as it is now."""
+        return self.paces.of(len(self.text.ids), self.text.ids.numel(), partial(expected, self.cache))
 
     def _selects(self) -> bool:
         """Whether sparse steps would select."""
@@ -145,7 +152,7 @@ class Loop:
         while done < steps and not self.text.ended:
             self._round(0)
             done += 1
-        self.pace.stepped((time.perf_counter() - begun) / done)
+        self.pace.stepped((time.perf_counter() - begun) / done, done)
 
     # ------------------------------------------------------------------ a round
 

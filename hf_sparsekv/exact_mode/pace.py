@@ -14,16 +14,22 @@ from typing import NamedTuple
 from ..cuda_graph.inputs import draft_width
 from .text import Added
 
-_FIRST = 3  # drafts of the first rounds, which with the token before them fill the smallest graph
-_TRIALS = 3  # of these rounds: one warms up, two measure
-_SEGMENTS = (4, 8)  # steps of the first dense segments: one warms up, one measures
-_LONG, _LONGEST = 64, 512  # steps of later ones: each next one is twice as long
+_FIRST = 3  # most drafts of a trial's rounds: with the token before them they fill the smallest graph
+_MEASURED = 5  # dense steps before drafts are thought of, if nothing is known of these
+_SOON, _LONGEST = 8, 512  # most dense steps at a time: if they were measured once, and later
 _KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
 _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
+_CLEAR = 1.05  # with which drafts begin at once
 _NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
 _HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
+_RARELY = 3.0  # times the seconds that another trial would need
+_BET = 1.0  # dense steps whose time drafting may lose since it began: then it ends
+_TWICE = 2  # rounds in a row that have to look like a loss before drafting ends
+_AGAIN = 4  # dense steps that are measured anew while drafts pay,
+_AFTER = 8, 128  # after so many rounds: if they were measured once, and later
 _SURE = 8.0  # drafts of the text itself that were tried, before it may be worth to capture wider verifications
-_LOSES = 0.02  # share of the time of dense steps that the trials before them may have lost
+_LOSES = 0.02  # share of the time of dense steps that trials may lose
+_BACKS_OFF = 8.0  # divisor of that share after several trials that lost
 
 
 class Expected(NamedTuple):
@@ -47,19 +53,61 @@ class Next(NamedTuple):
 
 @dataclass
 class Seconds:
-    """What something takes: the median of the latest measurements, without the first, which warms up."""
+    """What something takes: the median of the latest measurements, without the first ``warm``, which warm up.
 
-    seen: int = 0
+    Of two the lesser: something else on the machine makes it longer, never shorter.
+    """
+
+    warm: int = 1
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=6))
 
     def add(self, seconds: float) -> None:
-        self.seen += 1
-        if self.seen > 1:
+        if self.warm:
+            self.warm -= 1
+        else:
             self.latest.append(seconds)
 
     @property
     def usual(self) -> float | None:
-        return statistics.median(self.latest) if self.latest else None
+        return statistics.median_low(self.latest) if self.latest else None
+
+
+@dataclass
+class Luck:
+    """What does not depend on rows and lengths: how drafts fare lately, and what trials may still lose.
+
+    Attributes:
+        accepted, tried: drafts of steps. found, looked: drafts of the text itself.
+        allowed: seconds that the next trial may lose; less than 0: trials have lost more.
+        backs_off: divisor of what dense steps add to that: twice as large after each trial that lost.
+    """
+
+    accepted: float = 0.0
+    tried: float = 0.0
+    found: float = 0.0
+    looked: float = 0.0
+    allowed: float = 0.0
+    backs_off: float = 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a draft is accepted, given those before it. At first that of most texts."""
+        return (self.accepted + 0.9) / (self.tried + 1.0)
+
+    def add(self, added: Added) -> None:
+        """A round of drafts of steps is over."""
+        self.accepted = _KEEPS * self.accepted + added.accepted
+        self.tried = _KEEPS * self.tried + added.accepted + added.rejected
+
+    def new_text(self) -> None:
+        """What was seen of other texts counts less."""
+        self.accepted, self.tried = self.accepted / 2, self.tried / 2
+        self.found, self.looked = 0.0, 0.0
+
+    def lost(self, seconds: float) -> None:
+        """A trial is over that has lost so much."""
+        self.allowed = -max(0.0, seconds)
+        self.backs_off = min(2 * self.backs_off, _BACKS_OFF)
 
 
 class Pace:
@@ -68,45 +116,124 @@ class Pace:
     A round of ``k`` drafts takes ``k`` sparse steps and a verification of ``k + 1`` queries. If a draft is accepted
     with probability ``a``, it gives ``1 + a + ... + a ** k`` tokens.
 
+    Drafts begin at once where measured or expected times say that they clearly pay. Elsewhere they are tried, once
+    dense steps have taken so long that a trial that fails costs a small share of that.
+
     Args:
         most: drafts that a round may have.
         fixed: drafts of each round, whatever they cost; None: as many as pay.
+        luck: shared with the paces of other rows and lengths; None: its own.
 
     Attributes:
-        expected: what is known of the times; it decides when drafts are tried first. None: nothing.
+        expected: what is known of the times before they are measured. None: nothing.
+        drafting: rounds of drafts come one after the other, as long as they pay.
     """
 
-    def __init__(self, most: int, fixed: int | None = None) -> None:
-        self.most, self.fixed = most, fixed
-        self.draft, self.dense = Seconds(), Seconds()
+    def __init__(self, most: int, fixed: int | None = None, luck: Luck | None = None) -> None:
+        self.most, self.fixed, self.luck = most, fixed, luck or Luck()
+        self.draft, self.dense = Seconds(), Seconds(warm=0)
         self.verify: dict[int, Seconds] = {}  # by the width of a captured pass
-        self._accepted, self._tried = 0.0, 0.0
-        self._found, self._looked = 0.0, 0.0  # the same of drafts of the text itself
-        self._segments = 0
-        self._long = _LONG
         self.expected: Expected | None = None
-        self._lost = 0.0  # seconds since the last long segment, beyond those of dense steps
+        self.drafting = False
+        self._doubts, self._rounds, self._lost = 0, 0, 0.0  # since drafting began
 
     @property
     def acceptance(self) -> float:
         """Estimated probability that a draft is accepted, given those before it."""
-        return (self._accepted + 0.8) / (self._tried + 1.0)
+        return self.luck.acceptance
+
+    # ------------------------------------------------------------------ what has happened
 
     def drafted(self, drafts: int, added: Added, draft_seconds: float, verify_seconds: float) -> None:
         """A round of so many drafts a row is over."""
         self.draft.add(draft_seconds / drafts)
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
-        if self._ran(drafts) and self.dense.usual is not None:
-            self._lost += self._round(drafts) - (added.accepted / added.rows + 1) * self.dense.usual
-        accepted, tried = (count / added.rows for count in (added.accepted, added.accepted + added.rejected))
-        self._accepted = _KEEPS * self._accepted + accepted
-        self._tried = _KEEPS * self._tried + tried
+        self.luck.add(added)
+        if (dense := self.dense.usual) is not None:  # a single measurement that is far off is no loss
+            took = min(self._round(drafts), (drafts + 2) * dense)
+            self._lost += took - (added.accepted / added.rows + 1) * dense
+        self._rounds += 1
 
     def looked_up(self, drafts: int, added: Added, verify_seconds: float) -> None:
         """A round is over whose drafts were those of the text itself."""
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
-        self._found = _KEEPS * self._found + added.accepted
-        self._looked = _KEEPS * self._looked + added.accepted + added.rejected
+        self.luck.found = _KEEPS * self.luck.found + added.accepted
+        self.luck.looked = _KEEPS * self.luck.looked + added.accepted + added.rejected
+
+    def stepped(self, seconds: float, steps: int = 1) -> None:
+        """Dense steps are over; ``seconds``: of each."""
+        self.dense.add(seconds)
+        self.luck.allowed += _LOSES / self.luck.backs_off * seconds * steps
+
+    # ------------------------------------------------------------------ what comes next
+
+    def next(self, sparse: bool, tries: bool = True) -> Next:
+        """What comes next.
+
+        Args:
+            sparse: steps would select, so that drafts are not dense steps.
+            tries: drafts that are not known to pay may be tried now.
+        """
+        if not sparse:
+            return Next(0, 16)
+        if self.fixed is not None:
+            return Next(self.fixed)
+        dense = self.dense.usual
+        if dense is None:
+            return Next(0, _MEASURED)
+        best = min(self.beside(), 2 + int(self.luck.tried / 2))  # what few drafts have said may be luck
+        gain = self.rate(best) * dense
+        if self.drafting:
+            if (drafts := self._on(best, gain)) is not None:
+                return drafts
+        elif gain > _CLEAR and (self.expected is not None or self._ran(best)):
+            return self._begin(best)
+        short = self._stake() - self.luck.allowed
+        if short <= 0 and tries:
+            return self._begin(min(best, _FIRST))
+        steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
+        return Next(0, min(steps, _LONGEST if len(self.dense.latest) > 1 else _SOON))
+
+    def _begin(self, drafts: int) -> Next:
+        self.drafting, self._doubts, self._rounds, self._lost = True, 0, 0, 0.0
+        return Next(drafts)
+
+    def _on(self, best: int, gain: float) -> Next | None:
+        """Go on drafting, with these drafts and the gain that they promise; None: drafting is over."""
+        assert self.dense.usual is not None
+        if self._lost > _BET * self.dense.usual:
+            self._doubts = _TWICE
+        elif gain > _GAIN:
+            self._doubts = 0
+            if self._ran(best):
+                self.luck.backs_off = 1.0
+            if self._rounds < _AFTER[len(self.dense.latest) > 1]:
+                return Next(best)
+            self._rounds = 0
+            return Next(0, _AGAIN)
+        self._doubts += 1
+        if self._doubts < _TWICE:
+            return Next(min(best, _FIRST))
+        self.drafting = False
+        self.luck.lost(self._lost)
+        return None
+
+    def _stake(self) -> float:
+        """Seconds that have to be allowed before drafts are tried: a round whose drafts are all wrong."""
+        dense, drafts = self.dense.usual, min(_FIRST, self.most)
+        assert dense is not None
+        if self.expected is None and not self._ran(drafts):
+            return 0.0  # nothing is known here: tried at once
+        hoped = max(self.rate(n, _HOPED) for n in range(1, self.most + 1))
+        return (self._round(drafts) - dense) * (1.0 if hoped * dense > _GAIN else _RARELY)
+
+    def beside(self) -> int:
+        """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
+        if self.dense.usual is None and not self._ran(min(_FIRST, self.most)):
+            return min(_FIRST, self.most)
+        return max(range(1, self.most + 1), key=lambda n: self.rate(n) / (1.0 if self._ran(n) else _NEW_WIDTH))
+
+    # ------------------------------------------------------------------ drafts of the text itself
 
     def looks_up(self, drafts: int) -> bool:
         """Whether it pays to look for drafts in the text, before a round with so many drafts of steps."""
@@ -114,51 +241,16 @@ class Pace:
 
     def best_of(self, found: int, drafts: int) -> int:
         """How many of the drafts ``found`` in the text to verify; 0: a round with ``drafts`` of steps gives more."""
-        accepts = (self._found + 0.8) / (self._looked + 1.0)
+        accepts = (self.luck.found + 0.8) / (self.luck.looked + 1.0)
         rates = {
             n: sum(accepts**i for i in range(n + 1)) / self._verification(self._width(n))
             for n in range(1, min(found, self.most) + 1)
-            if self._ran(n) or self._looked > _SURE
+            if self._ran(n) or self.luck.looked > _SURE
         }
         best = max(rates, key=lambda n: rates[n], default=0)
         return best if best and rates[best] > self.rate(drafts) else 0
 
-    def stepped(self, seconds: float) -> None:
-        """A segment of dense steps is over; ``seconds``: of each."""
-        self._segments += 1
-        self.dense.add(seconds)
-
-    def next(self, sparse: bool) -> Next:
-        """What comes next; ``sparse``: steps would select, so that drafts are not dense steps."""
-        if not sparse:
-            return Next(0, 16)
-        if self.fixed is not None:
-            return Next(self.fixed)
-        if self._segments < len(_SEGMENTS):
-            return Next(0, _SEGMENTS[self._segments])
-        first, best, dense = min(_FIRST, self.most), self.beside(), self.rate(0)
-        known = self.verify.get(self._width(first))
-        if known is None and self.expected is not None and not self._hopeful(self.expected):
-            self.expected = None
-            return Next(0, _LONGEST)
-        if known is None or known.seen < _TRIALS:
-            return Next(first)
-        if self.rate(best) > _GAIN * dense:
-            self._long, self._lost = _LONG, 0.0
-            return Next(best)
-        ran = (drafts for drafts in range(1, self.most + 1) if self._ran(drafts))
-        if max(self.rate(drafts, _HOPED) for drafts in ran) < _GAIN * dense:
-            self._long = _LONGEST
-        steps = max(self._long, int(self._lost * dense / _LOSES))
-        self._long, self._lost = min(2 * self._long, _LONGEST), 0.0
-        self.verify[self._width(first)].seen = _TRIALS - 1  # one more round comes after these steps
-        return Next(0, steps)
-
-    def beside(self) -> int:
-        """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
-        if not self._ran(min(_FIRST, self.most)):
-            return min(_FIRST, self.most)
-        return max(range(1, self.most + 1), key=lambda n: self.rate(n) / (1.0 if self._ran(n) else _NEW_WIDTH))
+    # ------------------------------------------------------------------ times
 
     def rate(self, drafts: int, acceptance: float | None = None) -> float:
         """Expected tokens a second of rounds with so many drafts; 0: of dense steps."""
@@ -166,32 +258,26 @@ class Pace:
             return 1.0 / (self.dense.usual or float("inf"))
         accepts = self.acceptance if acceptance is None else acceptance
         tokens = sum(accepts**i for i in range(drafts + 1))
-        return tokens / self._round(drafts)
+        return tokens / max(self._round(drafts), 1e-9)
 
     def _round(self, drafts: int) -> float:
         """Seconds of a round with so many drafts."""
-        return drafts * (self.draft.usual or 0.0) + self._verification(self._width(drafts))
+        draft = self.draft.usual
+        if draft is None:
+            dense, faster = self.dense.usual or 0.0, 0.0 if self.expected is None else self.expected.faster
+            draft = max(dense - faster, 0.2 * dense)
+        return drafts * draft + self._verification(self._width(drafts))
 
     def _verification(self, width: int) -> float:
-        """Seconds of a pass of this width. One that never ran is taken for as fast as the widest below, to try it."""
+        """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones."""
         known = {w: cost.usual for w, cost in self.verify.items() if cost.usual is not None}
-        below = [w for w in known if w <= width]
-        found = known[max(below)] if below else min(known.values(), default=0.0)
-        return found or 0.0
-
-    def _hopeful(self, expected: Expected) -> bool:
-        """Whether drafts are expected to pay if nearly all are right."""
-        dense = self.dense.usual
-        if dense is None:
-            return True
-        draft = max(0.0, dense - expected.faster)
-
-        def rate(drafts: int) -> float:
-            least = min((n for n in expected.slower if n > drafts), default=max(expected.slower, default=0))
-            verify = dense + expected.slower.get(least, 0.0)
-            return sum(_HOPED**i for i in range(drafts + 1)) / (drafts * draft + verify)
-
-        return max(map(rate, range(1, self.most + 1))) > _GAIN / dense
+        if width in known:
+            return known[width]
+        slower = {} if self.expected is None else self.expected.slower
+        least = min((n for n in slower if n >= width), default=max(slower, default=0))
+        below = [w for w in known if w < width]
+        guess = (self.dense.usual or 0.0) + slower.get(least, 0.0)
+        return max(guess, known[max(below)]) if below else guess
 
     def _ran(self, drafts: int) -> bool:
         """Whether verifications of so many drafts were measured."""

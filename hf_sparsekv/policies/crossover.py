@@ -28,7 +28,9 @@ from ..kv.store import LayerStore
 from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton
 
-READ = 0.8  # share of a GPU's bandwidth at which a dense step reads keys and values
+# Share of a GPU's bandwidth at which a dense step seems to read beside a selecting step, which grows with the length,
+# too: whole steps of Qwen3-8B's shape, 1.08 on an H200 and 1.05 on an H100 (docs/measured/exact.md).
+GAINS = 1.05
 FORMAT = 1  # of the file; another one is not read
 
 
@@ -95,6 +97,8 @@ WITHOUT_CUDA_KERNELS: dict[str, Rule] = {
     "token_only": Rule(88.1e6, 198),
     "token_only:mla": Rule(147e6, 8072),
 }
+# Of these whole steps on an H200, by their tokens.
+VERIFICATIONS = {4: Verification(20e-6, 3.4e-15), 8: Verification(25e-6, 32e-15)}
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,18 @@ def verifications(device_name: str) -> dict[int, Verification]:
         return {}
 
 
+def slower(device: torch.device, read: int) -> dict[int, float]:
+    """Seconds by which verifications of one layer are slower than a dense step, by their tokens; empty: not known.
+
+    As the user's file says, or a guess by the H200's. ``read``: bytes of keys and values that both read.
+    """
+    there = gpu(device)
+    known, scale = verifications(torch.cuda.get_device_name(device)), 1.0
+    if not known and there.bandwidth is not None and H200.bandwidth is not None:
+        known, scale = VERIFICATIONS, H200.bandwidth / there.bandwidth
+    return {n: one.fixed + read * one.per_byte * scale for n, one in known.items()}
+
+
 def faster(device: torch.device, method: str, batch: int, tokens: int, width: int) -> float | None:
     """Seconds by which a selecting step of one layer is expected to be faster than a dense one; None: not known.
 
@@ -214,7 +230,7 @@ def faster(device: torch.device, method: str, batch: int, tokens: int, width: in
     rule = lookup(torch.cuda.get_device_name(device), method) or guess(there, method)
     if rule is None or there.bandwidth is None:
         return None
-    return (batch * tokens * width - rule.fixed_bytes - batch * width * rule.row_tokens) / (READ * there.bandwidth)
+    return (batch * tokens * width - rule.fixed_bytes - batch * width * rule.row_tokens) / (GAINS * there.bandwidth)
 
 
 def guess(there: Gpu, method: str | None) -> Rule | None:

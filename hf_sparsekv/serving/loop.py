@@ -190,7 +190,7 @@ class Loop:
         if not active:
             return False
         if any(request.exact for request in active.values()):
-            drafts = self.rounds.drafts(active)
+            drafts = self.rounds.drafts(active, tries=self.order.reading is None)
             if drafts is not None:
                 self.rounds.launch(self.room.active, drafts, self._launched)
                 self.counts.steps += drafts + 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..exact_mode.expected import expected
 from ..exact_mode.pace import Pace
+from ..exact_mode.paces import Paces
 from ..exact_mode.text import Added, agreed
 from ..row_batch.verifying import selects, take_back
 from ..tensors import sent
@@ -81,21 +82,20 @@ class Rounds:
         self.work, self.drawn, self.rows = work, drawn, work.rows
         self.most = min(MOST, self.rows.cache.config.max_draft)
         self.in_flight: Round | None = None
-        self._paces: dict[int, Pace] = {}  # by the rows that a step runs
+        self._paces = Paces(self.most)
         self._over: float | None = None  # when the device had ended the round before this turn
         self._dense: tuple[Pace | None, int] = None, 0  # steps before drafts are tried
 
     @property
     def _pace(self) -> Pace:
-        pace = self._paces.get(self.rows.width)
-        if pace is None:
-            pace = self._paces[self.rows.width] = Pace(self.most)
-            cache: Any = self.rows.cache
-            pace.expected = expected(cache)
-        return pace
+        cache: Any = self.rows.cache
+        return self._paces.of(self.rows.width, sum(self.rows.lengths), partial(expected, cache))
 
-    def drafts(self, active: Mapping[int, Request]) -> int | None:
-        """Drafts of the next round; None: all rows make a step that attends to everything."""
+    def drafts(self, active: Mapping[int, Request], tries: bool = True) -> int | None:
+        """Drafts of the next round; None: all rows make a step that attends to everything.
+
+        ``tries``: drafts that are not known to pay may be tried now.
+        """
         if not selects(self.rows.cache):
             return None
         exact = [request for request in active.values() if request.exact]
@@ -107,7 +107,7 @@ class Rounds:
         else:
             last, steps = self._dense
             if last is not pace or not steps:
-                drafts, steps = pace.next(True)
+                drafts, steps = pace.next(True, tries)
             else:
                 drafts = 0
             self._dense = pace, max(0, steps - 1)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
+import torch
+from paced import MEASURED, best, ratios
 
+from hf_sparsekv.cuda_graph.inputs import draft_width
 from hf_sparsekv.exact_mode.pace import Expected, Next, Pace
+from hf_sparsekv.exact_mode.paces import Paces, forget, paces_of
 from hf_sparsekv.exact_mode.text import Added
 
 pytestmark = pytest.mark.quick
@@ -25,7 +30,7 @@ def run(pace: Pace, accepts: float, draft: float, dense: float, more: float, tok
         counts[drafts] = counts.get(drafts, 0) + 1
         if not drafts:
             cost = steps * dense
-            pace.stepped(dense * (1 if "dense" in seen else 10))
+            pace.stepped(dense * (1 if "dense" in seen else 10), steps)
             seen.add("dense")
             seconds, made = seconds + cost, made + steps
             continue
@@ -34,10 +39,11 @@ def run(pace: Pace, accepts: float, draft: float, dense: float, more: float, tok
             agreed = [chance.random() < accepts for _ in range(drafts)]
             got.append(agreed.index(False) if False in agreed else drafts)
         verify = dense + more * (drafts + 1)
-        first = 1 if drafts in seen else 10
-        seen.add(drafts)
+        width = draft_width(drafts + 1, 17)
+        step, first = (1 if one in seen else 10 for one in ("draft", width))
+        seen |= {"draft", width}
         added = Added(rows, sum(got), sum(n < drafts for n in got), min(got) + 1)
-        pace.drafted(drafts, added, drafts * draft * first, verify * first)
+        pace.drafted(drafts, added, drafts * draft * step, verify * first)
         seconds, made = seconds + drafts * draft + verify, made + sum(got) / rows + 1
     return {"seconds": seconds, "counts": counts}
 
@@ -46,7 +52,7 @@ def test_dense_where_drafts_cost_as_much():
     """And little is lost to the attempts."""
     found = run(Pace(16), 0.9, draft=0.0053, dense=0.0054, more=0.0003, tokens=3000)
     assert found["seconds"] < 1.03 * 3000 * 0.0054
-    assert set(found["counts"]) == {0, 3}
+    assert max(found["counts"]) <= 3 and found["counts"][0] > 5
 
 
 def test_many_drafts_where_they_are_cheap_and_right():
@@ -63,9 +69,9 @@ def test_few_drafts_where_many_are_wrong():
 
 def test_drafts_begin_again_when_they_are_accepted_again():
     pace, costs = Pace(16), {"draft": 0.007, "dense": 0.01, "more": 0.0001, "tokens": 600}
-    assert run(pace, 0.05, **costs)["counts"][0] > 4
+    assert sum(run(pace, 0.05, **costs)["counts"].values()) < 20
     later = run(pace, 0.98, **{**costs, "draft": 0.003, "tokens": 3000})["counts"]
-    assert sum(n for drafts, n in later.items() if drafts) > 50 * later.get(0, 0)
+    assert sum(n for drafts, n in later.items() if drafts) > 40 * later.get(0, 0)
 
 
 def test_as_many_as_are_asked_for_if_steps_select():
@@ -106,17 +112,116 @@ def test_drafts_that_cannot_pay_are_tried_rarely():
         (0.01, {}, True),  # more than a step takes
     ],
 )
-def test_what_is_expected_says_whether_drafts_are_tried_at_once(faster, slower, tried):
+def test_what_is_expected_says_whether_drafts_begin_at_once(faster, slower, tried):
     """Of dense steps of 5 ms. Otherwise they are tried once, much later."""
     pace = Pace(16)
     pace.expected = Expected(faster, slower)
-    for _ in range(2):
+    first, steps = pace.next(sparse=True)
+    assert (first, 0 < steps < 8) == (0, True)
+    pace.stepped(0.005, steps)
+    assert bool(pace.next(sparse=True).drafts) == tried
+    waited = 0
+    while not (following := pace.next(sparse=True)).drafts:
+        waited += following.steps
+        pace.stepped(0.005, following.steps)
+    assert (waited > 300) == (not tried)
+
+
+def test_nothing_is_tried_while_that_is_not_wanted():
+    pace = Pace(16)
+    pace.stepped(0.005, 5)
+    assert pace.next(sparse=True, tries=False) == Next(0, 1)
+    assert pace.next(sparse=True).drafts
+
+
+def test_a_loss_must_be_seen_twice():
+    pace, good, bad = Pace(16), Added(1, 3, 0, 4), Added(1, 0, 1, 1)
+    pace.expected = Expected(0.01, {})
+    pace.stepped(0.02, 5)
+    for _ in range(3):
+        assert pace.next(sparse=True).drafts
+        pace.drafted(3, good, 0.03, 0.021)
+    pace.drafted(3, good, 0.3, 0.021)  # something else ran on the machine
+    assert pace.next(sparse=True).drafts
+    for _ in range(3):
+        pace.drafted(3, bad, 0.03, 0.021)
+    assert pace.next(sparse=True).drafts, "drafts are few, or the last ones"
+    for _ in range(8):
+        pace.drafted(1, bad, 0.01, 0.021)
+        pace.next(sparse=True)
+    pace.stepped(0.02)
+    assert pace.next(sparse=True).steps > 100, "until dense steps have taken 50 times what was lost"
+
+
+def test_each_trial_that_loses_makes_the_next_one_come_later():
+    pace, waits = Pace(16), []
+    pace.stepped(0.005, 5)
+    for _ in range(6):
+        waited = 0
+        while not (following := pace.next(sparse=True)).drafts:
+            pace.stepped(0.005, following.steps)
+            waited += following.steps
+        while (following := pace.next(sparse=True)).drafts:
+            pace.drafted(following.drafts, Added(1, 0, 1, 1), 0.005 * following.drafts, 0.006)
+        waits.append(waited)
+    assert waits[0] == 0 and waits[1] * 1.5 < waits[2] and waits[2] * 1.5 < waits[3] <= waits[5] < 10_000
+
+
+def test_a_dense_step_that_took_long_once_is_measured_again():
+    found = run(Pace(16), 0.5, draft=0.009, dense=0.01, more=0.0001, tokens=400)  # ten times as long at first
+    assert found["seconds"] < 1.15 * 400 * 0.01 and found["counts"][0] > 2
+
+
+# ---------------------------------------------------------------------- what one text measures for the next
+
+
+def test_the_next_text_drafts_at_once():
+    paces, known = Paces(16), Expected(0.01, {})
+    run(paces.of(8, 8 * 65536, lambda: known), 0.97, draft=0.0075, dense=0.022, more=0.0002, tokens=200, rows=8)
+    paces.luck.new_text()
+    assert paces.of(8, 8 * 66000, lambda: None).next(sparse=True).drafts > 3
+    assert paces.of(8, 8 * 90000, lambda: known).next(sparse=True).drafts > 3, "a little longer"
+    assert not paces.of(8, 8 * 1_000_000, lambda: known).next(sparse=True).drafts, "much longer: measured first"
+    assert not paces.of(1, 65536, lambda: known).next(sparse=True).drafts
+
+
+def test_trials_of_all_rows_and_lengths_share_what_they_may_lose():
+    paces = Paces(16)
+    one, other = (paces.of(rows, 32768, lambda: Expected(0.0005, {4: 0.001, 8: 0.002})) for rows in (1, 2))
+    for pace in (one, other):
+        pace.stepped(0.005, 5)
         assert not pace.next(sparse=True).drafts
-        pace.stepped(0.005)
-    assert (pace.next(sparse=True) == Next(3)) == tried
-    if not tried:
-        pace.stepped(0.005)
-        assert pace.next(sparse=True) == Next(3)
+    one.stepped(0.005, 4000)
+    assert other.next(sparse=True).drafts
+    other.luck.lost(0.02)
+    assert not one.next(sparse=True).drafts
+
+
+def test_paces_belong_to_a_model_and_its_setting():
+    model = torch.nn.Linear(1, 1)
+    assert paces_of(model, "a", 16, None) is paces_of(model, "a", 16, None)
+    assert paces_of(model, "a", 16, None) is not paces_of(model, "b", 16, None)
+    known = paces_of(model, "a", 16, None)
+    forget(model)
+    assert paces_of(model, "a", 16, None) is not known
+
+
+# ---------------------------------------------------------------------- at the shapes that were measured
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_no_measured_shape_is_slower_than_dense(shape):
+    """By more than 3 %: not short answers of wrong drafts either, at first and later. Measurements scatter by 5 %."""
+    for accepts in (0.5, 0.7, 0.9, 0.97):
+        for tokens, seeds in ((50, 12), (200, 4), (1000, 1)):
+            first, later = ratios(shape, accepts, tokens, range(seeds), texts=2)
+            assert statistics.mean(first) < 1.03, (accepts, tokens)
+            assert statistics.mean(later) < 1.03, (accepts, tokens)
+    if best(shape, 0.97) < 0.9:  # what can be had is had
+        first, later = ratios(shape, 0.97, 1000, range(2), texts=2)
+        assert statistics.mean(first) < best(shape, 0.97) + 0.07
+        assert statistics.mean(later) < best(shape, 0.97) + 0.05
 
 
 def test_drafts_of_the_text_itself_are_verified_while_they_are_right():

@@ -418,14 +418,14 @@ def test_verifications_are_fitted_and_kept(empty_table):
 
 
 def test_what_drafts_are_expected_to_save(monkeypatch):
-    """At the crossover nothing; a third of the bandwidth's time for what is beyond it, on each GPU."""
+    """At the crossover nothing; the bandwidth's time for what is beyond it, on each GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: H200)
     monkeypatch.setattr(crossover, "gpu", lambda device: H200_FACTS)
     rule = BUILT_IN[H200]["progressive"]
     end = rule.tokens(1, WIDTH)
     assert crossover.faster(GPU, "progressive", 1, end, WIDTH) == pytest.approx(0.0, abs=1e-8)
     more = crossover.faster(GPU, "progressive", 1, end + 100_000, WIDTH)
-    assert more == pytest.approx(100_000 * WIDTH / (0.8 * H200_FACTS.bandwidth), rel=1e-3)
+    assert more == pytest.approx(100_000 * WIDTH / (crossover.GAINS * H200_FACTS.bandwidth), rel=1e-3)
     assert crossover.faster(GPU, "no method", 1, end, WIDTH) is None
 
 

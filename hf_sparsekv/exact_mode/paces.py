@@ -1,0 +1,59 @@
+"""The paces of one model's texts, by rows and tokens: what one ``generate()`` call has measured the next one knows.
+
+Apart from the pace, which is that of so many rows of such a length.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+from .pace import Expected, Luck, Pace
+
+
+class Paces:
+    """Paces of one setting of one model.
+
+    Args:
+        most, fixed: as :class:`.pace.Pace`.
+    """
+
+    def __init__(self, most: int, fixed: int | None = None) -> None:
+        self.most, self.fixed, self.luck = most, fixed, Luck()
+        self._known: dict[tuple[int, int], Pace] = {}
+
+    def of(self, rows: int, tokens: int, expected: Callable[[], Expected | None]) -> Pace:
+        """That of ``rows`` rows with so many ``tokens`` together; a new one begins with the times of the nearest.
+
+        ``expected()``: of new ones.
+        """
+        length = round(2 * math.log2(max(tokens, 1)))  # a step of half again as many tokens takes a few % longer
+        pace = self._known.get((rows, length))
+        if pace is None:
+            near = [self._known[rows, n] for n in (length - 1, length + 1) if (rows, n) in self._known]
+            pace = copy.deepcopy(near[0]) if near else Pace(self.most, self.fixed)
+            pace.luck, pace.expected = self.luck, expected()
+            self._known[rows, length] = pace
+        return pace
+
+
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, dict[object, Paces]] = weakref.WeakKeyDictionary()
+
+
+def paces_of(model: nn.Module, setting: object, most: int, fixed: int | None) -> Paces:
+    """The paces of ``model`` with this ``setting``, for a new text."""
+    known = _OF_MODELS.setdefault(model, {})
+    paces = known.get((setting, most, fixed))
+    if paces is None:
+        paces = known[setting, most, fixed] = Paces(most, fixed)
+    paces.luck.new_text()
+    return paces
+
+
+def forget(model: nn.Module) -> None:
+    """Forget what was measured of a model."""
+    _OF_MODELS.pop(model, None)
