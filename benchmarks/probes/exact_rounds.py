@@ -5,8 +5,9 @@
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
 each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
 ``generate()``. Then ms a token of ``generate()``: dense by transformers' loop with captured steps, and in exact mode
-for each acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls, each less a
-shorter one, so that prefill, captures and first trials do not count; dense and exact calls take turns. Prints only.
+for each acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache,
+whose steps were captured before; dense and exact calls take turns. A "first" call knows nothing of the model, a "later"
+one what the first has measured. Prints only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hf_sparsekv.exact_mode import install
 from hf_sparsekv.exact_mode.choice import Choice
 from hf_sparsekv.exact_mode.install import Exact
 from hf_sparsekv.exact_mode.pace import Pace
+from hf_sparsekv.exact_mode.paces import forget
 from hf_sparsekv.generating import Settings
 from hf_sparsekv.results import versions
 
@@ -129,27 +131,29 @@ def shares(rounds: Counter[int]) -> str:
 
 def through_generate(model, batch: int, context: int, variant: Variant, args: argparse.Namespace) -> None:
     """Print milliseconds a token, dense and by acceptance."""
-    few, kinds = args.tokens // 4, (None, *args.acceptance)
-    ms: dict[float | None, list[float]] = {kind: [] for kind in kinds}
-    rounds: dict[float | None, Counter[int]] = {kind: Counter() for kind in kinds}
+    kinds: list[tuple[float | None, bool]] = [(None, True)]
+    kinds += [(accepts, first) for accepts in args.acceptance for first in (True, False)]
+    ms: dict[tuple, list[float]] = {kind: [] for kind in kinds}
+    rounds: dict[tuple, Counter[int]] = {kind: Counter() for kind in kinds}
     cache = filled(model, batch, context, variant, args.tokens + 64)
     for repeat in range(-1, args.repeats):  # the first one compiles and captures
-        for kind in kinds:
-            taken = []
-            for new in (few,) if repeat < 0 else (few, args.tokens):
-                keep_tokens(cache, [context] * batch, None)
-                Exact().begin(cache)
-                found, counted = seconds(model, cache, batch, new, kind)
-                taken.append(found)
+        for accepts, first in kinds:
+            if first:
+                forget(model)
+            keep_tokens(cache, [context] * batch, None)
+            Exact().begin(cache)
+            found, counted = seconds(model, cache, batch, args.tokens, accepts)
             if repeat >= 0:
-                ms[kind].append(1e3 * (taken[1] - taken[0]) / (args.tokens - few))
-                rounds[kind] += counted
-    dense = median(ms[None])
+                ms[accepts, first].append(1e3 * found / args.tokens)
+                rounds[accepts, first] += counted
+    dense = median(ms[None, True])
     for kind in kinds:
-        about, every = "dense" if kind is None else f"exact, {kind:.0%} accepted", sorted(ms[kind])
+        accepts, first = kind
+        about = "dense" if accepts is None else f"exact, {accepts:.0%} accepted, {'first' if first else 'later'}"
+        every = sorted(ms[kind])
         print(
             f"  {about}: {median(every):.2f} ms a token ({every[0]:.2f} to {every[-1]:.2f}), "
-            f"{median(every) / dense:.3f} of dense" + (f"; rounds of drafts {shares(rounds[kind])}" if kind else ""),
+            f"{median(every) / dense:.3f} of dense" + (f"; rounds of drafts {shares(rounds[kind])}" if accepts else ""),
             flush=True,
         )
 

@@ -73,7 +73,7 @@ def test_rows_of_their_own(sample):
 
 
 def test_the_number_of_drafts_follows_the_times():
-    """Whatever it is, the text is the same. Where none are expected to pay, they are tried after some hundreds of tokens."""
+    """Whatever it is, the text is the same. Where none are expected to pay, they are tried much later."""
     inputs = {key: value.cuda() for key, value in prompt(1, 165).items()}
     expected = build("llama", "sdpa").cuda().generate(**inputs, do_sample=False, max_new_tokens=800)
     found, kv = written(build("llama", "sparsekv").cuda(), inputs, drafts=None, max_new_tokens=800)
