@@ -9,8 +9,8 @@ import pytest
 import torch
 from caches import SMALL, two_level
 from captured import Event, Told, imitated
-from models import PAD, build, model, prompt, reference
-from test_exact_mode import TIGHT, same_text, written
+from models import MODELS, PAD, build, model, prompt, reference
+from test_exact_mode import DEVICE, LINEAR, TIGHT, same_text, written
 from tokenizers_made import byte_level
 from transformers import (
     DynamicCache,
@@ -36,10 +36,9 @@ def exact(net, drafts: int | None = 3):
     return sparse(net, CONFIG, exact=True, drafts=drafts)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "how",
-    [
+WAYS = {
+    "-".join(how): how
+    for how in (
         {"num_beams": 3},
         {"prompt_lookup_num_tokens": 3},
         {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
@@ -48,11 +47,29 @@ def exact(net, drafts: int | None = 3):
         {"prefill_chunk_size": 50},
         {"max_new_tokens": 1},
         {"max_new_tokens": 3},
-    ],
-    ids=lambda how: "-".join(how),
-)
+        {"max_new_tokens": 20},
+        {"eos_token_id": [5, 17, 40]},
+    )
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("cache", DEVICE)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_cache_and_way(name, cache, how):
+    """In float32 the tokens are full attention's."""
+    if "lookup" in how and name in LINEAR:
+        pytest.skip("transformers refuses it: these models cannot take tokens back")
+    batch = 1 if "lookup" in how else 2
+    same_text(name, prompt(batch, 130, None if batch == 1 else (0, 40)), cache, **{"max_new_tokens": 14, **WAYS[how]})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", WAYS)
 def test_ways(how):
     """Beams and prompt lookup decode densely."""
+    how = WAYS[how]
     batch = 1 if "prompt_lookup_num_tokens" in how else 2
     kv = same_text("llama", prompt(batch, 150, None if batch == 1 else (0, 40)), **how)
     drafts = not {"num_beams", "prompt_lookup_num_tokens"} & set(how) and how.get("max_new_tokens", 9) > 1
