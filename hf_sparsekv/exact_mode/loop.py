@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
 from ..cache_name import output_name
+from ..cuda_graph.optimize import runner_of
 from ..layers.sliding import SlidingRing
 from ..row_batch.verifying import selects
 from .choice import Choice
@@ -29,6 +30,8 @@ from .pace import Pace
 from .paces import Paces
 from .ragged import Ragged, can_be_ragged
 from .text import Text, Until
+
+CAPTURES = 0.2  # seconds: of a sparse step and of a verification, in a cache that has none yet (.1 each on an H200)
 
 
 class _Unended(BaseStreamer):
@@ -112,8 +115,8 @@ class Loop:
             text = self.text = Ragged(self.text)
         while not text.ended:
             pace = self.pace
-            drafts, steps = pace.next(self._selects())
             room = text.room
+            drafts, steps = pace.next(self._selects(), price=0.0 if pace.drafting else self._price(), room=room)
             drafts = drafts if room is None else min(drafts, room - 1)
             if drafts > 0:
                 self._round(drafts)
@@ -122,7 +125,9 @@ class Loop:
             else:
                 began, until = time.perf_counter(), text.until(max(1, steps))
                 added = self._segment(until)
-                pace.stepped(until.step_seconds or (time.perf_counter() - began) / added, added)
+                seconds = until.step_seconds
+                whole = (time.perf_counter() - began) / added
+                pace.stepped(whole if seconds is None else seconds, added, alone=seconds is not None)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -134,6 +139,13 @@ class Loop:
     def pace(self) -> Pace:
         """Of the text as it is now."""
         return self.paces.of(len(self.text.ids), self.text.ids.numel(), partial(expected, self.cache))
+
+    def _price(self) -> float:
+        """Seconds of captures before the first round can be replayed: none if this cache has verified drafts before."""
+        runner = runner_of(self.model)
+        if runner is None or self.text.ids.device.type != "cuda":
+            return 0.0
+        return 0.0 if any(key[0][1] > 1 for key in runner.graphs.get(self.cache, ())) else CAPTURES
 
     def _selects(self) -> bool:
         """Whether sparse steps would select."""

@@ -5,6 +5,7 @@ Apart from the loop because it sees times and counts only.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ _CLEAR = 1.05  # with which drafts begin at once
 _NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
 _HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
 _RARELY = 3.0  # times the seconds that another trial would need
-_BET = 1.0  # dense steps whose time drafting may lose since it began: then it ends
+_WORTH = 1.25  # times the price of captures that drafts have to save in a text of the most tokens
+_BET, _SEEN = 1.0, 20.0  # dense steps whose time drafting may lose since it began, before so many drafts were tried
 _TWICE = 2  # rounds in a row that have to look like a loss before drafting ends
 _AGAIN = 4  # dense steps that are measured anew while drafts pay,
 _AFTER = 8, 128  # after so many rounds: if they were measured once, and later
@@ -106,7 +108,7 @@ class Luck:
 
     def lost(self, seconds: float) -> None:
         """A trial is over that has lost so much."""
-        self.allowed = -max(0.0, seconds)
+        self.allowed = min(0.0, self.allowed) - max(0.0, seconds)
         self.backs_off = min(2 * self.backs_off, _BACKS_OFF)
 
 
@@ -160,19 +162,22 @@ class Pace:
         self.luck.found = _KEEPS * self.luck.found + added.accepted
         self.luck.looked = _KEEPS * self.luck.looked + added.accepted + added.rejected
 
-    def stepped(self, seconds: float, steps: int = 1) -> None:
-        """Dense steps are over; ``seconds``: of each."""
-        self.dense.add(seconds)
+    def stepped(self, seconds: float, steps: int = 1, alone: bool = True) -> None:
+        """Dense steps are over; ``seconds``: of each. Not ``alone``: what came before and after them is in it."""
+        if alone or self.dense.usual is None:
+            self.dense.add(seconds)
         self.luck.allowed += _LOSES / self.luck.backs_off * seconds * steps
 
     # ------------------------------------------------------------------ what comes next
 
-    def next(self, sparse: bool, tries: bool = True) -> Next:
+    def next(self, sparse: bool, tries: bool = True, price: float = 0.0, room: int | None = None) -> Next:
         """What comes next.
 
         Args:
             sparse: steps would select, so that drafts are not dense steps.
             tries: drafts that are not known to pay may be tried now.
+            price: seconds that a first round takes beside its own, for captures.
+            room: tokens that may still come; None: no limit.
         """
         if not sparse:
             return Next(0, 16)
@@ -187,12 +192,15 @@ class Pace:
             if (drafts := self._on(best, gain)) is not None:
                 return drafts
         elif gain > _CLEAR and (self.expected is not None or self._ran(best)):
-            return self._begin(best)
-        short = self._stake() - self.luck.allowed
+            saves = math.inf if room is None else (1 - 1 / gain) * dense * room
+            if saves >= _WORTH * price:
+                return self._begin(best)
+        short = self._stake() + price - self.luck.allowed
         if short <= 0 and tries:
+            self.luck.allowed -= price
             return self._begin(min(best, _FIRST))
         steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
-        return Next(0, min(steps, _LONGEST if len(self.dense.latest) > 1 else _SOON))
+        return Next(0, min(max(steps, _AGAIN), _LONGEST if len(self.dense.latest) > 1 else _SOON))
 
     def _begin(self, drafts: int) -> Next:
         self.drafting, self._doubts, self._rounds, self._lost = True, 0, 0, 0.0
@@ -201,7 +209,7 @@ class Pace:
     def _on(self, best: int, gain: float) -> Next | None:
         """Go on drafting, with these drafts and the gain that they promise; None: drafting is over."""
         assert self.dense.usual is not None
-        if self._lost > _BET * self.dense.usual:
+        if self._lost > _BET * self.dense.usual and self.luck.tried < _SEEN:
             self._doubts = _TWICE
         elif gain > _GAIN:
             self._doubts = 0

@@ -40,6 +40,12 @@ class Paces:
             self._known[rows, length] = pace
         return pace
 
+    def new_text(self) -> None:
+        """Another text begins: whether it drafts is decided anew."""
+        self.luck.new_text()
+        for pace in self._known.values():
+            pace.drafting = False
+
 
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, dict[object, Paces]] = weakref.WeakKeyDictionary()
 
@@ -50,7 +56,7 @@ def paces_of(model: nn.Module, setting: object, most: int, fixed: int | None) ->
     paces = known.get((setting, most, fixed))
     if paces is None:
         paces = known[setting, most, fixed] = Paces(most, fixed)
-    paces.luck.new_text()
+    paces.new_text()
     return paces
 
 

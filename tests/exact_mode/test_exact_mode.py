@@ -145,7 +145,7 @@ def test_rows_of_their_own(captured, how):
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
 def test_rounds_and_dense_steps_in_any_order(monkeypatch, sample, kept, seed):
     draw = random.Random(seed)
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 0, 1, 2, DRAFTS)), draw.randint(1, 6)))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(draw.choice((0, 0, 1, 2, DRAFTS)), draw.randint(1, 6)))
     rows = draw.randint(1, 4)
     inputs, eos = prompt(rows, 130, (0, 40, 7, 0)[:rows], seed), draw.choice((None, [5, 17], list(range(2, 97, 9))))
     go = {"max_new_tokens": draw.randint(2, 40), "eos_token_id": eos, "pad_token_id": 0, "do_sample": sample}
@@ -160,7 +160,7 @@ def test_rounds_and_dense_steps_in_any_order(monkeypatch, sample, kept, seed):
 def test_rows_that_have_ended_do_not_slow_dense_steps_down(monkeypatch, sample):
     """They go on in ``generate()``'s own loop, and how many drafts pay is not asked before each token."""
     asked = []
-    monkeypatch.setattr(Pace, "next", lambda *_: asked.append(1) or Next(0, 16))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: asked.append(1) or Next(0, 16))
     inputs = prompt(4, 130, (0, 40, 7, 0))
     go = {"max_new_tokens": 60, "eos_token_id": list(range(2, 97, 9)), "pad_token_id": 0, "do_sample": sample}
     expected = plain_text("llama", inputs, **go)

@@ -224,7 +224,7 @@ def test_drafts_of_the_text_itself(monkeypatch, kept, sample, captured):
     """Right ones and wrong ones, of a text that repeats itself; none takes a step."""
     draw, found = random.Random(3), []
     monkeypatch.setattr(lookup, "TOKENS", 1)
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 2, 3)), 2))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(draw.choice((0, 2, 3)), 2))
     monkeypatch.setattr(Pace, "looks_up", lambda *_: True)
     monkeypatch.setattr(Pace, "best_of", lambda self, most, drafts: found.append(most) or draw.randint(1, most))
     ids = prompt(1, 40)["input_ids"].repeat(1, 4)
@@ -268,7 +268,7 @@ def test_a_second_turn(drafts):
         assert torch.equal(*found)
     assert held is not None
     drafted, calls = held.stats().drafted, held.stats().sparse_calls
-    assert drafted > 0
+    assert drafted > 0 or drafts is None  # as the first turns' times were
     with sparse(model("llama"), CONFIG):
         go = {"attention_mask": torch.ones_like(found[1])}
         model("llama").generate(found[1], past_key_values=held, do_sample=False, max_new_tokens=9, **go)
@@ -386,7 +386,7 @@ def test_dense_steps_that_run_ahead(monkeypatch, kept, seed):
     monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
     monkeypatch.setattr(torch, "Event", Event)
     draw = random.Random(seed)
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 0, 2)), draw.randint(2, 9)))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(draw.choice((0, 0, 2)), draw.randint(2, 9)))
     inputs, told = prompt(1, 120), [Told(), Told()]
     text = reference("llama").generate(**inputs, do_sample=False, max_new_tokens=40)[0, 120:].tolist()
     go = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": text[11 + seed], "pad_token_id": PAD}

@@ -130,8 +130,34 @@ def test_what_is_expected_says_whether_drafts_begin_at_once(faster, slower, trie
 def test_nothing_is_tried_while_that_is_not_wanted():
     pace = Pace(16)
     pace.stepped(0.005, 5)
-    assert pace.next(sparse=True, tries=False) == Next(0, 1)
+    assert not pace.next(sparse=True, tries=False).drafts
     assert pace.next(sparse=True).drafts
+
+
+def test_captures_have_to_pay():
+    """Of a cache that has verified nothing yet."""
+    pace = Pace(16)
+    pace.expected = Expected(0.01, {})
+    pace.stepped(0.02, 5)
+    assert not pace.next(sparse=True, price=0.2, room=40).drafts
+    assert pace.next(sparse=True, price=0.2, room=200).drafts
+    pace = Pace(16)
+    pace.expected = Expected(0.0, {})
+    for _ in range(2):
+        pace.stepped(0.02, 450)
+    assert not pace.next(sparse=True, price=0.2, room=None).drafts
+    pace.stepped(0.02, 500)
+    assert pace.next(sparse=True, price=0.2, room=None).drafts, "2 % of 30 s"
+    assert pace.luck.allowed < 0.41
+
+
+def test_a_call_around_few_steps_is_no_measurement():
+    pace = Pace(16)
+    pace.stepped(0.5, 2, alone=False)
+    for _ in range(3):
+        pace.stepped(0.02, 5)
+        pace.stepped(0.5, 1, alone=False)
+    assert pace.dense.usual == 0.02
 
 
 def test_a_loss_must_be_seen_twice():
@@ -178,7 +204,7 @@ def test_a_dense_step_that_took_long_once_is_measured_again():
 def test_the_next_text_drafts_at_once():
     paces, known = Paces(16), Expected(0.01, {})
     run(paces.of(8, 8 * 65536, lambda: known), 0.97, draft=0.0075, dense=0.022, more=0.0002, tokens=200, rows=8)
-    paces.luck.new_text()
+    paces.new_text()
     assert paces.of(8, 8 * 66000, lambda: None).next(sparse=True).drafts > 3
     assert paces.of(8, 8 * 90000, lambda: known).next(sparse=True).drafts > 3, "a little longer"
     assert not paces.of(8, 8 * 1_000_000, lambda: known).next(sparse=True).drafts, "much longer: measured first"

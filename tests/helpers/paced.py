@@ -100,7 +100,7 @@ class Simulated:
         """Seconds of an answer of so many tokens, as a share of a dense one's. Captures are not among them."""
         shape, made, seconds = self.shape, 1.0, 0.0
         dense, sparse, rows = 1e-3 * shape.dense, 1e-3 * shape.sparse, shape.rows
-        self.paces.luck.new_text()
+        self.paces.new_text()
         while made < tokens:
             pace = self.paces.of(rows, shape.context * rows, lambda: self.expected)
             drafts, steps = pace.next(True)

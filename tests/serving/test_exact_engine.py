@@ -42,7 +42,7 @@ SIZES = [(150, 40), (20, 9), (301, 60), (65, 1), (90, 30), (7, 50), (64, 2), (12
 def drafting(monkeypatch):
     """As many drafts as ever, or a dense step, at random."""
     draw = random.Random(5)
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(draw.choice((0, 1, 3, 4)), draw.randint(1, 3)))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(draw.choice((0, 1, 3, 4)), draw.randint(1, 3)))
     monkeypatch.setattr(Pace, "beside", lambda *_: draw.randint(1, 4))
 
 
@@ -116,7 +116,7 @@ def test_the_number_of_drafts_follows_the_times():
 
 def test_a_step_without_drafts_launches_what_a_dense_engine_does(monkeypatch):
     """Two of four rows decode, so a step runs fewer rows than there are."""
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(0, 16))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(0, 16))
     assert launched(TIGHT, True) == launched(TokenConfig(**WHOLE), False)
 
 

@@ -29,7 +29,7 @@ EXACT = replace(SERVING, exact=True)
 @pytest.fixture(params=[None, 3, 4], ids=["measured", "three", "four"])
 def drafts(request, monkeypatch):
     if request.param is not None:
-        monkeypatch.setattr(Pace, "next", lambda *_: Next(request.param))
+        monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(request.param))
 
 
 def rated(net, ids: list[int], answer) -> float:
@@ -59,7 +59,7 @@ def test_every_token_is_full_attentions(config, name, device, drafts):
 
 @pytest.mark.gpu
 def test_a_seed_gives_the_text_of_a_dense_engine(monkeypatch):
-    monkeypatch.setattr(Pace, "next", lambda *_: Next(3))
+    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(3))
     settings, found = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}, []
     for config, serving in ((TokenConfig(**WHOLE), SERVING), (CONFIGS["tokens"], EXACT)):
         with Engine(build("llama", "sdpa").to("cuda"), None, config, None, serving) as engine:
