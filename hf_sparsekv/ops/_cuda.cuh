@@ -214,6 +214,13 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // ---- numbers
 
+// 2 ** x; what is below the least normal number is 0.
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float from_half(u32 bits) {
     float value;
     asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits & 0xffff));

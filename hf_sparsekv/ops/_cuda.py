@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -54,6 +56,11 @@ class Kernel:
         with _current(self._driver, where.get_device()):
             config.hStream = torch.cuda.current_stream().cuda_stream
             _check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+def float_bits(number: float) -> int:
+    """``number`` as a float32, as the whole number that has its bits: kernels get no other arguments."""
+    return struct.unpack("I", struct.pack("f", number))[0]
 
 
 def _check(answer):
@@ -150,9 +157,14 @@ def _most_shared(driver, function, device: int) -> int:
 
 
 def read_source(package: str, file: str, defined: dict[str, float]) -> str:
-    """``file``, a resource of ``package``, after the C++ code that sources with these macros share."""
+    """``file``, a resource of ``package``, after the C++ code that sources with these macros share.
+
+    What it includes lies beside its package.
+    """
     shared = (files(__package__) / "_cuda_16.cuh").read_text() if "BFLOAT16" in defined else ""
-    return shared + "\n" + (files(package) / file).read_text()
+    source, beside = (files(package) / file).read_text(), files(package.rpartition(".")[0])
+    source = re.sub(r'^#include "(.+)"$', lambda found: (beside / found[1]).read_text(), source, flags=re.MULTILINE)
+    return shared + "\n" + source
 
 
 def compile_file(

@@ -15,6 +15,7 @@ from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.selection.mass_select import MASS_ONE, TOTALS, Selection, mass_select
 from ..ops.selection.mass_select.reference import LENGTHS
+from ..ops.selection.partial_sums import PartialSums
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .label_index import LabelIndex
@@ -67,8 +68,11 @@ class ByNeed(State):
         """
         config = self.config
         assert config.threshold is not None
+        sums = None
+        if params.softcap is None and config.group_reduce == "all":
+            sums = PartialSums(store.recent_kv, stored, params.scale)
         return mass_select(
-            labels.scores(q, store, reduce="none", fill=False),
+            labels.scores(q, store, reduce="none", fill=False, sums=sums),
             q,
             labels.channels_of(store),
             store.recent_kv,
@@ -84,6 +88,7 @@ class ByNeed(State):
             totals=self.totals if counted else None,
             stored=stored,
             out=out,
+            sums=sums,
         )
 
     def measured(self, layer: int) -> WalkStats | None:

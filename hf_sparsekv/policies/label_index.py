@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
+from ..ops.selection.partial_sums import PartialSums
 from ..ops.selection.token_score import token_score
 from ..ops.storage.seal import Index
 from ..predictor.channels import ChannelStats, LabelChannels
@@ -184,20 +185,22 @@ class LabelIndex(State):
         out: Tensor | None = None,
         reduce: str | None = None,
         fill: bool = True,
+        sums: PartialSums | None = None,
     ) -> Tensor:
         """Scores of all tokens in full blocks, or in ``blocks``, for ``q [batch, Hq, Dk]``: ``[batch, H, n]``.
 
         ``store`` may be the only row several times (:class:`..kv.query_rows.QueryRows`).
 
         ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``fill``:
-        False if no scores after a row's sealed tokens are read, which are then anything.
+        False if no scores after a row's sealed tokens are read, which are then anything. ``sums``: what a kernel may
+        add up on its way.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
         norms = self.norms
         if norms is not None and len(norms) != store.batch:
             norms = norms.expand(store.batch, -1, -1, -1)
-        how = {"sinks": store.sinks, "norms": norms, "out": out, "fill": fill}
+        how = {"sinks": store.sinks, "norms": norms, "out": out, "fill": fill, "sums": sums}
         return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
 
     def channels_of(self, store: LayerStore) -> Tensor:

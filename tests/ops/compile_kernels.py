@@ -65,6 +65,7 @@ from hf_sparsekv.ops.selection.block_score.triton import block_score
 from hf_sparsekv.ops.selection.mass_select import cluster as mass_clusters
 from hf_sparsekv.ops.selection.mass_select.reference import LENGTHS, TOTALS
 from hf_sparsekv.ops.selection.mass_select.triton import mass_select
+from hf_sparsekv.ops.selection.partial_sums import PARTS, PartialSums
 from hf_sparsekv.ops.selection.prompt_choice.triton import prompt_choice
 from hf_sparsekv.ops.selection.prompt_mass.triton import prompt_mass
 from hf_sparsekv.ops.selection.query_predict.triton import query_predict
@@ -291,25 +292,28 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
-    for width, group, block_size in ((16, 4, 64), (16, 4, 16), (16, 7, 64), (32, 4, 64)):
+    for width, group, block_size in ((16, 4, 64), (16, 4, 16), (16, 7, 64), (32, 4, 64), (32, 8, 64)):
         shape = {"width": width, "group": group, "block_size": block_size}
-        case = Labels(**shape, reduce="none", norms=True, batch=1)
-        labels.score_all(**case.make(place()), out=torch.empty(1, 2 * group, 64 * case.blocks), fill=False)
-    for batch, group, dim in (
-        (1, 4, 128),
-        (4, 4, 128),
-        (8, 4, 128),
-        (32, 4, 128),
-        (1, 8, 128),
-        (1, 7, 64),
-        (1, 8, 256),
+        given = Labels(**shape, reduce="none", norms=True, batch=1).make(place())
+        near = torch.zeros(1, 2, 80, 2 * given["q"].shape[2], dtype=given["q"].dtype)
+        out = torch.empty(1, 2 * group, block_size * given["block_table"].shape[1])
+        for sums in (None, PartialSums(near, None, 0.1)):
+            labels.score_all(**given, out=out, fill=False, sums=sums)
+    for batch, group, sink in (
+        (1, 4, False),
+        (4, 4, False),
+        (8, 4, False),
+        (32, 4, False),
+        (1, 8, False),
+        (1, 7, True),
     ):
-        shape = {"batch": batch, "heads": 8, "group": group, "dk": dim, "n": 800, "learned_sink": dim == 64}
+        shape = {"batch": batch, "heads": 8, "group": group, "n": 800, "learned_sink": sink}
         args, named = Mass(**shape, rows=((830, 800),) * batch).make(place())
-        named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
+        sums = PartialSums(args[3], None, 0.1, torch.empty(8 * batch, 9, group, PARTS, 2))
+        named = {name: named[name] for name in ("sinks", "sink_logits", "threshold", "min_tokens", "max_tokens")}
         one = torch.empty(batch, 8, dtype=torch.int32)
         written = {"ids": torch.empty(batch, 8, 800, dtype=torch.int32), "count": one, "mass": one.float(), "cut": one}
-        mass_clusters.select_clusters(*args, **named, **written, totals=None)
+        mass_clusters.select_clusters(args[0], sums, args[4], **named, **written, totals=None)
     usual = [(batch, 4, 128, "") for batch in (1, 4, 8, 32)]  # clusters of 8, 4, 2 and 1 blocks
     usual += [(1, 4, 128, "paged"), (1, 8, 128, ""), (1, 8, 64, "")]
     usual += [(batch, 4, 128, "coded") for batch in (1, 4, 8, 32)]

@@ -122,7 +122,7 @@ struct Fiber {
 };
 
 struct Block {
-    Index index;
+    Index index, grid;
     u32 rank;
     Cluster* cluster;
     Barrier barrier;
@@ -141,6 +141,7 @@ thread_local char anchor;
 
 #define threadIdx (Index{current, 0})
 #define blockIdx (block->index)
+#define gridDim (block->grid)
 
 inline void __trap() { std::abort(); }
 inline void give_way() { swapcontext(&block->fibers[current].context, &block->scheduler); }
@@ -198,6 +199,13 @@ inline u32 __ballot_sync(u32, bool value) {
     });
 }
 inline bool __any_sync(u32, bool value) { return __ballot_sync(~0u, value); }
+inline u32 __reduce_or_sync(u32, u32 value) {
+    return exchange(value, [](auto of) {
+        u32 all = 0;
+        for (u32 lane = 0; lane < 32; lane++) all |= of(lane);
+        return all;
+    });
+}
 inline u32 __reduce_add_sync(u32, u32 value) {
     return exchange(value, [](auto of) {
         u32 all = 0;
@@ -334,6 +342,7 @@ inline float load_constant(const float* from) { return load_once(from); }
 
 // ---- numbers
 
+inline float power(float x) { return exp2f(x); }
 inline float from_half(u32 bits) {
     const int exponent = bits >> 10 & 31, digits = bits & 1023;
     float value = exponent == 31 ? (digits ? NOT_A_NUMBER : INF)
@@ -473,7 +482,7 @@ inline void launch(void (*run)(i64*), i64* args, int width, int height, int shar
             std::vector<std::thread> threads;
             for (int r = 0; r < CLUSTER; r++) {
                 Block& one = blocks[r];
-                one.index = {(u32)(x + r), (u32)y}, one.rank = r, one.cluster = &cluster;
+                one.index = {(u32)(x + r), (u32)y}, one.grid = {(u32)width, (u32)height}, one.rank = r, one.cluster = &cluster;
                 one.dynamic.assign(shared + 16, (char)0xff);  // what nobody has written is no number
                 one.chance.seed(seed + 131 * y + x + r), one.run = run, one.args = args;
                 threads.emplace_back(run_block, &one, &ready);

@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_on_cpu import COMPILER, CpuKernel, build
+from mass_parts import parts_of, whole
 from places import Place
 from test_label_scores import CASES, Case, check, not_aligned, on_cpu, rows_of
 from test_topk_clusters import ALL
 from test_topk_select import COUNTS, row_lengths
 
 from hf_sparsekv.ops import _device
+from hf_sparsekv.ops.selection.partial_sums import PartialSums
 from hf_sparsekv.ops.selection.token_score import labels
 from hf_sparsekv.ops.selection.token_score.reference import token_score as reference_score
 from hf_sparsekv.ops.selection.topk_select import cluster
@@ -124,12 +126,14 @@ def test_tokens_of_given_blocks(select):
     assert torch.equal(select(scores, 77, blocks=blocks, block_size=16, turns=5), expected)
 
 
-def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) -> torch.Tensor:
-    """``warps``: that share a list, at most; an even number."""
+def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None, sums=None) -> torch.Tensor:
+    """``warps``: that share a list, at most; an even number. ``sums``: these are added up, too."""
     batch, q_heads, heads, size = *given["q"].shape[:2], *given["codes"].shape[1:3]
     defined = {"THREADS": 64, "BLOCK": size, "WIDTH": given["codes"].shape[3], "GROUP": q_heads // heads}
     defined |= {"MEAN": int(given["reduce"] == "mean"), "EACH_QUERY": int(given["reduce"] == "none")}
     defined |= {"BFLOAT16": int(given["q"].dtype == torch.bfloat16)}
+    if sums is not None:
+        defined |= {"SUMS": 1, "DIM": given["q"].shape[2]}
     kernel = build("hf_sparsekv.ops.selection.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
     monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
@@ -138,8 +142,52 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None) ->
         gpu = replace(_device.H200, processors=batch * heads * warps // 2)
         monkeypatch.setattr(_device, "gpu_of", lambda t: gpu)
     out = torch.full((batch, rows_of(given), given["block_table"].shape[1] * size), 12345.0)
-    assert labels.score_all(**given, out=out, fill=fill)
+    assert labels.score_all(**given, out=out, fill=fill, sums=sums)
     return out
+
+
+SUMMED = {
+    "usual": Case(),
+    "blocks of 64": Case(block_size=64, blocks=12),
+    "one head": Case(group=1, heads=1, dtype=torch.float16),
+    "eight heads": Case(group=8, blocks=12, block_size=32),
+    "seven heads, with norms": Case(group=7, norms=True, exact=False),
+    "many channels": Case(width=32, block_size=64, blocks=9),
+    "wide codes": Case(width=64, block_size=64, blocks=9, group=3),
+}
+
+
+@pytest.mark.pairwise(once=("case",))
+@pytest.mark.parametrize("coming", [0, 1], ids=["", "keys to come"])
+@pytest.mark.parametrize("warps", [2, 20])
+@pytest.mark.parametrize("case", SUMMED.values(), ids=SUMMED)
+def test_sums_beside_scores(case, warps, coming, monkeypatch, place):
+    """Every part has its block's tokens and a share of the recent ones; rows of no token, and of recent ones alone."""
+    given = replace(case, reduce="none").make(place)
+    q, sinks, ring = given["q"], given["sinks"], 37
+    rows = given["rows"] = torch.cat((given["rows"][:1], torch.tensor([[0, 0], [19, 0]], dtype=torch.int32)))
+    rows[0, 0] = rows[0, 1] + 30
+    near = place.randn(len(rows), given["codes"].shape[1], sinks + ring, 2 * q.shape[2]).to(q.dtype)
+    sums = PartialSums(near, (rows[:, 0] - coming).clamp_min(0) if coming else None, 2**-9)
+    scores = scores_of(given, False, monkeypatch, warps=warps, sums=sums)
+    named = {"scale": sums.scale, "stored": sums.stored, "sinks": sinks}
+    want = parts_of((scores, q, given["channels"], near, rows), named)
+    torch.testing.assert_close(whole(sums.parts), whole(want.parts), rtol=1e-4, atol=1e-4)
+    plain = scores_of(given, False, monkeypatch, warps=warps)
+    assert torch.equal(plain.nan_to_num(), scores.nan_to_num())
+
+
+def test_sums_of_what_is_no_number(monkeypatch, place):
+    given = replace(Case(), reduce="none").make(place)
+    near = place.randn(3, 2, 41, 2 * given["q"].shape[2]).to(given["q"].dtype)
+    given["q"][0, 1], near[1, 0, 0] = math.nan, math.inf
+    sums = PartialSums(near, None, 2**-9)
+    scores_of(given, False, monkeypatch, warps=4, sums=sums)
+    found = whole(sums.parts).unflatten(0, (3, 2))
+    assert found[0, 0, 1, 0] == -math.inf
+    assert not found[0, 0, 1, 1:].isfinite().any()
+    assert not found[1, 0, :, 1].isfinite().any()
+    assert found[1, 1].isfinite().all()
 
 
 @pytest.mark.few(case=[CASES[name] for name in FEW])

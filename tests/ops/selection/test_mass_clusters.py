@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_on_cpu import COMPILER, build
+from mass_parts import parts_of
 from places import Place
 from test_mass_select import CASES, Case, cpu
 
@@ -25,7 +26,10 @@ FEW = (  # others share their path, and each is compiled
 )
 
 
-def select(args, named, blocks):
+GIVEN = ("sinks", "sink_logits", "threshold", "min_tokens", "max_tokens")
+
+
+def select(args, named, blocks, parts=5):
     """What the kernel selects, into memory that holds something else, and its totals."""
     scores, near = args[0], args[3]
     lists, n, device = near.shape[:2], scores.shape[-1], scores.device
@@ -35,8 +39,9 @@ def select(args, named, blocks):
     found["cut"] = torch.full(lists, 12345, dtype=torch.int32, device=device)
     bins = torch.full((*lists, -(-n // 4) * 4), NONE, dtype=torch.uint8, device=device)
     totals = torch.zeros(len(TOTALS) + LENGTHS, dtype=torch.int64, device=device)
-    named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
-    assert cluster.select_clusters(*args, **named, **found, bins=bins, totals=totals, clusters=blocks)
+    sums = parts_of(args, named, parts)
+    named = {name: named[name] for name in GIVEN}
+    assert cluster.select_clusters(scores, sums, args[4], **named, **found, bins=bins, totals=totals, clusters=blocks)
     return reference.Selection(**found, bins=bins[..., :n]), totals
 
 
@@ -71,13 +76,12 @@ def check(got, totals, args, named):
 def on_cpu(monkeypatch, args, named, blocks, seed=0):
     q, near, sink = args[1], args[3], named["sink_logits"]
     monkeypatch.setattr(cluster, "THREADS", 64)
-    threads = 64 if q.shape[1] // near.shape[1] * q.shape[2] <= 512 else 32
-    shape = {"THREADS": threads, "CLUSTER": blocks, "GROUP": q.shape[1] // near.shape[1], "DIM": q.shape[2]}
+    shape = {"THREADS": 64, "CLUSTER": blocks, "GROUP": q.shape[1] // near.shape[1]}
     shape |= {"BFLOAT16": int(q.dtype == torch.bfloat16), "SINK_BYTES": 4 if sink is None else sink.element_size()}
     kernel = build("hf_sparsekv.ops.selection.mass_select", "cluster.cu", "mass_select_cluster_kernel", **shape)
     kernel.seed = seed
     monkeypatch.setattr(cluster, "_kernel", lambda *shape: kernel)
-    return select(args, named, blocks)
+    return select(args, named, blocks, parts=5 if seed else 70)
 
 
 ON_CPU = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed")
@@ -118,26 +122,20 @@ def test_what_is_no_number(monkeypatch):
 def test_where_it_does_not_serve(monkeypatch):
     """Nothing is launched: Triton's kernels do these."""
     monkeypatch.setattr(cluster, "_kernel", lambda *shape: pytest.fail("it would be launched"))
-    half = Place("cpu", torch.float16)
-    calls = [Case().make(Place("cpu", torch.float32)), Case(group=9).make(half), Case(dk=288).make(half)]
-    for change in ("scores apart", "queries apart", "ids of 64 bits", "misaligned"):
-        args, named = Case().make(half)
-        args = list(args)
+    for change in ("scores apart", "ids of 64 bits", "misaligned", "a large group", "no sums"):
+        args, named = Case(group=9 if change == "a large group" else 3).make(Place("cpu", torch.float16))
+        sums, (lists, n) = parts_of(args, named), (args[3].shape[:2], args[0].shape[-1])
+        scores, kind = args[0], torch.int64 if change == "ids of 64 bits" else torch.int32
         if change == "scores apart":
-            args[0] = torch.nn.functional.pad(args[0], (0, 3))[..., : args[0].shape[-1]]
-        elif change == "queries apart":
-            args[1] = args[1].repeat_interleave(2, -1)[..., ::2]
+            scores = torch.nn.functional.pad(scores, (0, 3))[..., :n]
         elif change == "misaligned":
-            args[0] = torch.nn.functional.pad(args[0], (1, 3))[..., 1:-3]
-        else:
-            args[2] = args[2].long()
-        calls.append((args, named))
-    for args, named in calls:
-        lists, n = args[3].shape[:2], args[0].shape[-1]
-        named = {name: value for name, value in named.items() if name not in ("softcap", "group_reduce")}
+            scores = torch.nn.functional.pad(scores, (1, 3))[..., 1:-3]
+        elif change == "no sums":
+            sums.parts = None
         one = torch.empty(lists, dtype=torch.int32)
-        out = {"ids": torch.empty(*lists, n, dtype=torch.int32), "count": one, "mass": one.float(), "cut": one}
-        assert not cluster.select_clusters(*args, **named, **out, totals=None)
+        out = {"ids": torch.empty(*lists, n, dtype=kind), "count": one, "mass": one.float(), "cut": one}
+        named = {name: named[name] for name in GIVEN}
+        assert not cluster.select_clusters(scores, sums, args[4], **named, **out, totals=None)
 
 
 @pytest.mark.gpu

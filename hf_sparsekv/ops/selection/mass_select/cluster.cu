@@ -1,117 +1,37 @@
 // Selection by estimated attention mass, by clusters of thread blocks (Hopper and later).
 //
-// A cluster has one row and KV head, each of its blocks a part of the row, each warp a stretch of that. One launch does
-// what three of Triton's do.
-// 1. Warps share the recent tokens: their true mass and the ratio of true to label mass. Then they add up the label
-//    masses of their stretch. Blocks tell each other these sums, so each knows the mass of the whole row.
-// 2. Scores are read again, from the L2 cache. A token's share becomes a bin, one byte in shared memory. Blocks tell
-//    each other how many tokens are in each bin.
+// A cluster has one row and KV head, each of its blocks a part of the row, each warp a stretch of that.
+// 1. Every block adds up what the blocks of token_score/labels.cu have added up on their way, so each knows the mass of
+//    the whole row.
+// 2. A token's share becomes a bin, one byte in shared memory. Blocks tell each other how many tokens are in each bin.
 // 3. Every block finds the last bin that is taken, and knows how many tokens the blocks before it take. Its warps write
 //    the ids of theirs, ascending. Entries after the last id are not written.
 //
 // Blocks exchange results by asynchronous writes (st.async), as in topk_select/cluster.cu.
 
+#include "_mass.cuh"
+
 #define WARPS (THREADS / 32)
 #define NONE 255  // bin of tokens that cannot be selected; the others are below
 #define BINS 256
 #define STEPS 8  // bins an octave
-#define LOG2E 1.4426950408889634f
-#define LARGEST 1e30f          // of logits: differences of infinities are no numbers
-#define TILE 128               // tokens of a warp at once, four of a lane
-#define EACH ((DIM + 31) / 32)  // channels of a lane
+#define TILE 128  // tokens of a warp at once, four of a lane
 #define MASS_ONE (1 << 30)
 #define LENGTHS 32
-#define PARTS 6  // numbers of a block's and head's sums
+#define SUMS 3  // of a part: stored tokens, recent ones, what labels leave out
 
-static_assert(GROUP <= 8, "queries are held in registers");
 static_assert(BINS % (32 * 4) == 0, "a lane of the warp that looks for the cut has whole words of bins");
 
-// A sum of powers of two, relative to its largest one. What is no number makes the sum none.
-struct Sum {
-    float most, total;
-
-    __device__ __forceinline__ void add(float x) { add(Sum{x, x == -INF ? 0.0f : x - x + 1}); }
-
-    __device__ __forceinline__ void add(const Sum& other) {
-        const float top = fmaxf(most, other.most), base = top == -INF ? 0 : top;
-        total = total * exp2f(most - base) + other.total * exp2f(other.most - base), most = top;
-    }
-
-    __device__ __forceinline__ void of_warp() {
-        for (int d = 16; d; d /= 2)
-            add(Sum{__shfl_xor_sync(~0u, most, d), __shfl_xor_sync(~0u, total, d)});
-    }
-
-    __device__ __forceinline__ float log() const { return (most == -INF ? 0 : most) + log2f(total); }
-};
-
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < INF; }
-
-// What a block tells of a head.
-struct Told {
-    float stored_most, stored_total, near_most, near_total, over_most, over_total;
-};
-
-// A score that is not infinite any more, so that its difference from another is a number. What is no number stays so.
-__device__ __forceinline__ float bounded(float score, float largest) { return score > largest ? largest : score; }
-
 struct Shared {
-    Told told[CLUSTER][GROUP];
     __align__(16) u32 hists[CLUSTER][BINS];  // of each block
     __align__(16) u32 hist[BINS];
-    Sum sums[3][WARPS][GROUP];
+    Sum sums[SUMS * GROUP];
     float offset[GROUP];  // from a token's label mass to its share
-    u64 sums_there, hists_there;
+    u64 hists_there;
     u32 warp_taken[WARPS][2];  // above the cut, and in it
     int cut;
     u32 need, above, ties;  // tokens of the cut that are taken; taken by blocks before this one: above it, in it
 };
-
-// The sums of a warp's recent tokens. `recent`: entries of the row and KV head.
-__device__ __forceinline__ void near_sums(Sum* near_sum, Sum* over_sum, const u16* q, i64 q_head, const u16* recent,
-                                          i64 recent_token, int sinks, int ring, int length, int sealed, float factor,
-                                          const u32* is_label) {
-    const int lane = threadIdx.x % 32;
-    float query[GROUP][EACH];
-    bool own[EACH];
-    Sum near[GROUP], over[GROUP];
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) near[g] = over[g] = {-INF, 0};
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int d = 32 * e + lane;
-        own[e] = d < DIM && is_label[d / 32] >> d % 32 & 1;
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) query[g][e] = d < DIM ? unpack(q[g * q_head + d]) : 0;
-    }
-    const int there = length > 0 ? min(sinks + length - sealed, sinks + ring) : 0;
-    for (int i = cluster_rank() * WARPS + threadIdx.x / 32; i < there; i += CLUSTER * WARPS) {
-        int entry = i;
-        if (i >= sinks) entry += sealed % max(ring, 1);
-        if (entry >= sinks + ring) entry -= ring;
-        if (i < sinks && i >= sealed) continue;
-        const u16* key = recent + entry * recent_token;
-        float of[EACH];
-#pragma unroll
-        for (int e = 0; e < EACH; e++) of[e] = 32 * e + lane < DIM ? unpack(key[32 * e + lane]) : 0;
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            float all = 0, label = 0;
-#pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                all += query[g][e] * of[e];
-                if (own[e]) label += query[g][e] * of[e];
-            }
-            for (int d = 16; d; d /= 2)
-                all += __shfl_xor_sync(~0u, all, d), label += __shfl_xor_sync(~0u, label, d);
-            near[g].add(all * factor);
-            if (i >= sinks) over[g].add(all * factor - label * factor);
-        }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUP; g++)
-        if (lane == 0) near_sum[g] = near[g], over_sum[g] = over[g];
-}
 
 // A warp's stretch of all heads' scores.
 struct Stretch {
@@ -211,34 +131,26 @@ __device__ __forceinline__ void find_cut(Shared& at, float left, u32 least, u32 
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    mass_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const u16* q, i64 q_batch,
-                              i64 q_head, const int* channels, i64 channels_batch, i64 channels_head, i64 labels,
-                              const u16* recent, i64 recent_batch, i64 recent_head, i64 recent_token, const int* rows,
-                              const int* kept, const void* sink_logits, int* ids, i64 ids_batch, i64 ids_head, u32* bins,
+    mass_select_cluster_kernel(const float* scores, i64 scores_batch, i64 scores_head, const Sum* parts, i64 n_parts,
+                              const int* rows, const int* kept, const void* sink_logits, int* ids, i64 ids_batch, i64 ids_head, u32* bins,
                               i64 bins_batch, i64 bins_head, int* count, float* mass, int* cut, u64* totals, i64 heads,
-                              i64 n, i64 sinks, i64 end, i64 scale_bits, i64 left_bits, i64 least, i64 most) {
+                              i64 n, i64 ring, i64 scale_bits, i64 left_bits, i64 least, i64 most) {
     DYNAMIC_SHARED(dynamic);
     __shared__ Shared at;
-    __shared__ u32 is_label[EACH];
     u32* held = (u32*)dynamic;  // bins of the block's tokens, four in a word
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads, i_list = blockIdx.y;
     const u32 rank = cluster_rank();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
-        mbarrier_init(&at.sums_there), mbarrier_init(&at.hists_there);
-        mbarrier_expect(&at.sums_there, 4 * PARTS * GROUP * CLUSTER);
+        mbarrier_init(&at.hists_there);
         mbarrier_expect(&at.hists_there, 4 * BINS * CLUSTER);
     }
     cluster_arrive_relaxed();  // waited for before anything is told
     for (int i = thread; i < BINS; i += THREADS) at.hist[i] = 0;
-    if (thread < EACH) is_label[thread] = 0;
-    __syncthreads();
     wait_for_kernels();
-    const float factor = __uint_as_float((u32)scale_bits) * LOG2E, largest = LARGEST / factor;
+    const float factor = __uint_as_float((u32)scale_bits) * LOG2E, largest = HIGHEST / factor;
     const int tokens = rows[2 * i_batch], sealed = rows[2 * i_batch + 1], live = min((int)n, sealed);
     const int length = kept ? min(tokens, kept[i_batch]) : tokens;  // those whose keys are there
-    channels += i_batch * channels_batch + i_head * channels_head;
-    for (int i = thread; i < (int)labels; i += THREADS) atomicOr(&is_label[channels[i] / 32], 1u << channels[i] % 32);
     // All warps but the last ones have as many tokens.
     const int stretch = (live + CLUSTER * WARPS * TILE - 1) / (CLUSTER * WARPS * TILE) * TILE;
     const int first = min(((int)rank * WARPS + warp) * stretch, live);
@@ -246,71 +158,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Stretch its = {row + first + 4 * lane, scores_head, min(stretch, live - first)};
     float4 four[GROUP], next[GROUP];
     its.read(next, 0);
-    __syncthreads();
 
     // 1. Sums.
-    near_sums(at.sums[1][warp], at.sums[2][warp], q + i_batch * q_batch + i_head * GROUP * q_head, q_head,
-              recent + i_batch * recent_batch + i_head * recent_head, recent_token, (int)sinks, (int)(end - sinks), length,
-              sealed, factor, is_label);
-    Sum stored[GROUP];
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) stored[g] = {-INF, 0};
-    for (int tile = 0; tile < its.length; tile += TILE) {
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) four[g] = next[g];
-        its.read(next, tile + TILE);
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            const float x = bounded(four[g].x, largest), y = bounded(four[g].y, largest),
-                        z = bounded(four[g].z, largest), w = bounded(four[g].w, largest);
-            const float top = fmaxf(fmaxf(x, y), fmaxf(z, w)) * factor;
-            if (top > stored[g].most) stored[g].total *= exp2f(stored[g].most - top), stored[g].most = top;
-            const float base = stored[g].most == -INF ? 0 : stored[g].most;
-            stored[g].total += (exp2f(x * factor - base) + exp2f(y * factor - base)) +
-                               (exp2f(z * factor - base) + exp2f(w * factor - base));
-        }
-    }
-    its.read(next, 0);  // once more, for bins
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        stored[g].of_warp();
-        if (lane == 0) at.sums[0][warp][g] = stored[g];
+    for (int i = warp; i < SUMS * GROUP; i += WARPS) {
+        const Sum* part = parts + i_list * n_parts * SUMS * GROUP + i;
+        Sum all = {-INF, 0};
+#pragma unroll 4
+        for (int p = lane; p < (int)n_parts; p += 32) all.add(part[p * SUMS * GROUP]);
+        all.of_lanes();
+        if (lane == 0) at.sums[i] = all;
     }
     __syncthreads();
-    cluster_wait();  // every block is there
-    for (int i = thread; i < GROUP * CLUSTER; i += THREADS) {
-        const int g = i % GROUP, to = i / GROUP;
-        Sum all[3];
-        for (int k = 0; k < 3; k++) {
-            all[k] = {-INF, 0};
-            for (int w = 0; w < WARPS; w++) all[k].add(at.sums[k][w][g]);
-        }
-        Told& told = at.told[rank][g];
-        store_async(&told.stored_most, to, all[0].most, &at.sums_there);
-        store_async(&told.stored_total, to, all[0].total, &at.sums_there);
-        store_async(&told.near_most, to, all[1].most, &at.sums_there);
-        store_async(&told.near_total, to, all[1].total, &at.sums_there);
-        store_async(&told.over_most, to, all[2].most, &at.sums_there);
-        store_async(&told.over_total, to, all[2].total, &at.sums_there);
-    }
-    mbarrier_wait(&at.sums_there);
     if (thread < GROUP) {
-        Sum all = {-INF, 0}, close = {-INF, 0}, more = {-INF, 0};
-        for (int r = 0; r < CLUSTER; r++) {
-            const Told& told = at.told[r][thread];
-            all.add(Sum{told.stored_most, told.stored_total}), close.add(Sum{told.near_most, told.near_total});
-            more.add(Sum{told.over_most, told.over_total});
-        }
+        const Sum* sums = at.sums + SUMS * thread;
+        Sum close = sums[1];
         if (sink_logits) {  // a learned one is mass without a token
             const i64 i = i_head * GROUP + thread;
             close.add((SINK_BYTES == 4 ? ((const float*)sink_logits)[i] : unpack(((const u16*)sink_logits)[i])) * LOG2E);
         }
-        const int recent_tokens = length > 0 ? max(min(length - sealed, (int)(end - sinks)), 1) : 1;
-        float log_near = close.log(), mean = more.log() - log2f((float)recent_tokens);
+        const int recent_tokens = length > 0 ? max(min(length - sealed, (int)ring), 1) : 1;
+        float log_near = close.log(), mean = sums[2].log() - log2f((float)recent_tokens);
         // What is no number counts as no mass, or as no correction, so that the other heads are not affected.
         if (!is_finite(log_near)) log_near = -INF;
         if (!is_finite(mean)) mean = 0;
-        const float log_stored = mean + all.log();
+        const float log_stored = mean + sums[0].log();
         const float top = fmaxf(log_near, log_stored), base = top == -INF ? 0 : top;
         const float sum = exp2f(log_near - base) + exp2f(log_stored - base);
         at.offset[thread] = mean - (base + log2f(sum));
@@ -345,6 +216,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         held[tile / 4] = word;
     }
     __syncthreads();
+    cluster_wait();  // every block is there
     for (int i = thread; i < BINS / 4 * CLUSTER; i += THREADS) {
         const int b = 4 * (i % (BINS / 4));
         const float4 some = {__uint_as_float(at.hist[b]), __uint_as_float(at.hist[b + 1]),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..partial_sums import PartialSums
 from . import reference
 from .reference import BINS, NONE, STEPS, Selection
 
@@ -33,6 +34,7 @@ def mass_select(
     totals: Tensor | None = None,
     stored: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    sums: PartialSums | None = None,
 ) -> Selection:
     """See :func:`.reference.mass_select`. Entries of ``ids`` after ``count`` are not written."""
     given: dict[str, Any] = {"sinks": sinks, "sink_logits": sink_logits, "stored": stored}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._recent import recent_valid
+from ..partial_sums import PartialSums
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
@@ -175,6 +176,7 @@ def mass_select(
     totals: Tensor | None = None,
     stored: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    sums: PartialSums | None = None,
 ) -> Selection:
     """Select tokens so that these and the recent ones cover an estimated ``threshold`` of the attention mass.
 
@@ -196,6 +198,8 @@ def mass_select(
             as no mass. None: all have.
         out: where ``ids`` (its rows may be any multiple of 16 entries apart) and ``count`` (contiguous) are written.
             Entries of ``ids`` after ``count`` may stay as they were.
+        sums: made by the kernel that computed ``scores``, of the same ``recent_kv``, ``stored`` and ``scale``. A kernel
+            takes them in place of its own.
     """
     bins = bins_of(
         scores,

@@ -194,6 +194,7 @@ def mass_select(
     totals=None,
     stored=None,
     out=None,
+    sums=None,
     config=None,
 ):
     """As ``reference.mass_select``; ``config``: scores of a program, a power of two, with these kernels only."""
@@ -214,11 +215,11 @@ def mass_select(
         out = empty_rows((*shape, n), torch.int32, device), empty(torch.int32)
     ids, count = out
     found = Selection(ids, count, empty(torch.float32), None, empty(torch.int32))
-    if config is None and softcap is None and group_reduce == "all":
+    if sums is not None and config is None and softcap is None and group_reduce == "all":
         limits = {"threshold": threshold, "min_tokens": min_tokens, "max_tokens": max_tokens}
-        near = {"sinks": sinks, "scale": scale, "sink_logits": sink_logits, "stored": stored}
+        near = {"sinks": sinks, "sink_logits": sink_logits}
         written = {"ids": ids, "count": count, "mass": found.mass, "cut": found.cut, "totals": totals}
-        if select_clusters(scores, q, channels, recent_kv, rows, **near, **limits, **written):
+        if select_clusters(scores, sums, rows, **near, **limits, **written):
             return found
     bins = empty_rows((*shape, n), torch.uint8, device)
     found = found._replace(bins=bins)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....tensors import no_inference_mode
+from ..partial_sums import PartialSums
 from . import reference
 
 
@@ -27,6 +28,7 @@ def token_score(
     norms: Tensor | None = None,
     out: Tensor | None = None,
     fill: bool = True,
+    sums: PartialSums | None = None,
 ) -> Tensor:
     """See :func:`.reference.token_score`; for one row, whose sealed blocks all have an id, and all of them.
 

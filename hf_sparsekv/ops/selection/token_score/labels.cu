@@ -11,6 +11,13 @@
 // threads read a scale and take the largest of the queries. Codes of 64 bytes (latents) are a token's alone: a quarter
 // of them is a load of 16 bytes, and many queries in half of the registers. A warp has one tile of 64 tokens in flight,
 // in registers, while it scores another.
+//
+// With SUMS, each block also adds up the masses of its tokens, and of some recent ones: mass_select/cluster.cu would
+// have to read all scores for them.
+
+#if SUMS
+#include "_mass.cuh"
+#endif
 
 #define WARPS (THREADS / 32)
 #define TOGETHER (WIDTH > 32 ? 1 : 2)
@@ -108,13 +115,74 @@ __device__ __forceinline__ void make_queries(Queries& queries, const u16* q, i64
     }
 }
 
+#if SUMS
+#define DIMS ((DIM + 31) / 32)  // channels of a lane, of whole keys
+
+// Recent tokens `first`, `first + step`, ... of a row and KV head: their true masses, and the ratios of true masses to
+// those of their label channels. `recent`: entries of the row and KV head.
+__device__ __forceinline__ void near_sums(Sum (*sums)[GROUP], const u16* q, i64 q_head, const u16* recent,
+                                          i64 recent_token, const int (&channel)[EACH], int sinks, int ring, int length,
+                                          int sealed, float factor, int first, int step) {
+    const int lane = threadIdx.x % 32, there = length > 0 ? min(sinks + length - sealed, sinks + ring) : 0;
+    Sum near[GROUP], over[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) near[g] = over[g] = {-INF, 0};
+    if (first < there) {
+        float query[GROUP][DIMS];
+        bool own[DIMS];
+#pragma unroll
+        for (int e = 0; e < DIMS; e++) {
+            u32 bits = 0;  // label channels among these 32
+#pragma unroll
+            for (int i = 0; i < EACH; i++) bits |= channel[i] / 32 == e ? 1u << channel[i] % 32 : 0;
+            own[e] = __reduce_or_sync(~0u, bits) >> lane & 1;
+            const int d = 32 * e + lane;
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) query[g][e] = d < DIM ? unpack(q[g * q_head + d]) : 0;
+        }
+        for (int i = first; i < there; i += step) {
+            int entry = i;
+            if (i >= sinks) entry += sealed % max(ring, 1);
+            if (entry >= sinks + ring) entry -= ring;
+            if (i < sinks && i >= sealed) continue;
+            const u16* key = recent + entry * recent_token;
+            float of[DIMS];
+#pragma unroll
+            for (int e = 0; e < DIMS; e++) of[e] = 32 * e + lane < DIM ? unpack(key[32 * e + lane]) : 0;
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                float all = 0, label = 0;
+#pragma unroll
+                for (int e = 0; e < DIMS; e++) {
+                    all += query[g][e] * of[e];
+                    if (own[e]) label += query[g][e] * of[e];
+                }
+                for (int d = 16; d; d /= 2)
+                    all += __shfl_xor_sync(~0u, all, d), label += __shfl_xor_sync(~0u, label, d);
+                near[g].add(all * factor);
+                if (i >= sinks) over[g].add(all * factor - label * factor);
+            }
+        }
+    }
+    if (lane) return;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) sums[1][g] = near[g], sums[2][g] = over[g];
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     token_score_labels_kernel(const u16* q, i64 q_batch, i64 q_head, i64 q_dim, const char* codes, i64 codes_block,
                               i64 codes_head, const u32* pairs, i64 pairs_block, i64 pairs_head, const int* channels,
                               i64 channels_batch, i64 channels_head, const float* norms, i64 norms_batch,
                               i64 norms_head, const int* table, i64 table_row, float* out,
                               i64 out_batch, i64 out_head, const int* rows, i64 heads, i64 n, i64 stretch, i64 sinks,
-                              i64 fill) {
+                              i64 fill
+#if SUMS
+                              ,
+                              Sum* parts, const u16* recent, i64 recent_batch, i64 recent_head, i64 recent_token,
+                              const int* kept, i64 ring, i64 scale_bits
+#endif
+    ) {
     __shared__ Queries queries;
     const i64 i_batch = blockIdx.y / (u32)heads, i_head = blockIdx.y % (u32)heads;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
@@ -143,7 +211,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (fill)
         for (int i = max(token, sealed) + lane; i < stop; i += 32)
             for (int g = 0; g < (EACH_QUERY ? GROUP : 1); g++) out[g * out_head + i] = -INF;
-    if ((int)(blockIdx.x * WARPS) * (int)stretch >= sealed) return;  // all of this block
+#if SUMS
+    __shared__ Sum sums[WARPS][3][GROUP];  // stored tokens, recent ones, what labels leave out
+    const float factor = __uint_as_float((u32)scale_bits) * LOG2E, highest = HIGHEST / factor;
+    Sum stored[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) stored[c] = {-INF, 0};
+    const auto tell = [&]() {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            stored[c].of_lanes(LANES);
+            if (lane < LANES && LANES * c + lane < GROUP) sums[warp][0][LANES * c + lane] = stored[c];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 3 * GROUP; i += THREADS) {
+            Sum all = {-INF, 0};
+            for (int w = 0; w < WARPS; w++) all.add(sums[w][i % 3][i / 3]);
+            parts[((i64)blockIdx.y * gridDim.x + blockIdx.x) * 3 * GROUP + i] = all;
+        }
+    };
+    const auto near = [&]() {
+        const int tokens = rows[2 * i_batch], length = kept ? min(tokens, kept[i_batch]) : tokens;
+        near_sums(sums[warp], q + i_batch * q_batch + i_head * GROUP * q_head, q_head,
+                  recent + i_batch * recent_batch + i_head * recent_head, recent_token, channel, (int)sinks, (int)ring,
+                  length, rows[2 * i_batch + 1], factor, blockIdx.x * WARPS + warp, gridDim.x * WARPS);
+    };
+#endif
+    if ((int)(blockIdx.x * WARPS) * (int)stretch >= sealed) {  // all of this block
+#if SUMS
+        near(), tell();
+#endif
+        return;
+    }
 
     // Kept: otherwise these are computed again for each tile, 20 instructions of some 180.
     const Labels labels = {keep(codes + i_head * codes_head + lane * (4 * WORDS)),
@@ -170,6 +269,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     };
     // The first labels are in flight while queries are computed.
     load(0, token);
+#if SUMS
+    near();
+#endif
     make_queries(queries, q + i_batch * q_batch + i_head * GROUP * q_head, q_head, q_dim, channel, relative);
     __syncthreads();
     u32 column[COLUMNS][WORDS][2];  // of the products' right side: what this thread holds
@@ -193,8 +295,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         const auto store = [&](float s, int o, float* to) {
             const int of_block = (o + (SPANS > 1 ? lane / LANES : 0)) / SPAN;
             const bool known = usable >> of_block & 1 && token + o >= behind_sinks && s == s;
-            if (BLOCK >= 64 || token + o < end - lane / LANES) to[token + o] = known ? s : -INF;
+            const bool its = BLOCK >= 64 || token + o < end - lane / LANES;
+            if (its) to[token + o] = known ? s : -INF;
+            return its && known ? s : -INF;
         };
+#if SUMS
+        float logit[COLUMNS][TOKENS];
+#endif
 #pragma unroll
         for (int m = 0; m < LANES; m++) {
             int product[COLUMNS][4] = {};
@@ -217,7 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     const float s = from_half(pair) * sum + (from_half(pair >> 16) * total[c] + constant[c]);
                     const bool lacks = VECTORS % LANES && LANES * c + quad % LANES >= VECTORS;
                     if (EACH_QUERY) {
-                        if (!lacks) store(s, (2 * m + h) * ROWS, out + LANES * c * out_head);
+                        const float its = lacks ? -INF : store(s, (2 * m + h) * ROWS, out + LANES * c * out_head);
+#if SUMS
+                        logit[c][2 * m + h] = bounded(its, highest) * factor;
+#endif
                         continue;
                     }
                     const float its = lacks ? -INF : s;
@@ -225,6 +335,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 }
             }
         }
+#if SUMS
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            float top = stored[c].most;
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) top = fmaxf(top, logit[c][i]);
+            const float base = top == -INF ? 0 : top;
+            stored[c].total *= power(stored[c].most - base), stored[c].most = top;
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) stored[c].total += power(logit[c][i] - base);
+        }
+#endif
         if (EACH_QUERY) return;
         // The largest of the threads that share tokens: each ends with two of them.
         int first = 0;
@@ -250,5 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             score(tiles[which], usable[which], token);
         }
     }
+#if SUMS
+    tell();
+#endif
     release_kernels();
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import give
+from ..partial_sums import PartialSums
 
 
 def unpack_digits(codes: Tensor) -> Tensor:
@@ -27,6 +28,7 @@ def token_score(
     norms: Tensor | None = None,
     out: Tensor | None = None,
     fill: bool = True,
+    sums: PartialSums | None = None,
 ) -> Tensor:
     """``a(t) = mean_h q_h[C] . label_t`` (or the maximum over the group) for each token of the given blocks.
 
@@ -54,6 +56,7 @@ def token_score(
         out: receives the scores.
         fill: False leaves the scores after a row's sealed tokens unwritten, for callers that do not read them. Not with
             ``block_ids``.
+        sums: a kernel that can adds these up on its way, with ``reduce="none"``.
 
     Returns:
         ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens

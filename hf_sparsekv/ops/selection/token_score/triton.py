@@ -170,6 +170,7 @@ def token_score(
     norms=None,
     out=None,
     fill=True,
+    sums=None,
     config=None,
 ):
     """As ``reference.token_score``; ``config`` replaces the default for these shapes."""
@@ -186,7 +187,7 @@ def token_score(
     require_rows(rows, batch)
     require_dense_rows(codes=codes, qparams=qparams, channels=channels)
     require_dense_rows(block_table=block_table, block_ids=block_ids, out=out)
-    everything = q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill
+    everything = q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill, sums
     if config is None and block_ids is None and score_all(*everything):
         return out
     group, mean = q_heads // heads, reduce == "mean"
