@@ -16,6 +16,7 @@ from ..tensors import no_inference_mode
 
 LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
 WIDEST = 256  # channels of a head that the kernels hold
+SPREAD = 1.5  # times the share that audited rows may miss in the mean: the root mean square that they may
 _BYTES = 1 << 28  # of the estimates of the tiles that are taken at once
 
 
@@ -91,8 +92,8 @@ def sparse_attention(
 ) -> Tensor:
     """Causal softmax attention of the last ``q`` columns to the blocks of keys that hold ``mass`` of their attention.
 
-    Tiles of queries choose by estimates (``prompt_mass``, ``prompt_choice``). Heads whose audited rows are covered by
-    less than ``mass`` choose again for half of what they left out, and attend to everything if that is too little.
+    Tiles of queries choose by estimates (``prompt_mass``, ``prompt_choice``). Heads whose audited rows miss too much
+    (:func:`missing`) choose again for half of what they left out, and attend to everything if that is too little.
 
     Args:
         query: ``[batch, Hq, q, Dk]``, the queries of columns ``n - q .. n - 1``.
@@ -118,13 +119,26 @@ def sparse_attention(
         lists = prompt_choice(*made, wanted, past, rows, n - LAST, start)
         missed = [torch.zeros_like(wanted, dtype=torch.bool)] * 2
         for i, more in enumerate(() if mass >= 1 else (1 - (1 - mass) / 2, 1.0)):
-            missed[i] = low = lists[2].nanmean(-1) < mass  # False where nothing is left out
+            missed[i] = low = missing(lists[2], mass)
             lists = prompt_choice(*made, wanted.masked_fill(low, more), past, rows, n - LAST, start, low, lists)
         ids, counts, covered = lists
         seen = seen_blocks(past, rows, start, query.device)
         audit.add(covered, counts, seen, missed[0], missed[1], first_head, q_heads if heads is None else heads)
         block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + at_once])
     return out
+
+
+def missing(covered: Tensor, mass: float) -> Tensor:
+    """Which heads miss more than 1 - ``mass``: in the mean or, as single rows do that look up a key, a few rows much.
+
+    Args:
+        covered: of ``prompt_choice``, ``[batch, Hq, tiles]``.
+
+    Returns:
+        bool ``[batch, Hq]``; False where nothing is left out.
+    """
+    square = (1 - covered).square().nanmean(-1)
+    return (covered.nanmean(-1) < mass) | (square > (SPREAD * (1 - mass)) ** 2)
 
 
 def queries_at_once(rows: int, q: int, n: int) -> int:

@@ -201,7 +201,7 @@ def test_audit_is_true(step, monkeypatch):
     real = sparse_prompt.block_attention
     monkeypatch.setattr(sparse_prompt, "block_attention", attend)
     audit = PromptAudit()
-    sparse_attention(query, key, value, 0.4, 0.9, audit)
+    sparse_attention(query, key, value, 0.4, 0.92, audit)
     ((ids, counts),) = lists
     true, rows = shares(query, key, 0.4), audited_rows(512, 1024, step)
     for head in range(4):
@@ -215,17 +215,18 @@ def test_audit_is_true(step, monkeypatch):
         torch.testing.assert_close(audit.table[head, -1], torch.stack(covered).amin(), atol=1e-5, rtol=1e-5)
     assert audit.table[:, 2].sum() == counts.sum()
     assert (audit.table[:, 3] == sum((512 + (tile + 1) * TILE) // BLOCK for tile in range(8))).all()
-    assert (audit.table[:, 1] / audit.table[:, 0]).min() >= 0.9
+    assert (audit.table[:, 1] / audit.table[:, 0]).min() >= 0.92
 
 
-def test_heads_that_miss_their_share_become_dense():
-    """The audited rows of one head look up what no other row does, so no estimate finds it."""
+@pytest.mark.parametrize("rows", [8, 1])
+def test_heads_that_miss_their_share_become_dense(rows):
+    """Audited rows of one head look up what no other row does, so no estimate finds it; one of six is enough."""
     query, key, value = tensors(1024, 2048)
     query[:, 0] *= 0.1
     query[:, 0, :, 0] = -8.0
     key[:, 0, :, 0] = 1.0
     key[:, 0, 5 * BLOCK : 6 * BLOCK, 0] = 0.0  # which all others look up
-    for row in audited_rows(1024, 1024):
+    for row in audited_rows(1024, 1024)[:rows]:
         query[:, 0, row] = 0
         query[:, 0, row, 1] = 40.0
     audit = PromptAudit()
