@@ -24,7 +24,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig
 from hf_sparsekv.attention import sparse_prompt
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.cli import loading
-from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of
+from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, seen_blocks
 from hf_sparsekv.ops.attention.block_attention import block_attention
 from hf_sparsekv.results import versions
 from hf_sparsekv.telemetry.prompt_stats import mean_covered, mean_density
@@ -64,7 +64,10 @@ def prompts(tokenizer, args: argparse.Namespace, length: int) -> list[tuple[list
 
 
 class Truth:
-    """Attention to chosen blocks that also computes which share of some rows' mass they cover."""
+    """Attention to chosen blocks that also computes which share of some rows' mass they cover.
+
+    As the audit, of rows in tiles that leave something out.
+    """
 
     def __init__(self) -> None:
         self.covered: list[Tensor] = []
@@ -76,11 +79,12 @@ class Truth:
             chosen = torch.zeros(*ids.shape[:3], blocks_of(n) + 1, dtype=torch.bool, device=query.device)
             chosen.scatter_(3, ids.long().remainder(blocks_of(n) + 1), True)  # -1: one more, which nobody reads
             seen = torch.arange(n, device=query.device) <= past + rows[:, None]
+            partly = (counts[0] < seen_blocks(past, query.shape[2], start, query.device))[:, rows // TILE]
             for head in range(query.shape[1]):
                 keys = key[0, head * key.shape[1] // query.shape[1], :n].float()
                 share = (query[0, head, rows].float() @ keys.T * scale).masked_fill(~seen, float("-inf")).softmax(-1)
                 taken = chosen[0, head, rows // TILE].repeat_interleave(BLOCK, 1)[:, :n]
-                self.covered.append((share * taken).sum(-1).cpu())
+                self.covered.append((share * taken).sum(-1)[partly[head]].cpu())
         return block_attention(query, key, value, ids, counts, scale, past, start, out=out)
 
 
@@ -140,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
                 seen["audit"].append(mean_covered(stats))
                 seen["layers"].append([layer.density for layer in stats])
         for share, seen in found.items():
-            rows = torch.cat(truths[share].covered).sort().values
+            rows = torch.cat([torch.ones(1), *truths[share].covered]).sort().values
             lost = torch.tensor(seen["answer"])
             audit = [covered for covered in seen["audit"] if covered is not None]
             print(
