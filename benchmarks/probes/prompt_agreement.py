@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_sparsekv import OffloadedSparseCache, TokenConfig
 from hf_sparsekv.attention import sparse_prompt
+from hf_sparsekv.attention.sparse_prompt import LAST
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.cli import loading
 from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, seen_blocks
@@ -96,7 +97,7 @@ def read(model, ids: list[int], answer: list[int], share: float | None, truth: T
         log-probabilities after some of its positions, the mean one of the tokens of the right answer, and the audit.
     """
     n = len(ids)
-    at = torch.linspace(n // 2, n - sparse_prompt.LAST - 1, POSITIONS, device=model.device).long()
+    at = torch.linspace(n // 2, n - LAST - 1, POSITIONS, device=model.device).long()
     cache = OffloadedSparseCache(TokenConfig(prefill=share, prefill_below=0, dense_below=1 << 30), offload=None)
     with patch.object(sparse_prompt, "block_attention", truth):
         hidden = model.model(torch.tensor([ids], device=model.device), **over(model, cache), use_cache=True)[0][0]
