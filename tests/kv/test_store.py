@@ -303,6 +303,20 @@ def test_a_block_that_a_step_seals_can_be_read_at_once(monkeypatch, fused):
     assert store.full_blocks > before + 1
 
 
+def test_layers_may_take_different_numbers_of_columns():
+    """The first one's answer about the rows is not the next one's, although both began with the same rows."""
+    first = make_store(CONFIG, None, 2)
+    like = torch.zeros(2, HEADS, 1, KEY), torch.zeros(2, HEADS, 1, VALUE)
+    second = LayerStore(*like, CONFIG, None, first.table_of_rows)
+    second.pool.add_field("bounds", (1, HEADS, 2, KEY), second.dtype)
+    assert first.held is second.held
+    for store, columns in ((first, 100), (second, 70)):
+        new, plain = (torch.randn(2, HEADS, columns, KEY), torch.randn(2, HEADS, columns, VALUE)), Plain(2)
+        store.extend(*new, None, Probe(CONFIG.sinks))
+        plain.add(*new, None)
+        check(store, plain, CONFIG)
+
+
 def test_labels_are_of_the_channels_of_their_row():
     """Rows of different lengths are sealed one by one, and indexed again so, each with channels of its own."""
     store = make_store(CONFIG, None, 3)

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from hf_sparsekv import SparseCache
 from hf_sparsekv.kv import pool, sealing
 from hf_sparsekv.offload import device_pool
-from hf_sparsekv.offload.copy_streams import CopyStream
+from hf_sparsekv.offload.copy_streams import CopyStream, CopyStreams
 from hf_sparsekv.policies.ahead.lag import LaggingBlockPolicy
 
 
@@ -261,3 +261,62 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
     else:
         cache.reorder_cache(torch.tensor([1, 0]))
     assert checked[-1]
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """What streams are told, in order, where one computes and those that are made copy."""
+    said: list[str] = []
+
+    def stream(name):
+        def record_event():
+            said.append(f"{name} ends {sum(' ends ' in one for one in said)}")
+            return said[-1].removeprefix(f"{name} ends ")
+
+        return SimpleNamespace(
+            name=name,
+            record_event=record_event,
+            wait_stream=lambda other: said.append(f"{name} after {other.name}"),
+            wait_event=lambda event: said.append(f"{name} waits for {event}"),
+        )
+
+    current = [stream("computing")]
+
+    @contextmanager
+    def inside(other):
+        current.append(other)
+        yield
+        current.pop()
+
+    made = iter("abc")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream(next(made)))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # copy streams that are deleted
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    return said
+
+
+def test_a_buffer_is_filled_after_its_last_copy(said):
+    """Two buffers: the third piece waits for the first one's copy, and a larger one gets memory of its own."""
+    copies = CopyStream(torch.device("cpu"), 2)
+    for piece, tokens in enumerate((8, 8, 4, 9)):
+        copies.take((tokens,), torch.float32)
+        copies.run(lambda piece=piece: said.append(f"copy {piece}"))
+    each = [["a after computing", f"copy {piece}", f"a ends {piece}"] for piece in range(4)]
+    assert said == [*each[0], *each[1], "computing waits for 0", *each[2], *each[3]]
+
+
+def test_blocks_read_ahead_are_waited_for(said):
+    """By the layer that takes them, and by whoever changes these blocks before one has taken them."""
+    streams, read, device = CopyStreams(), lambda out: said.append("read"), torch.device("cpu")
+    used: list = []
+    for layer in (1, 2, 3):
+        streams.read_ahead(layer, (8,), torch.float32, device, read, used.append)
+        assert streams.arrived(layer, device) is not None
+    each = [["a after computing", "read", f"a ends {n}", f"computing waits for {n}"] for n in range(3)]
+    assert said == [*each[0], *each[1], "computing waits for 0", *each[2]]
+    assert used == ["0", "1", "2"]
+    assert streams.arrived(3, device) is None
+    streams.read_ahead(1, (8,), torch.float32, device, read, used.append)
+    assert streams.arrived(2, device) is None
