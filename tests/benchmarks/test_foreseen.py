@@ -251,8 +251,13 @@ def test_a_cache_that_attends_to_everything(capsys):
 
 
 def test_rows_of_steps(stepped):
-    """Hit rate, overlap and what was recorded, beside the times."""
+    """Hit rate, overlap and what was recorded, beside the times.
+
+    Labels of a quarter of the channels, as in the recording: overlaps are tuned, and the angles at which they are
+    reached depend on how much of the error labels see.
+    """
     settings = {"block_size": 16, "window": 16, "dense_layers": 0, "calibration_tokens": 64, "token_budget": 32}
+    settings["label_channels"] = 4
     net = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
     command = "--shapes 2x600 --tokens 12 --kv replayed --variants"
     rows = stepped(net, f"{command} predictive:layer:in", "predictive", **settings)
@@ -263,8 +268,7 @@ def test_rows_of_steps(stepped):
     for variant, metrics in printed.items():
         for metric in metrics:
             mine, recorded = found[variant, metric], found[variant, f"{metric}:recorded"]
-            close = 0.25 if metric == "foreseen_cosine" else 0.2  # overlaps are tuned, and angles follow from them
-            assert mine == pytest.approx(recorded, abs=close), (variant, metric)
+            assert mine == pytest.approx(recorded, abs=0.1), (variant, metric)
     assert found[offloaded, "hit_rate"] < 1 and found[offloaded, "missed_mb"] > 0
     assert found[offloaded, "missed_mb:recorded"] > 0
     assert (offloaded, "foreseen_overlap") not in found and (tokens, "hit_rate:recorded") not in found
