@@ -68,7 +68,6 @@ from .decoding import (
 )
 from .filling import SOURCES, Source, fill_layers
 from .kernels import describe_step, launched
-from .predictive_parts import measure_parts
 from .report import Report
 from .shapes import (
     POOL_SIZES,
@@ -216,9 +215,6 @@ class Bench:
         if self.args.kernels:
             print(describe_step(launched(step)), flush=True)
         report.add("step_ms", replay_ms(model, cache))
-        if self.args.parts and model.device.type == "cuda":
-            (*_, last) = runner.graphs[cache].values()
-            measure_parts(cache, report, last.queries)
         if self.args.recapture:
             del cache, after
             free()
@@ -264,7 +260,6 @@ def arguments() -> ArgumentParser:
     add("--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache")
     add("--tokens", type=parse_count, default=160, help="tokens to generate")
     add("--kernels", action="store_true", help="also print where a step's time goes, kernel by kernel")
-    add("--parts", action="store_true", help="of predictive caches: what choosing takes, part by part")
     add("--budget", type=parse_count, help="tokens that our caches select; default 1024")
     add("--kv-dtype", choices=("int8",), help="of keys and values in host memory: with --offload")
     add("--device-pool", type=parse_pool, metavar="SIZE", help=f"of offloaded caches: {POOL_SIZES}")

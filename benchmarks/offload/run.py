@@ -1,10 +1,9 @@
 """What it costs to keep the blocks of a cache in host memory, in parts that run and fail on their own.
 
-    python -m benchmarks offload transfer
     python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
 
-transfer: blocks over the link, both ways, by a kernel and by copies. prefill: time and memory to read a prompt. The
-part is the rows' benchmark; docs/offloading.md says what each row means. Parts that are settled are in git (NOTES.md).
+prefill: time and memory to read a prompt. The part is the rows' benchmark; docs/offloading.md says what each row means.
+Parts that are settled are in git (NOTES.md).
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ from ..decoding import free
 from ..report import Report
 from ..shapes import case_name, known_config, parse_tokens, random_model
 
-# part -> module, and whether it needs a GPU
-PARTS = {
-    "transfer": ("transfer", True),
-    "prefill": ("prefill", False),
-}
+PARTS = ("prefill",)  # modules of this folder
 PREFILLS = ("hf_dynamic", "hf_offloaded", "two_level:lag", "two_level:lag+offload")
 
 
@@ -59,7 +54,7 @@ class Session:
 
     def run(self, part: str) -> int:
         """One part; 1 if anything in it failed for other reasons than memory."""
-        module = importlib.import_module(f".{PARTS[part][0]}", __package__)
+        module = importlib.import_module(f".{part}", __package__)
         with Report(part, self.case, rows_file(self.args), None) as report, report.measuring(0, 0, part):
             module.run(part, self, report)
         if self._model is not None or "model" in self.__dict__:
@@ -72,7 +67,7 @@ def arguments() -> ArgumentParser:
     """The command line."""
     parser = new_parser("offload", __doc__, "model", "dtype", "fused", "host-gb")
     add = parser.add_argument
-    add("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    add("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     add("--device", default="cuda")
     add = parser.add_argument_group("prefill").add_argument
     add("--lengths", nargs="+", type=parse_tokens, default=[32768, 131072], metavar="TOKENS")
@@ -83,15 +78,10 @@ def arguments() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts; 1 if anything failed for other reasons than memory, or a part cannot run here."""
+    """Run the parts; 1 if anything failed for other reasons than memory, or there is no such device."""
     args = arguments().parse_args(argv)
-    on_gpu = args.device.startswith("cuda")
-    needs = [name for name in args.parts if PARTS[name][1]]
-    if on_gpu and not torch.cuda.is_available():
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("there is no CUDA device; prefill also runs with --device cpu and a small --model")
-        return 1
-    if needs and not on_gpu:
-        print(f"only a CUDA device runs {', '.join(needs)}")
         return 1
     print(device_name(), versions())
     session = Session(args)

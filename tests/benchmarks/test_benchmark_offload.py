@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -170,77 +169,26 @@ def test_chunks_read_the_same_prompt(name):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------- parts that need a GPU
-
-
-def test_parts_that_need_a_gpu_say_so(capsys):
-    assert offload.main(["prefill", "transfer", "--device", "cpu"]) == 1
-    assert "only a CUDA device runs transfer" in capsys.readouterr().out
-    if not torch.cuda.is_available():
-        assert offload.main(["prefill"]) == 1
-        assert "there is no CUDA device; prefill also runs" in capsys.readouterr().out
-
-
-@pytest.fixture
-def links(monkeypatch):
-    """The transfer part without a GPU: kernels in the interpreter, one run instead of clocks and graphs."""
-    pytest.importorskip("triton")
-    from benchmarks.offload import transfer as module
-
-    def gbps(size, run, repeats=7):
-        run()
-        return [1.0, 2.0, 3.0]
-
-    monkeypatch.setattr(module, "POOL", 1 << 18)
-    monkeypatch.setattr(module, "pinned", lambda device: torch.randn(module.POOL // 2, dtype=torch.float16))
-    monkeypatch.setattr(module, "gbps", gbps)
-    monkeypatch.setattr(module.Captured, "__call__", lambda self: self.run())
-    for name, value in (("HEADS", 2), ("BLOCK", 16), ("DIM", 8), ("GATHERS", ((16, 16, 5),)), ("SAVES", ((2, 64),))):
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    return module
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
-def test_transfer(bench, links):
-    status, rows = bench("transfer")
-    assert status == 0
-    assert {variant for _, variant, context in rows if context == 5} == {
-        "uva", "memcpy_each", "memcpy_each:captured", "limit"
-    }  # fmt: skip
-    assert {variant for _, variant, context in rows if context == 64} == {
-        "in_place", "permute_alone", "permute_and_copy", "memcpy_each", "memcpy_each:captured", "limit"
-    }  # fmt: skip
-    assert rows["transfer", "uva", 5] == {"gather_gbps": 2.0}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
-def test_transfer_that_goes_wrong_leaves_no_figure(bench, links, monkeypatch, capsys):
-    monkeypatch.setattr(links, "block_copy", lambda *args: None)
-    monkeypatch.setattr(links, "_save_kernel", defaultdict(lambda: lambda *args, **how: None))
-    status, rows = bench("transfer")
-    assert status == 1
-    out = capsys.readouterr().out
-    for batch, context, name, other in ((1, 5, "uva", "memcpy_each"), (2, 64, "in_place", "limit")):
-        assert re.search(rf"{batch} x +{context}  {name}: FAILED: blocks arrived wrong", out)
-        assert ("transfer", name, context) not in rows
-        assert ("transfer", other, context) in rows
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert offload.main(["prefill"]) == 1
+    assert "there is no CUDA device; prefill also runs" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
-def test_all_parts_on_a_gpu(tmp_path, monkeypatch):
+def test_prompts_on_a_gpu(tmp_path, monkeypatch):
     config = shapes.known_config("qwen3-0.6b")
     config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path = tmp_path / "offload.csv"
-    command = f"{' '.join(offload.PARTS)} --model toy --csv {path}"
+    command = f"prefill --model toy --csv {path}"
     command += " --lengths 4k --chunks 0 1k --repeat 1"
     assert offload.main(command.split()) == 0
     found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
-    assert found >= {"transfer gather_gbps", "transfer save_gbps", "prefill prefill_gb"}
+    assert found >= {"prefill prefill_s", "prefill prefill_gb"}
 
 
 def test_the_report_counts_without_knowing_how_many(tmp_path):

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from caches import predictive
 from captured import imitated
 from models import build
 from read_rows import read_rows as rows
@@ -145,7 +144,7 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     monkeypatch.setattr(bench_step, "COUNTED", 20)
     monkeypatch.setattr(bench_step, "replay_ms", lambda model, cache: kept.append(cache) or [1.0, 1.0])
     model, settings = build("llama", "sparsekv"), {"token_budget": 1024, "calibration_tokens": 64, **SETTINGS}
-    command = f"--shapes 2x200 --tokens 6 --budget 48 --parts --variants {' '.join(names)}"
+    command = f"--shapes 2x200 --tokens 6 --budget 48 --variants {' '.join(names)}"
     rows = stepped(model, command, "predictive", **settings)
     assert {row["variant"] for row in rows} == {"limit", *(f"{name}:budget=48" for name in names)}
     ours, free, second = (cache.stats() for cache in kept)
@@ -157,37 +156,6 @@ def test_step_measures_predictive_caches(stepped, monkeypatch):
     assert not torch.equal(policies[0].ids, first)
     decoding.Steps(build("llama", "sparsekv"), kept[1], 2, 4)()
     assert torch.equal(policies[1].ids, first)
-
-
-@pytest.mark.parametrize("predictor", [None, "last"])
-@pytest.mark.parametrize("rank", ["stream", "host", "cpu"])
-def test_parts_of_predictive_steps(rank, predictor):
-    from benchmarks.predictive_parts import COPIED, copies, parts, predictive_layers, seats
-
-    model = build("llama", "sparsekv")
-    cache = predictive(rank == "host", model.config, token_budget=60, cache_rank=rank, predictor=predictor)
-    filling.fill_cache(model, cache, 2, 300)
-    by_layer = predictor is None and rank != "cpu"
-    if by_layer:  # nothing is copied before the first step
-        with torch.no_grad():
-            model(torch.full((2, 1), 5), past_key_values=cache)
-    layers = predictive_layers(cache)
-    queries = [torch.randn(2, 4, 16) for _ in layers]
-    if not by_layer:
-        queries = [policy.queries.held[:, :, 0].clone() for policy in seats(layers)[1]]
-    found = parts(layers, queries, 0.25)
-    told = set() if by_layer else {"transfer" if rank == "cpu" else "push", "predict"}
-    assert set(found) == {*told, "score", "select", "attend", *([] if rank == "stream" else ["pack"])}
-    for run in found.values():
-        for i in (0, 1, 0, 1, 0):
-            run(i)
-    if rank != "stream":
-        packed = copies(layers[0])
-        before = packed.counters.clone()
-        found["pack"](0)
-        needed, copied = (packed.counters - before).tolist()
-        assert needed == 2 * 2 * 60
-        assert 0.5 * COPIED < copied / needed <= COPIED
 
 
 def test_a_step_that_is_not_captured_is_an_error():
