@@ -32,6 +32,7 @@ from groups import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
 from hf_sparsekv.small_model import is_fetched, small_model_path
 
 # Modules with assertions of several files' tests.
+gc.disable()  # until all tests are collected: nothing of them is garbage
 pytest.register_assert_rewrite("captured", "command_line", "saved_files")
 from command_line import tiny  # noqa: E402, F401 (a fixture)
 
@@ -63,6 +64,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now is never garbage: left out, each of the tests' many ``gc.collect()`` takes far less."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 _unfreeze, _thawed = gc.unfreeze, []

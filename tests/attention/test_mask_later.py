@@ -87,6 +87,7 @@ def test_conversations_whose_answers_end_by_a_token(captured):
     assert not bool(mask.all()), "one conversation's answer was shorter"
 
 
+@pytest.mark.few(name=("host-default", "host-nolag", "progressive-host", "streaming"))
 @pytest.mark.parametrize(
     "name", ["device-default", "host-default", "device-token", "host-nolag", "progressive-host", "streaming"]
 )

@@ -354,6 +354,7 @@ def test_replays_of_each_model(name, make, offload):
 SOME = {"device-lag": True, "host-token": False, "host-block": True, "host-smallpool": False, "progressive-host": True}
 
 
+@pytest.mark.few(cache=("device-lag", "host-smallpool", "progressive-host"))
 @pytest.mark.parametrize(("cache", "padded"), [*SOME.items(), ("progressive-host", False)])
 def test_replays_through_modes(cache, padded):
     through_modes(cache, "glm4-moe-lite", padded)

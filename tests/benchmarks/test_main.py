@@ -35,6 +35,7 @@ def test_needs_a_gpu_but_explains_itself(what, monkeypatch, capsys):
     assert "--shapes" in help_of(what, capsys)
 
 
+@pytest.mark.slow
 def test_help_and_list(capsys):
     done = forked.run(["-m", "benchmarks", "--help"], cwd=ROOT)
     assert done.returncode == 0, done.stderr

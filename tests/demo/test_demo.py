@@ -77,7 +77,7 @@ def test_who_waits_can_be_stopped():
 # ---------------------------------------------------------------------- the race
 
 
-@pytest.mark.few(method=("two_level", "streaming", DENSE))
+@pytest.mark.few(method=("two_level", DENSE))
 @pytest.mark.parametrize("method", METHODS)
 def test_both_panes_say_what_generate_says(probe, method):
     task = a_task(probe, method)

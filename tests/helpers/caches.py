@@ -215,10 +215,9 @@ ALL = CACHES | CODED
 
 # One of a kind: `make test` runs tests over all caches with these alone where they are marked ``few``.
 TELLING = (
-    *("host", "device", "device-block", "host-nolag", "host-default", "device-default", "host-default-smallpool"),
-    *("host-default-nopool", "host-tail", "need-host-tail", "progressive-host", "progressive-tail"),
-    *("progressive-bound", "predictive-host", "predictive-need-earlier-host", "predictive-late"),
-    *("predictive-second", "streaming-host", "host-default-int8", "progressive-tail-int8"),
+    *("host", "device-block", "host-nolag", "host-default", "device-default", "host-default-smallpool"),
+    *("host-default-nopool", "need-host-tail", "progressive-host", "predictive-host", "predictive-need-earlier-host"),
+    *("predictive-late", "predictive-second", "streaming-host", "host-default-int8", "progressive-tail-int8"),
 )
 
 LATE = ("predictive-late",)  # choose nothing before some ninety tokens

@@ -238,7 +238,7 @@ class Stores(RuleBasedStateMachine):
 
 
 Stores.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

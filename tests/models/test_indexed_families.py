@@ -44,6 +44,7 @@ def test_these_are_all():
     assert {DECODER.get(name, name) for name, made in FAMILIES.items() if callable(made)} == {*SERVED}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", [name for name in HERE if callable(FAMILIES[name])])
 @pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
 def test_served(name, offload, monkeypatch):

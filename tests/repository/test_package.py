@@ -129,6 +129,7 @@ def test_wheel_contents(wheel):
     assert not any(name in line for line in required for name in OPTIONAL), required
 
 
+@pytest.mark.slow
 def test_sdist_contents(tmp_path):
     """What builds the wheel, and no tests: those need the checkout's models and recordings."""
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, _copy(tmp_path)]
@@ -171,6 +172,7 @@ def names_info(names: set[str]) -> str:
 
 
 @pytest.mark.quick
+@pytest.mark.slow
 def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
     """On its own; importing it touches nothing of transformers' but the new name."""
     with zipfile.ZipFile(wheel) as archive:

@@ -181,6 +181,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one_process(model):
     """Greedy and seeded, offloaded; the child ends with the engine."""
     with Rank0(ANSWERS, model) as rank0:

@@ -70,9 +70,11 @@ def make(case: Case, dtype: torch.dtype, coded: bool, paged: bool = False) -> tu
     return in_codes(args, named) if coded else (args, named)
 
 
+FEW = ("usual", "five heads", "nothing chosen", "many chosen", "long and short", "learned sinks alone")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 
 
+@pytest.mark.few(case=[CASES[name] for name in FEW])
 @pytest.mark.pairwise
 @CODED
 @DTYPES
