@@ -82,6 +82,7 @@ def second_turn(name, offload, first, second, **generate):
     assert torch.equal(*texts)
 
 
+@pytest.mark.few(name=("llama", "gemma3", "deepseek-v3"), offload=(True, False))
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "offload"), [*SOME, ("deepseek-v3", False)])
 def test_second_turn(name, offload):
@@ -108,6 +109,7 @@ def test_second_turn_continues_with_one_token():
 # ---------------------------------------------------------------------- copies
 
 
+@pytest.mark.few(name=("gemma3", "glm4-moe-lite"))
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "offload"), SOME)
 def test_prefix_caching(name, offload):
@@ -125,6 +127,7 @@ def test_prefix_caching(name, offload):
         assert cache.get_seq_length() == length
 
 
+@pytest.mark.few(name=("llama", "gemma3"))
 @pytest.mark.parametrize(("name", "offload"), SOME)
 def test_memory_is_free_at_once(name, offload):
     """No cycle keeps a dropped cache alive until the next garbage collection, whatever was done with it."""
@@ -283,6 +286,7 @@ def test_crop(remove, offload):
 # ---------------------------------------------------------------------- reset
 
 
+@pytest.mark.few(name=("gemma3", "glm4-moe-lite"))
 @pytest.mark.parametrize(("name", "offload"), SOME)
 def test_reset_and_reuse(name, offload):
     cache = two_level(offload, **FULL)

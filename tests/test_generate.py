@@ -97,6 +97,7 @@ def test_short_prompt_long_answer(batch):
     same_text("llama", two_level(**FULL), prompt(batch, 1), max_new_tokens=100)
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("level", ["two_level", "token"])
@@ -135,6 +136,7 @@ def test_chunked_prefill(name, size):
     same_text(name, two_level(**FULL), prompt(2, 101, (0, 45)), prefill_chunk_size=size)
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("draft", [3, 30])
@@ -146,6 +148,7 @@ def test_prompt_lookup(name, draft):
     same_text(name, two_level(**FULL), inputs, prompt_lookup_num_tokens=draft, max_new_tokens=60)
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("attn", ["sdpa", "sparsekv"])
 @pytest.mark.parametrize("same", [True, False], ids=["good-drafts", "bad-drafts"])

@@ -118,6 +118,7 @@ def test_other_attention(name, net):
     assert rounds(net, filled(net, CACHES[name]), filled(net, CACHES[name])) < 1e-3
 
 
+@pytest.mark.few(name=("host-default", "predictive-host", "streaming"))
 @pytest.mark.parametrize("name", ["device-default", "host-default", "host-nolag", "predictive-host", "streaming"])
 def test_several_rows(name):
     """One token after the other."""
@@ -136,6 +137,7 @@ def repetitive(times: int = 16) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["device-default", "host-default", "progressive-host", "streaming"])
 @pytest.mark.parametrize("new", [2, MOST])
 def test_short_turns_and_chunks_are_exact(name, new):
@@ -247,6 +249,7 @@ def test_prompt_lookup_with_everything_chosen_is_plain_text(name, net):
         assert stats.draft_queries > 0 and stats.exact_calls == stats.dense_calls == 0
 
 
+@pytest.mark.few(name=("device-default", "host-nolag"))
 @pytest.mark.parametrize("name", ["device-default", "host-default", "host-default-nopool", "host-nolag"])
 def test_queries_that_would_read_more_than_all_are_exact(name):
     """Each with a budget of a third of what is in full blocks. Copies on the device may be read as often as wanted."""
@@ -324,6 +327,7 @@ def moved(name: str, sparse: bool = True) -> tuple[int, int]:
     return now.host_to_device_bytes, now.exact_calls
 
 
+@pytest.mark.few(name=("host-default", "host-nolag"))
 @pytest.mark.parametrize("name", ["host-default", "host-default-nopool", "host-nolag", "predictive-host"])
 def test_less_crosses_the_link(name):
     found, exact = moved(name)
@@ -332,6 +336,7 @@ def test_less_crosses_the_link(name):
     assert 0 < found < whole / 2
 
 
+@pytest.mark.few(name=("host-nolag", "progressive-host"))
 @pytest.mark.parametrize("name", ["device-default", "host-nolag", "predictive-host", "progressive-host"])
 def test_an_error_is_told_and_reset_mends(name, monkeypatch):
     net = bare("llama")

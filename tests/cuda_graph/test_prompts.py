@@ -267,6 +267,7 @@ def test_a_change_of_the_model_is_seen():
     assert not runner.prompts.graphs and runner.prompts._memory is None
 
 
+@pytest.mark.few(name=("gemma3", "deepseek-v3"))
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v3"])
 def test_models_that_are_left_alone(name):
     """Sliding layers, experts, latents."""

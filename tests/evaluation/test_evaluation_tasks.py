@@ -265,6 +265,7 @@ def test_eval_reads_a_file(probe, tmp_path) -> None:
     assert "must hold a mapping" in error("eval", "ruler", probe, "--config", file, status=2)
 
 
+@pytest.mark.few(which=("tiny",))
 @pytest.mark.parametrize("which", ["probe", "tiny"])
 def test_eval_needle_draws_a_heat_map(which: str, request, tmp_path) -> None:
     model = request.getfixturevalue(which)

@@ -140,6 +140,7 @@ def test_rows_of_their_own(captured, how):
     assert shares[1] > shares[0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kept", [False, True], ids=["ragged", "kept"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])

@@ -116,6 +116,7 @@ def come_and_go(cache) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.few(name=("host-int8", "progressive-host-int8"))
 @pytest.mark.parametrize("name", ["host-default-int8-smallpool", "host-int8", "progressive-host-int8"])
 def test_rows_that_come_and_go(name):
     cache = CODED[name](lag=False, **TIGHT) if name == "host-int8" else CODED[name](**TIGHT)

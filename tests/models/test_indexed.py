@@ -72,6 +72,7 @@ def test_tokens_are_those_of_transformers_own_cache(name, offload, monkeypatch):
     assert torch.equal(net.generate(**other, **GO, **over(net, cache)), plain_text(name, other, **GO))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "lookup"])
 def test_beams_and_drafts(how, offload):
@@ -81,6 +82,7 @@ def test_beams_and_drafts(how, offload):
     assert torch.equal(found, plain_text(name, inputs, **GO, **how))
 
 
+@pytest.mark.few(topk=(24,))
 @pytest.mark.parametrize("topk", [24, 150])
 def test_short_contexts_attend_to_everything(topk):
     """Before there are more tokens than the indexer chooses; before a block is full, and after."""
@@ -214,6 +216,7 @@ def test_other_attention_functions_get_everything(attn):
     assert torch.equal(found, plain_text(name, INPUTS, **GO))
 
 
+@pytest.mark.few(name=("deepseek-v32",))
 @pytest.mark.quick
 @pytest.mark.parametrize("name", INDEXED)
 def test_other_caches_under_our_attention_function(name):
@@ -307,6 +310,7 @@ def test_what_is_not_served():
 REPLAYED = [(name, i % 2 == 0, (0, 13)) for i, name in enumerate(INDEXED)] + [("deepseek-v32", False, None)]
 
 
+@pytest.mark.few(name=("deepseek-v32", "glm-moe-dsa"))
 @pytest.mark.parametrize(("name", "offload", "pads"), REPLAYED)
 def test_replayed_steps(name, offload, pads):
     """Over blocks that become full, and from 256 tokens on a table that grows; in two turns."""

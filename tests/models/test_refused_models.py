@@ -137,6 +137,7 @@ WHY = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("make", WHY)
 @pytest.mark.parametrize("kind", [two_level, progressive])

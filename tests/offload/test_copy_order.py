@@ -216,6 +216,7 @@ def test_the_same_cache_again(place, way, kind, rows):
         check(place, kind, place.steps(cache, given), given)
 
 
+@pytest.mark.few(kind=("blocks-few", "tokens", "tokens-codes"))
 @pytest.mark.pairwise(once=("kind",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["deleted", "reset"])

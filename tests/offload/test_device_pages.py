@@ -77,6 +77,7 @@ def test_slots_that_are_used_again_are_forgotten():
     assert cache.sparse_layers[0].store.pool.capacity < 60
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("pool", "level", "lag"),  # every pair
     [(pool, level, lag) for i, pool in enumerate((None, 0, 4_000, 50_000)) for level, lag in ALTERNATELY[i % 2]],

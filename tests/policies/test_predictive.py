@@ -134,6 +134,7 @@ def test_logits_follow_the_oracle(case, captured, pads):
     assert not captured or race.runner.replays == steps
 
 
+@pytest.mark.few(name=("llama-mqa", "qwen3"))
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):

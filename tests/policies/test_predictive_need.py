@@ -180,6 +180,7 @@ def logits(cache, net, steps: int = 20, pads=(0, 9)) -> Tensor:
     return torch.stack(found, 1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 @KINDS
 def test_a_replayed_step_chooses_as_an_eager_one(settings, offload):
@@ -193,6 +194,7 @@ def test_a_replayed_step_chooses_as_an_eager_one(settings, offload):
     assert runner.replays >= 19
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pads", [None, (0, 30)])
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 def test_its_own_query_needs_what_the_default_method_chooses(offload, pads):
@@ -220,6 +222,7 @@ def test_offloaded_as_resident(settings):
     assert caches[1].stats().hit_rate > 0.4
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 @KINDS
 def test_what_is_after_the_last_token_says_nothing(settings, offload, monkeypatch, tmp_path):
@@ -260,6 +263,7 @@ def test_everything_is_needed_of_the_whole_mass(settings):
 # ---------------------------------------------------------------------- files
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("saves", ["by need", "fixed"])
 @KINDS
 def test_a_choice_of_one_kind_may_go_on_as_the_other(settings, saves, tmp_path):

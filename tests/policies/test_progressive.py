@@ -164,6 +164,7 @@ def test_logits_follow_the_oracle(case, pads):
     race.agree()
 
 
+@pytest.mark.few(name=("llama-mqa", "qwen3"))
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
     race = WalkRace(name, True, threshold=0.5)

@@ -139,6 +139,7 @@ def on_one_device(there: str, captured: bool) -> tuple[torch.nn.Module, list[lis
     return net, everything(net, predictive(False, **TIGHT)), replays(net)
 
 
+@pytest.mark.few(how=("captured",))
 @pytest.mark.parametrize(("there", "how"), CONVERSATIONS)
 def test_a_conversation_is_the_same(there, how, slow):
     if "slow" in how:

@@ -145,6 +145,7 @@ def test_what_a_row_holds_stays_where_its_room_changes():
         assert max(it.step() for _ in range(3)) < NEAR
 
 
+@pytest.mark.few(room=(16, 112))
 @pytest.mark.parametrize("room", [16, 48, 112, 144])
 def test_what_does_not_fit_any_more_was_chosen_longest_ago(room):
     """Wherever it lies; and what stays is found where it is."""

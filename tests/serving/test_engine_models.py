@@ -82,6 +82,7 @@ def test_rotary_kinds(name, place):
         assert expected[0] != alone(net, *SHORT)
 
 
+@pytest.mark.few(name=("phi3",))
 @pytest.mark.filterwarnings("ignore:the rotary factors of")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", SWITCHING)
@@ -93,6 +94,7 @@ def test_nothing_beside_a_request_changes_it(name, place):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.few(name=("longrope",))
 @pytest.mark.parametrize("name", SWITCHING)
 def test_up_to_the_switch_an_engine_is_generate(name, recwarn):
     net = ROTARY[name]()

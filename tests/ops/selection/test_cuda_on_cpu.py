@@ -82,6 +82,7 @@ def test_selection(place, kind, k, n, select):
     assert torch.equal(select(scores, k), reference_block(scores, k))
 
 
+@pytest.mark.few
 @pytest.mark.slow
 @pytest.mark.parametrize("select", [{"LIST": 64, "LOG_BINS": 6}], indirect=True)
 @pytest.mark.parametrize("k", [20, 300, 900])
@@ -198,6 +199,7 @@ def test_scores(case, monkeypatch, place):
         check(given, scores_of(given, fill, monkeypatch), fill)
 
 
+@pytest.mark.few
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("width", [16, 32, 64])
