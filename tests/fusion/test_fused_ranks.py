@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from models import build
 
@@ -98,12 +97,8 @@ def test_fused_shares(tmp_path, name, changes):
     paths = os.pathsep.join([str(ROOT / "tests/helpers"), str(ROOT)])
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     world |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "ranks.py"), str(tmp_path / "model")]
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    both = [
-        subprocess.Popen(command, env={**os.environ, **world, "RANK": str(i), "LOCAL_RANK": str(i)}, **told)
-        for i in range(2)
-    ]
+    command = [str(tmp_path / "ranks.py"), str(tmp_path / "model")]
+    both = [forked.merged(command, {**os.environ, **world, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(2)]
     try:
         said = [process.communicate(240)[0] for process in both]
     finally:
