@@ -43,7 +43,7 @@ def wait_for(true, seconds: float = 10.0) -> None:
 # ---------------------------------------------------------------------- a row's first moments
 
 
-@pytest.mark.few(where=("room", "settings", "token"))
+@pytest.mark.few(where=("room", "token"))
 @pytest.mark.parametrize("where", ["room", "channels", "settings", "draw", "token"])
 def test_an_error_behind_a_join_leaves_no_row(where, monkeypatch):
     """Whatever fails between a row's join and its first step takes that request only, and the row is free."""

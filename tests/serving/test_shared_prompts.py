@@ -52,7 +52,7 @@ def ask(engine: Engine, ids: Sequence[int], tokens: int = 24) -> tuple[list[int]
     return list(output.token_ids), output.cached_tokens
 
 
-@pytest.mark.few(name=("tokens-host", "progressive", "streaming"))
+@pytest.mark.few(name=("tokens-host", "streaming"))
 @pytest.mark.parametrize("name", MADE)
 def test_answers_are_those_without_a_prefix_cache(name):
     """Label channels are calibrated on the first 64 tokens: nothing is shared by prompts that differ in these."""
@@ -77,6 +77,7 @@ def test_answers_are_those_without_a_prefix_cache(name):
         quiet(engine)
 
 
+@pytest.mark.few(shared=(40,))
 @pytest.mark.parametrize("shared", [16, 40])
 def test_short_prompts_share_nothing_before_there_is_enough_to_calibrate_on(shared):
     """Their own first 64 tokens are those of prompt and answer."""

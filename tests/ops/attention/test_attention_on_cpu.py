@@ -83,6 +83,7 @@ def test_against_reference(case, dtype, coded, attend):
     attend(*make(case, dtype, coded))
 
 
+@pytest.mark.few
 @CODED
 def test_in_any_order(coded, attend):
     attend(*make(PLAIN, torch.bfloat16, coded), turns=4)
