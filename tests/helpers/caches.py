@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -43,13 +44,6 @@ def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes
     return OffloadedSparseCache(config, offload=offload, model_config=model_config)
 
 
-def _two_level(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
-    def make(model_config=None, **changes) -> SparseCache:
-        return two_level(offload, model_config, **{**settings, **changes})
-
-    return make
-
-
 def _default(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
     """With the defaults of what chooses: tokens among all."""
 
@@ -74,13 +68,6 @@ def progressive(offload: bool | OffloadConfig = True, model_config=None, **chang
     return ProgressiveCache(config, offload=offload, model_config=model_config)
 
 
-def _progressive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
-    def make(model_config=None, **changes) -> SparseCache:
-        return progressive(offload, model_config, **{**settings, **changes})
-
-    return make
-
-
 def by_need(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
     """Caches of the default method that choose by ``mass``, low because random models attend to everything."""
 
@@ -103,11 +90,12 @@ def predictive(offload: bool | OffloadConfig = False, model_config=None, **chang
     return AsyncPredictiveCache(config, offload=offload, model_config=model_config)
 
 
-def _predictive(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
-    def make(model_config=None, **changes) -> SparseCache:
-        return predictive(offload, model_config, **{**settings, **changes})
+def _made_by(make: Callable[..., SparseCache], offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
+    """What ``make`` gives with these settings, unless others are given."""
+    return lambda model_config=None, **changes: make(offload, model_config, **{**settings, **changes})
 
-    return make
+
+_two_level, _progressive, _predictive = (partial(_made_by, make) for make in (two_level, progressive, predictive))
 
 
 def predicted_need(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:

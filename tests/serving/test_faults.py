@@ -14,6 +14,7 @@ import torch
 from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, inside, once, quiet
 from models import build
 from tokenizers_made import byte_level
+from waiting import wait_until
 
 from hf_sparsekv import Engine, OffloadConfig, TokenConfig
 from hf_sparsekv.row_batch import sharing
@@ -30,14 +31,6 @@ def engine_of(offload: OffloadConfig | None = None, budget: bool = False, tokeni
     config = TokenConfig(**(BUDGET if budget else WHOLE))
     with Engine(build("llama", "sdpa", **sizes), tokenizer, config, offload, replace(SERVING, **changes)) as engine:
         yield engine
-
-
-def wait_for(true, seconds: float = 10.0) -> None:
-    """Until it is so, or fail."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.002)
 
 
 # ---------------------------------------------------------------------- a row's first moments
@@ -68,7 +61,7 @@ def test_an_error_behind_a_join_leaves_no_row(where, monkeypatch):
                 patch.setattr(place, name, once(getattr(place, name), error))
             with pytest.raises(torch.OutOfMemoryError, match="no memory for a row"):
                 engine.submit(ids_of(50, 3), greedy(200)).result(20)
-            wait_for(lambda: loop.rows.rows == () or len(loop.rows.rows) == 1)
+            wait_until(lambda: loop.rows.rows == () or len(loop.rows.rows) == 1)
             assert engine.ready and [request.handle for request in loop.room.running] in ([busy], [])
         assert len(busy.result(60).token_ids) == 200
         assert engine.submit(ids_of(60, 2), greedy(3)).result(20).token_ids == expected
@@ -103,7 +96,7 @@ def test_an_error_that_is_kept_keeps_no_memory(monkeypatch):
             with pytest.raises(RuntimeError, match="unlucky"):
                 handle.result(10)
         assert len(held) == 2
-        wait_for(lambda: all(ref() is None for ref in held))  # the loop's own variables last a little longer
+        wait_until(lambda: all(ref() is None for ref in held))  # the loop's own variables last a little longer
         assert "unlucky" in repr(handle)
         quiet(engine)
 
@@ -418,7 +411,7 @@ def test_none_may_wait():
             engine.submit(ids_of(20, 3), greedy(2))
         second.cancel()
         second.result(10)
-        wait_for(lambda: len(loop.rows.rows) == 1)
+        wait_until(lambda: len(loop.rows.rows) == 1)
         assert len(engine.submit(ids_of(20, 3), greedy(2)).result(10).token_ids) == 2
         assert engine.stats().refused == {"waiting": 1} and engine.stats().waiting == 0
         first.cancel()
@@ -434,7 +427,7 @@ def test_none_may_wait_for_memory_or_behind_a_prompt():
         with pytest.raises(Busy):
             engine.submit(ids_of(100, 2), greedy(60))  # a row is free, the memory is not
         first.result(20)
-        wait_for(lambda: inside(engine).loop.idle)
+        wait_until(lambda: inside(engine).loop.idle)
         plain, go = inside(engine).loop.work.read, threading.Event()
         inside(engine).loop.work.read = lambda n: go.wait(10) and plain(n)
         first = engine.submit(ids_of(20, 3), greedy(2))
@@ -494,7 +487,7 @@ def test_clients_are_told_of_a_failure_when_the_engine_says_so(also, monkeypatch
         handles = [engine.submit(ids_of(30, seed), greedy(300)) for seed in range(6)]
         for handle in handles:
             handle.listen(listen)
-        wait_for(lambda: len(loop.room.running) >= 2)
+        wait_until(lambda: len(loop.room.running) >= 2)
         if also == "ranks":
             monkeypatch.setattr(loop.work, "failed", once(loop.work.failed, OSError("nobody listens")))
         elif also == "prompt":  # whose thread does not come back
@@ -508,7 +501,7 @@ def test_clients_are_told_of_a_failure_when_the_engine_says_so(also, monkeypatch
             with pytest.raises(RuntimeError, match="the device is gone"):
                 handle.result(10)
         back.set()
-        wait_for(lambda: len(heard) == 6)
+        wait_until(lambda: len(heard) == 6)
         assert [one[:4] for one in heard] == [(False, "the device is gone", 0, 0)] * 6
         assert [one[4] for one in heard] == [1, 2, 3, 4, 5, 6]
         with pytest.raises(Closed, match="has failed"):
