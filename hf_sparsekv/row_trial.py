@@ -1,7 +1,7 @@
 """A trial on made-up input: do rows of one batch get the answers that they would get alone?
 
 In continuous batching, rows differ in length, share blocks, and are read in chunks. This works only with some models.
-They must take each token's position from ``position_ids``, their rotary factors must depend on the token alone, and
+They must take each token's position from ``position_ids``. Their rotary factors must depend on the token alone, and
 prompt tokens must see no later ones. :func:`check_rows` tries it with some 100 made-up tokens, and reports what fails.
 """
 

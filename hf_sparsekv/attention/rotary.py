@@ -6,7 +6,7 @@ past ``original_max_position_embeddings``. ``"dynamic"`` ones rescale with the l
 others, and shared keys would have other factors than the queries.
 
 :func:`fixed_rotary` gives such a model the factors of one length. :class:`PassRotary` computes LongRoPE as transformers
-does, but chooses the factors on the device, because the host cannot choose during a captured step.
+does. It chooses the factors on the device, because the host cannot choose during a captured step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Short prompts: captured in a few sizes, for every cache. And short pieces after a long text.
 
 A pass over some hundred tokens takes the GPU some 15 ms and the host 100. No graph of it can hold the addresses of a
-cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own, from where all layers
-of the cache take it at once (:mod:`..layers.adopting`) while the GPU still computes.
+cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own. From there all layers
+of the cache take it at once (:mod:`..layers.adopting`), while the GPU still computes.
 
 Apart from steps because those are captured for one cache, at a length that the device knows.
 """

@@ -24,8 +24,8 @@ class Pass:
     The cache makes it when the first layer attends, and hands it down with each layer's tokens. It ends when the last
     layer has stored them; and with an error, and with every change of the rows that is no forward pass.
 
-    What it says follows from the rows before, which are never changed, and from the mask: so it is right for each layer
-    that holds these rows, and no other gets it.
+    It follows from the mask and from the rows before, which are never changed. So it is right for each layer that holds
+    these rows, and no other gets it.
 
     Attributes:
         before: the rows; None: nothing was ever cached.

@@ -52,8 +52,8 @@ class BlockPool:
             token-level kernels read both: twice the in-place read rate from host memory. On the device, or in host
             memory (pinned where there is a GPU) when offloaded; host blocks stay where they are when the pool grows.
             With ``OffloadConfig(kv_dtype="int8")`` codes, whose scales are the field ``"scales"``
-            (``[H, 2 Dk + block_size]`` float16 a block, see ``ops.storage.quantise``): on the device, so that rows in
-            host memory stay aligned and are read with as few requests as can be.
+            (``[H, 2 Dk + block_size]`` float16 a block, see ``ops.storage.quantise``). These are on the device, so that
+            rows in host memory stay aligned and are read with few requests.
         dtype: of keys and values, which codes become again.
         split: entries of a key.
         fields: what is kept per physical block beside it, always on the device: what the selection policy asks for

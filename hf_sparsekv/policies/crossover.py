@@ -118,7 +118,7 @@ class CpuRule:
         return int(self.chosen_tokens * chosen + self.fixed_bytes / (batch * width))
 
 
-# Decode steps of the small model (3 KV heads of 64 channels, float32), one row, one thread of an EPYC: budgets of 256
+# Decode steps of the small model (3 KV heads of 64 channels, float32), one row, one thread of an EPYC. Budgets of 256
 # and 1,024 tokens are as fast as transformers' cache at 3.4k and 4.6k (benchmarks/NOTES.md, steps on a CPU).
 ON_CPU: dict[str, CpuRule] = {"token_only": CpuRule(4.5e6, 1.65)}
 

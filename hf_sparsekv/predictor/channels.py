@@ -89,7 +89,7 @@ class KeyMoments(State):
 class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
-    ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group: a channel
+    ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group. A channel
     that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's
     ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double Sparsity's mean of ``|q[j] k[j]|`` over all
     pairs, which is the product of the means.

@@ -58,9 +58,9 @@ def is_native(*tensors: Tensor) -> bool:
 def shared_bytes(c: Config, width: int, value_dim: int, item: int, means: bool = False) -> int:
     """Shared memory of a program over latents of ``width`` entries of ``item`` bytes, the first ``value_dim`` values.
 
-    Found by compiling for sm_89, exact there: besides the queries either the tiles in flight and the products, or, of
-    tiles that are loaded to registers, their values twice, to change their layout. ``means`` of unselected tokens are
-    always loaded to registers.
+    Found by compiling for sm_89, exact there. Besides the queries it is the tiles in flight and the products; for
+    tiles that are loaded to registers their values twice instead, to change their layout. ``means`` of unselected
+    tokens are always loaded to registers.
     """
     loaded = 2 * c.tile * triton.next_power_of_2(value_dim) * item if c.stages == 1 or means else 0
     on_their_way = (c.stages - 1) * c.tile * width * item + c.heads * c.tile * item if c.stages > 1 else 0

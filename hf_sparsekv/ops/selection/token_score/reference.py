@@ -35,7 +35,7 @@ def token_score(
     AsyncTLS section 4.1, fine-grained token selection. A NaN score counts as ``-inf``, also in the maximum. So do all
     scores of a query with NaN or an infinity among its label channels, because implementations disagree on the sign of
     its products with packed labels. (The mean counts as one query.) Packed labels are scored as
-    ``scale * (q . digits) + zero * sum(q)``; this defines the result for an infinite scale or zero point.
+    ``scale * (q . digits) + zero * sum(q)``. This defines the result for an infinite scale or zero point.
 
     With ``norms`` packed labels are ``(key - centre) / spread`` in each label channel. The queries are multiplied by
     the spreads, and their products with the centres added, so that scores are products with keys all the same.
