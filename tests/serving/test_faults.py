@@ -507,3 +507,26 @@ def test_clients_are_told_of_a_failure_when_the_engine_says_so(also, monkeypatch
         with pytest.raises(Closed, match="has failed"):
             engine.submit([1], greedy(1))
         monkeypatch.undo()
+
+
+# ---------------------------------------------------------------------- conversations
+
+
+def test_a_conversation_is_the_prompt_that_its_template_makes():
+    """With the beginning of an answer, unless that is not wanted; what a template cannot take is told."""
+    tokenizer, asked = byte_level(), [{"role": "user", "content": "the cat"}]
+    with engine_of(tokenizer=tokenizer) as engine:
+        for options, text in (
+            ({}, "<|user|>the cat<|assistant|>"),
+            ({"add_generation_prompt": False}, "<|user|>the cat"),
+        ):
+            found = engine.submit_chat(asked, greedy(8), **options).result(60)
+            want = engine.submit(tokenizer.encode(text), greedy(8)).result(60)
+            assert found.token_ids == want.token_ids
+            assert found.prompt_tokens == want.prompt_tokens == len(tokenizer.encode(text))
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(ValueError, match="the chat template refuses these messages: roles must alternate"):
+            engine.submit_chat(asked, greedy(8))
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+            engine.submit_chat(asked, greedy(8))
