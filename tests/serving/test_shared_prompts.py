@@ -84,10 +84,14 @@ def test_short_prompts_share_nothing_before_there_is_enough_to_calibrate_on(shar
     one, other = (ids_of(shared, 1) + ids_of(50 - shared, seed) for seed in (2, 3))
     with engine_of("tokens", prefix_cache=False) as engine:
         alone = ask(engine, other, 120)[0]
+        turn = [*other, *alone, *ids_of(20, 4)]
+        then = ask(engine, turn)[0]
     with engine_of("tokens") as engine:
         ask(engine, one, 120)
         assert ask(engine, other, 120) == (alone, 0)
-        assert ask(engine, [*other, *alone], 4)[1] > 100, "once calibrated, it is kept"
+        found, cached = ask(engine, turn)
+        assert cached > 100, "once calibrated, it is kept"
+        assert found == then, "with the channels of enough tokens"
         quiet(engine)
 
 
