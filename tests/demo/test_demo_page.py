@@ -162,6 +162,7 @@ def test_an_empty_lane_has_no_median():
 # ---------------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_the_race_as_a_command(tmp_path, capsys):
     points, picture = tmp_path / "race.csv", tmp_path / "race.svg"
     command = ["--model", "probe", "--length", "1k", "--new-tokens", "10", "--csv", str(points), "--plot", str(picture)]

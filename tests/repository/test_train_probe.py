@@ -127,7 +127,8 @@ FAMILY = {"ask": "single", "list": "multivalue", "each": "multiquery", "trace": 
 LENGTHS = {"ask": 3, "list": 9, "each": 17, "trace": 11}
 
 
-@pytest.mark.parametrize("kind", ["gqa", pytest.param("mla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_interrupted_run_is_the_whole_run(kind: str, tmp_path, monkeypatch) -> None:
     small = train_probe.Recipe(
         size=SIZE,
