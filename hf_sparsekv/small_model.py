@@ -156,7 +156,11 @@ def _convert(gguf: Path, dest: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    from .gguf_file import read_once
+
+    with read_once():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     fields = model.config.to_dict()
     # A model marked as quantised refuses to be saved, although its weights are plain by now: hand the weights
     # to a model that never heard of the file.
@@ -169,7 +173,6 @@ def _convert(gguf: Path, dest: Path) -> None:
     plain.generation_config = GenerationConfig(**special)
     plain.save_pretrained(dest)
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file names <|im_start|> as the end of text, but the model ends a turn with <|im_end|>, as its own
     # config says. And text is to come out as the model wrote it, without spaces tidied away.
     end = tokenizer.convert_ids_to_tokens(fields["eos_token_id"])

@@ -107,6 +107,22 @@ def test_commands_take_a_file(tiny, tmp_path):
     assert loading.load(str(path), None, CPU)[1].config._attn_implementation == "sparsekv"
 
 
+def test_a_file_is_read_once(tiny, monkeypatch):
+    """transformers reads all entries of it four times; a later call reads it again, as it may have changed."""
+    import gguf
+
+    kind, read = gguf.GGUFReader, []
+    begin = kind.__init__
+    monkeypatch.setattr(kind, "__init__", lambda self, path, *mode: (read.append(path), begin(self, path, *mode))[1])
+    gguf_file.load(tiny[0], None, CPU)
+    assert len(read) == 1
+    gguf_file.load_tokenizer(tiny[0])
+    assert len(read) == 2
+    with pytest.raises(RuntimeError, match="expected"), gguf_file.read_once():
+        raise RuntimeError("expected")
+    assert gguf.GGUFReader is kind
+
+
 def test_errors_name_what_to_do(tiny, tmp_path, monkeypatch):
     path = tiny[0]
     assert "there is no file" in error("plan", tmp_path / "none.gguf", "--context", 10)
