@@ -17,7 +17,7 @@ from . import ROOT
 
 PICTURES = {  # recordings in demo/recorded, and where they are drawn
     "small-4k-cpu": "docs/race.svg",
-    "qwen3-8b-8x64k": "docs/race-h200.svg",
+    "qwen3-8b-128k": "docs/race-h200.svg",
 }
 WIDTH, LANE, EDGE = 860, 410, 12  # of the picture, of a lane, of what is beside it
 COLUMNS, CHARACTER, LINE = 50, 7.8, 20  # characters of a line; pixels of one, and between lines
