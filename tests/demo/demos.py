@@ -29,6 +29,14 @@ def prefix_of(session: Session):
     return session._prefix
 
 
+def read_document(session: Session, loaded: Loaded, task: Task):
+    return session._prefill(loaded, task)
+
+
+def makers_of(session: Session, loaded, task: Task) -> list:
+    return session._makers(loaded, task)
+
+
 def entries_of(models: Models) -> dict:
     return models._entries
 

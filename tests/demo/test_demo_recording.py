@@ -13,13 +13,15 @@ from transformers import Qwen3Config
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
-from demos import probe_model
+from demos import makers_of, prefix_of, probe_model, read_document
 
 from benchmarks.synthetic.replay import ReplayedQueries
 from demo import app, panes, record, recording
 from demo.desk import Desk
 from demo.models import Models
 from demo.recording import RecordedLane, Recording, RecordingError
+from demo.turns import Turns
+from hf_sparsekv.cache_name import over
 from hf_sparsekv.policies import crossover
 
 CPU = torch.device("cpu")
@@ -158,12 +160,17 @@ def test_playing_computes_nothing_and_stops(path, monkeypatch):
     assert not desk.tab(request).session.busy
 
 
-def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tmp_path, monkeypatch, capsys):
-    """The document is read by the model; what the sparse lane holds of it, and asks, is a replay's."""
+@pytest.fixture
+def tiny(monkeypatch):
+    """A shape of random weights, ``random:tiny``."""
     shape = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"head_dim": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 4096}
     monkeypatch.setattr(crossover, "ON_CPU", {})  # so short a context is read whole otherwise
     monkeypatch.setitem(record.SHAPES, "tiny", lambda: Qwen3Config(**shape))
+
+
+def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tiny, tmp_path, monkeypatch, capsys):
+    """The document is read by the model; what the sparse lane holds of it, and asks, is a replay's."""
     path, moved = tmp_path / "tiny.json", []
     following = ReplayedQueries.next
     monkeypatch.setattr(ReplayedQueries, "next", lambda self: moved.append(self.step) or following(self))
@@ -191,3 +198,20 @@ def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tmp_path,
     capsys.readouterr()
     assert record.main(["--model", "probe", "--kv", "replayed"]) == 1
     assert "random weights" in capsys.readouterr().err
+
+
+def test_rows_of_full_attention_share_no_blocks_where_keys_imitate_recorded_ones(tiny):
+    """On a GPU rows are copies of a prefix. These share its blocks, which makes full attention too fast."""
+    asked = ["--model", "random:tiny", "--length", "1k", "--rows", "3", "--device", "cpu"]
+    loaded, task, _ = record.prepare(record.arguments().parse_args(asked), CPU)
+    on_gpu, held = SimpleNamespace(on_gpu=True, model=loaded.model), {}
+    for kind in (record.Session, record.ReplayedSession):
+        session = kind(Turns())
+        with session.running():
+            list(read_document(session, loaded, task))
+        cache = makers_of(session, on_gpu, task)[0][1]()
+        held[kind] = cache.memory_bytes()["device"] / prefix_of(session).memory_bytes()["device"]
+        assert cache.get_seq_length() == 1024
+        out = loaded.model(torch.zeros(3, 1, dtype=torch.long), **over(loaded.model, cache))
+        assert len(out.logits) == 3 and cache.stats().attended_share == 1.0
+    assert held[record.Session] < 1.5 and held[record.ReplayedSession] > 2.5
