@@ -101,7 +101,10 @@ class CacheOptions:
     ] = None
     mass: Annotated[
         float | None,
-        _of_cache(help="Choose by need: until this share of each query head's attention mass is covered, as 0.9."),
+        _of_cache(
+            help="Choose by need: until this share of each query head's attention mass is covered; 0.9 where neither a "
+            "budget nor a preset is given."
+        ),
     ] = None
     num_blocks: Annotated[
         int | None,

@@ -20,7 +20,7 @@ from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
 from ..tuning.serving_plan import RowsThatFit, Spreading, rows_that_fit, spreadings
 from . import options as opt
-from .loading import load_config
+from .loading import load_config, random_shape
 from .output import CommandError, note, results, size
 
 HERE = "80 % of this machine's or container's"
@@ -134,6 +134,8 @@ def _config(model: str):
     """Configuration of a known shape by its name, in any spelling and without files; otherwise :func:`load_config`."""
     from ..tuning.shapes import SHAPES, known_shape
 
+    if (config := random_shape(model)) is not None:
+        return config
     shape = None if Path(model).expanduser().exists() else known_shape(model)
     if shape is None:
         return load_config(model, SHAPES)

@@ -224,6 +224,12 @@ def test_plan_proposes_nothing_without_a_size(tiny, monkeypatch):
     assert "proposed" not in run("plan", tiny, "--context", 1000).stdout
 
 
+def test_plan_takes_a_shape_as_serve_does():
+    size = ("--context", "1k", "--gpu-memory", "80GiB")
+    assert run("plan", "random:qwen3-8b", *size).stdout == run("plan", "qwen3-8b", *size).stdout
+    assert "there is no shape 'qwen-8b'" in error("plan", "random:qwen-8b", *size)
+
+
 def test_plan_of_a_server(tiny):
     size = ("--gpu-memory", "1GiB", "--host-memory", "330MiB", "--dense-layers", 0)
     out = run("plan", tiny, "--context", "32k", "--serve", *size).stdout
