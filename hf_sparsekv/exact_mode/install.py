@@ -106,8 +106,9 @@ class ExactSampling:
         text = Text(model, input_ids, stopping_criteria, generation_config, kwargs)
         if synced_gpus or not can_try(logits_processor) or not _can_draft(model, cache, text, generation_config, most):
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
-        choice, setting = Choice(logits_processor, generation_config.do_sample), cache.config.brief()
-        paces = paces_of(model, (setting, runner_of(model) is None), cache.config.max_draft, most)
+        choice = Choice(logits_processor, generation_config.do_sample)
+        setting = cache.config.brief(), runner_of(model) is None, str(input_ids.device), model.dtype
+        paces = paces_of(model, setting, cache.config.max_draft, most)
         return Loop(model, cache, text, choice, paces, dense, generation_config, streamer).run()
 
 

@@ -181,7 +181,7 @@ class Loop:
 
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
-        had, rows = text.ids.shape[1], text.ahead
+        had, rows, pace = text.ids.shape[1], text.ahead, self.pace
         begin, began = clock.now(), time.perf_counter()
         found = self._looked_up(drafts)
         if found is not None:
@@ -205,19 +205,19 @@ class Loop:
         added = text.add(ids[:, had:], chosen, scores, logits)
         text.take_back(cache)
         self.choice.keep(added.tokens)
-        if self.streamer is not None:
-            for token in text.ids[:, had:].cpu().unbind(1):
-                self.streamer.put(token)
-        if drafts:
+        if drafts:  # a streamer's time is not the round's
             exactness = cache.row_table.exactness
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
             drafting = clock.between(begin, middle)
             verifying = time.perf_counter() - began - drafting
             if found is not None:
-                self.pace.looked_up(drafts, added, verifying)
+                pace.looked_up(drafts, added, verifying)
             else:
-                self.pace.drafted(drafts, added, drafting, verifying)
+                pace.drafted(drafts, added, drafting, verifying)
+        if self.streamer is not None:
+            for token in text.ids[:, had:].cpu().unbind(1):
+                self.streamer.put(token)
 
     def _looked_up(self, drafts: int) -> Tensor | None:
         """Drafts ``[1, k]`` of the text itself, if they are expected to give more than ``drafts`` steps."""

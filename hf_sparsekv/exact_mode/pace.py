@@ -58,16 +58,21 @@ class Seconds:
     """What something takes: the median of the latest measurements, without the first ``warm``, which warm up.
 
     Of two the lesser: something else on the machine makes it longer, never shorter.
+
+    Attributes:
+        least: of all measurements; None: there were none.
     """
 
     warm: int = 1
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+    least: float | None = None
 
     def add(self, seconds: float) -> None:
         if self.warm:
             self.warm -= 1
-        else:
-            self.latest.append(seconds)
+            return
+        self.latest.append(seconds)
+        self.least = seconds if self.least is None else min(self.least, seconds)
 
     @property
     def usual(self) -> float | None:
@@ -107,9 +112,10 @@ class Luck:
         self.found, self.looked = 0.0, 0.0
 
     def lost(self, seconds: float) -> None:
-        """A trial is over that has lost so much."""
+        """Drafting is over that has lost so much; less than 0: it has gained."""
         self.allowed = min(0.0, self.allowed) - max(0.0, seconds)
-        self.backs_off = min(2 * self.backs_off, _BACKS_OFF)
+        if seconds > 0:
+            self.backs_off = min(2 * self.backs_off, _BACKS_OFF)
 
 
 class Pace:
@@ -198,6 +204,8 @@ class Pace:
         short = self._stake() + price - self.luck.allowed
         if short <= 0 and tries:
             self.luck.allowed -= price
+            for known in (self.draft, *self.verify.values()):
+                known.latest.clear()  # something else may have made them long: a trial measures anew
             return self._begin(min(best, _FIRST))
         steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
         return Next(0, min(max(steps, _AGAIN), _LONGEST if len(self.dense.latest) > 1 else _SOON))
@@ -232,8 +240,8 @@ class Pace:
         assert dense is not None
         if self.expected is None and not self._ran(drafts):
             return 0.0  # nothing is known here: tried at once
-        hoped = max(self.rate(n, _HOPED) for n in range(1, self.most + 1))
-        return (self._round(drafts) - dense) * (1.0 if hoped * dense > _GAIN else _RARELY)
+        hoped = max(self.rate(n, _HOPED, least=True) for n in range(1, self.most + 1))
+        return (self._round(drafts, least=True) - dense) * (1.0 if hoped * dense > _GAIN else _RARELY)
 
     def beside(self) -> int:
         """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
@@ -260,31 +268,32 @@ class Pace:
 
     # ------------------------------------------------------------------ times
 
-    def rate(self, drafts: int, acceptance: float | None = None) -> float:
-        """Expected tokens a second of rounds with so many drafts; 0: of dense steps."""
+    def rate(self, drafts: int, acceptance: float | None = None, least: bool = False) -> float:
+        """Expected tokens a second of rounds with so many drafts; 0: of dense steps. ``least``: as :meth:`_round`."""
         if not drafts:
             return 1.0 / (self.dense.usual or float("inf"))
         accepts = self.acceptance if acceptance is None else acceptance
         tokens = sum(accepts**i for i in range(drafts + 1))
-        return tokens / max(self._round(drafts), 1e-9)
+        return tokens / max(self._round(drafts, least), 1e-9)
 
-    def _round(self, drafts: int) -> float:
-        """Seconds of a round with so many drafts."""
-        draft = self.draft.usual
+    def _round(self, drafts: int, least: bool = False) -> float:
+        """Seconds of a round with so many drafts; ``least``: by the least times of drafts that were ever measured."""
+        draft = self.draft.least if least else self.draft.usual
         if draft is None:
             dense, faster = self.dense.usual or 0.0, 0.0 if self.expected is None else self.expected.faster
             draft = max(dense - faster, 0.2 * dense)
-        return drafts * draft + self._verification(self._width(drafts))
+        return drafts * draft + self._verification(self._width(drafts), least)
 
-    def _verification(self, width: int) -> float:
+    def _verification(self, width: int, least: bool = False) -> float:
         """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones."""
-        known = {w: cost.usual for w, cost in self.verify.items() if cost.usual is not None}
+        found = {w: cost.least if least else cost.usual for w, cost in self.verify.items()}
+        known = {w: seconds for w, seconds in found.items() if seconds is not None}
         if width in known:
             return known[width]
         slower = {} if self.expected is None else self.expected.slower
-        least = min((n for n in slower if n >= width), default=max(slower, default=0))
+        nearest = min((n for n in slower if n >= width), default=max(slower, default=0))
         below = [w for w in known if w < width]
-        guess = (self.dense.usual or 0.0) + slower.get(least, 0.0)
+        guess = (self.dense.usual or 0.0) + slower.get(nearest, 0.0)
         return max(guess, known[max(below)]) if below else guess
 
     def _ran(self, drafts: int) -> bool:

@@ -25,25 +25,30 @@ class Paces:
     def __init__(self, most: int, fixed: int | None = None) -> None:
         self.most, self.fixed, self.luck = most, fixed, Luck()
         self._known: dict[tuple[int, int], Pace] = {}
+        self._told: set[tuple[int, int]] = set()  # of these paces, in this text, what is expected
 
     def of(self, rows: int, tokens: int, expected: Callable[[], Expected | None]) -> Pace:
         """That of ``rows`` rows with so many ``tokens`` together; a new one begins with the times of the nearest.
 
-        ``expected()``: of new ones.
+        ``expected()``: of those that have not been asked for in this text.
         """
         length = round(2 * math.log2(max(tokens, 1)))  # a step of half again as many tokens takes a few % longer
         pace = self._known.get((rows, length))
         if pace is None:
             near = [self._known[rows, n] for n in (length - 1, length + 1) if (rows, n) in self._known]
             pace = copy.deepcopy(near[0]) if near else Pace(self.most, self.fixed)
-            pace.luck, pace.expected = self.luck, expected()
+            pace.luck = self.luck
             self._known[rows, length] = pace
+        if (rows, length) not in self._told:
+            pace.expected = expected()
+            self._told.add((rows, length))
         return pace
 
     def new_text(self) -> None:
         """Another text begins: whether it drafts is decided anew."""
         self.luck.new_text()
-        for pace in self._known.values():
+        self._told.clear()
+        for pace in list(self._known.values()):  # another thread's text may add some
             pace.drafting = False
 
 
@@ -58,8 +63,3 @@ def paces_of(model: nn.Module, setting: object, most: int, fixed: int | None) ->
         paces = known[setting, most, fixed] = Paces(most, fixed)
     paces.new_text()
     return paces
-
-
-def forget(model: nn.Module) -> None:
-    """Forget what was measured of a model."""
-    _OF_MODELS.pop(model, None)

@@ -268,7 +268,8 @@ def test_a_second_turn(drafts):
         assert torch.equal(*found)
     assert held is not None
     drafted, calls = held.stats().drafted, held.stats().sparse_calls
-    assert drafted > 0 or drafts is None  # as the first turns' times were
+    if drafts is not None:  # else it depends on the first turns' times
+        assert drafted > 0
     with sparse(model("llama"), CONFIG):
         go = {"attention_mask": torch.ones_like(found[1])}
         model("llama").generate(found[1], past_key_values=held, do_sample=False, max_new_tokens=9, **go)

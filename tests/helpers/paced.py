@@ -91,17 +91,22 @@ class Simulated:
     def __init__(self, shape: Shape, accepts: float, seed: int, noise: float = 0.05) -> None:
         self.shape, self.accepts, self.noise = shape, accepts, noise
         self.chance, self.paces, self.expected = random.Random(seed), Paces(16), shape.expected()
+        self.slowed = 1.0
 
     def measured(self, seconds: float) -> float:
         """What a clock says of what takes so long."""
-        return seconds * max(0.5, self.chance.gauss(1.0, self.noise))
+        return self.slowed * seconds * max(0.5, self.chance.gauss(1.0, self.noise))
 
-    def text(self, tokens: int) -> float:
-        """Seconds of an answer of so many tokens, as a share of a dense one's. Captures are not among them."""
+    def text(self, tokens: int, slowed: float = 1.0, until: float = 0.0) -> float:
+        """Seconds of an answer of so many tokens, as a share of a dense one's. Captures are not among them.
+
+        ``slowed``: by which factor something else lengthens what the clock says, ``until`` so many tokens are there.
+        """
         shape, made, seconds = self.shape, 1.0, 0.0
         dense, sparse, rows = 1e-3 * shape.dense, 1e-3 * shape.sparse, shape.rows
         self.paces.new_text()
         while made < tokens:
+            self.slowed = slowed if made < until else 1.0
             pace = self.paces.of(rows, shape.context * rows, lambda: self.expected)
             drafts, steps = pace.next(True)
             drafts = min(drafts, int(tokens - made) - 1)
