@@ -292,7 +292,10 @@ def in_cuda() -> None:
         given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
-    for width, group, block_size in ((16, 4, 64), (16, 4, 16), (16, 7, 64), (32, 4, 64), (32, 8, 64)):
+    for width, group, block_size in (
+        *((16, 4, 64), (16, 4, 16), (16, 7, 64), (32, 4, 64), (32, 8, 64)),
+        *((64, 1, 64), (64, 4, 64), (64, 8, 64)),  # heads of 256
+    ):
         shape = {"width": width, "group": group, "block_size": block_size}
         given = Labels(**shape, reduce="none", norms=True, batch=1).make(place())
         near = torch.zeros(1, 2, 80, 2 * given["q"].shape[2], dtype=given["q"].dtype)

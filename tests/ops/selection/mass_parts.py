@@ -27,7 +27,7 @@ def parts_of(args: tuple, named: dict, n: int = 5) -> PartialSums:
     recent[..., : named["sinks"]] = False
     held = logits(scores.unflatten(1, q.shape[1:3]), scale, None).clamp_max(1e30)
     behind = torch.arange(scores.shape[-1], device=scores.device) >= rows[:, 1, None, None, None]
-    sums = [_in_parts(held.nan_to_num(nan=-torch.inf).masked_fill(behind, -torch.inf), n)]
+    sums = [_in_parts(held.nan_to_num(nan=-torch.inf, neginf=-torch.inf).masked_fill(behind, -torch.inf), n)]
     sums += [_in_parts(x.masked_fill(~mask, -torch.inf), n) for x, mask in ((true, valid), (over, recent))]
     parts = torch.stack(sums, 4).permute(0, 1, 3, 2, 4, 5).flatten(0, 1).contiguous()
     assert parts.shape == (batch * heads, n, q.shape[2], PARTS, 2)
