@@ -7,6 +7,7 @@ quantised.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -54,9 +55,8 @@ def read_once() -> Iterator[None]:
     transformers reads a file for the configuration, twice for the tokenizer, and for the weights, each time all entries
     of the vocabulary: for 0.5B parameters 45 s of a core, so 14 s.
     """
-    import gguf
-
-    kind = gguf.GGUFReader
+    gguf: Any = importlib.import_module("gguf")
+    kind: Any = gguf.GGUFReader
     if not isinstance(kind, type):  # within another one
         yield
         return

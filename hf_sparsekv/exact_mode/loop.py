@@ -145,7 +145,8 @@ class Loop:
         runner = runner_of(self.model)
         if runner is None or self.text.ids.device.type != "cuda":
             return 0.0
-        return 0.0 if any(key[0][1] > 1 for key in runner.graphs.get(self.cache, ())) else CAPTURES
+        graphs: Any = runner.graphs.get(self.cache, ())
+        return 0.0 if any(key[0][1] > 1 for key in graphs) else CAPTURES
 
     def _selects(self) -> bool:
         """Whether sparse steps would select."""
