@@ -27,7 +27,7 @@ _RARELY = 3.0  # times the seconds that another trial would need
 _WORTH = 1.25  # times the price of captures that drafts have to save in a text of the most tokens
 _BET, _SEEN = 1.0, 20.0  # dense steps whose time drafting may lose since it began, before so many drafts were tried
 _TWICE = 2  # rounds in a row that have to look like a loss before drafting ends
-_AGAIN = 4  # dense steps that are measured anew while drafts pay,
+_AGAIN = 4  # dense steps that are measured again while drafts pay,
 _AFTER = 8, 128  # after so many rounds: if they were measured once, and later
 _SURE = 8.0  # drafts of the text itself that were tried, before it may be worth to capture wider verifications
 _LOSES = 0.02  # share of the time of dense steps that trials may lose
@@ -205,7 +205,7 @@ class Pace:
         if short <= 0 and tries:
             self.luck.allowed -= price
             for known in (self.draft, *self.verify.values()):
-                known.latest.clear()  # something else may have made them long: a trial measures anew
+                known.latest.clear()  # something else may have made them long: a trial measures again
             return self._begin(min(best, _FIRST))
         steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
         return Next(0, min(max(steps, _AGAIN), _LONGEST if len(self.dense.latest) > 1 else _SOON))

@@ -45,7 +45,7 @@ class Paces:
         return pace
 
     def new_text(self) -> None:
-        """Another text begins: whether it drafts is decided anew."""
+        """Another text begins: whether it drafts is decided again."""
         self.luck.new_text()
         self._told.clear()
         for pace in list(self._known.values()):  # another thread's text may add some

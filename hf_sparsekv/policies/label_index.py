@@ -193,7 +193,7 @@ class LabelIndex(State):
 
         ``reduce``: instead of the configuration's; ``"none"`` gives each query head's, ``[batch, Hq, n]``. ``fill``:
         False if no scores after a row's sealed tokens are read, which are then anything. ``sums``: what a kernel may
-        add up on its way.
+        add up as well.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
         labels = fields["codes"], fields.get("qparams"), self.channels_of(store)

@@ -1,4 +1,4 @@
-"""Sums of attention masses that a scoring kernel makes on its way, for the selection that follows."""
+"""Sums of attention masses that a scoring kernel adds up for the selection after it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def token_score(
         out: receives the scores.
         fill: False leaves the scores after a row's sealed tokens unwritten, for callers that do not read them. Not with
             ``block_ids``.
-        sums: a kernel that can adds these up on its way, with ``reduce="none"``.
+        sums: a kernel that can adds these up as well, with ``reduce="none"``.
 
     Returns:
         ``[batch, H, n * block_size]`` float32 (with ``"none"`` ``[batch, Hq, n * block_size]``), ``-inf`` for tokens
