@@ -63,3 +63,8 @@ def paces_of(model: nn.Module, setting: object, most: int, fixed: int | None) ->
         paces = known[setting, most, fixed] = Paces(most, fixed)
     paces.new_text()
     return paces
+
+
+def forget(model: nn.Module) -> None:
+    """``model``'s next text begins as the first one."""
+    _OF_MODELS.pop(model, None)

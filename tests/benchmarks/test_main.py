@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -79,6 +80,13 @@ def test_the_packages_do_not_know_their_benchmarks():
     for package in ("hf_sparsekv", "hf_sparsekv_eval"):
         for path in (ROOT / package).rglob("*.py"):
             assert not re.search(r"^\s*(from|import) \.*benchmarks?\b", path.read_text(), re.M), path
+
+
+def test_every_module_is_imported():
+    """What a probe takes from the package is there, as it is called there."""
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        if path.name != "__main__.py":
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.mark.parametrize("name", ["ruler_probes", "two_level_settings"])
