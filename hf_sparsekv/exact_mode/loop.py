@@ -24,6 +24,7 @@ from ..cuda_graph.optimize import runner_of
 from ..layers.sliding import SlidingRing
 from ..row_batch.verifying import selects
 from .choice import Choice
+from .clock import Clock
 from .expected import expected
 from .lookup import found_before
 from .pace import Pace
@@ -48,25 +49,6 @@ class _Unended(BaseStreamer):
 
     def __getattr__(self, name: str) -> Any:  # what the loop looks for on a streamer
         return getattr(self._streamer, name)
-
-
-class Clock:
-    """Times of work on a device, without a wait: read them when it is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    def now(self) -> Any:
-        """This moment in the device's work."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Seconds."""
-        return 1e-3 * begin.elapsed_time(end) if self._on_gpu else end - begin
 
 
 class Loop:
@@ -94,7 +76,7 @@ class Loop:
     ) -> None:
         self.model, self.cache, self.text, self.choice, self.paces = model, cache, text, choice, paces
         self.dense, self.config, self.streamer = dense, config, streamer
-        self.clock = Clock(text.ids.device)
+        self.clock, self.runner = Clock(text.ids.device), runner_of(model)
 
     def run(self) -> Any:
         """What ``generate()`` returns."""
@@ -116,7 +98,8 @@ class Loop:
         while not text.ended:
             pace = self.pace
             room = text.room
-            drafts, steps = pace.next(self._selects(), price=0.0 if pace.drafting else self._price(), room=room)
+            sparse = pace.drafting or self._selects()  # and then so do the steps after them
+            drafts, steps = pace.next(sparse, price=0.0 if pace.drafting else self._price(), room=room)
             drafts = drafts if room is None else min(drafts, room - 1)
             if drafts > 0:
                 self._round(drafts)
@@ -142,10 +125,9 @@ class Loop:
 
     def _price(self) -> float:
         """Seconds of captures before the first round can be replayed: none if this cache has verified drafts before."""
-        runner = runner_of(self.model)
-        if runner is None or self.text.ids.device.type != "cuda":
+        if self.runner is None or self.text.ids.device.type != "cuda":
             return 0.0
-        graphs: Any = runner.graphs.get(self.cache, ())
+        graphs: Any = self.runner.graphs.get(self.cache, ())
         return 0.0 if any(key[0][1] > 1 for key in graphs) else CAPTURES
 
     def _selects(self) -> bool:
@@ -183,7 +165,7 @@ class Loop:
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
         had, rows, pace = text.ids.shape[1], text.ahead, self.pace
-        begin, began = clock.now(), time.perf_counter()
+        begin, began, before = clock.now(), time.perf_counter(), self._captures
         found = self._looked_up(drafts)
         if found is not None:
             drafts = found.shape[1]
@@ -191,7 +173,7 @@ class Loop:
             kwargs = self.model._update_model_kwargs_for_generation({}, dict(text.kwargs), num_new_tokens=drafts)
         else:
             ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
-        middle = clock.now()
+        middle, between = clock.now(), self._captures
         self._can_take_back(drafts + 1)
         with cache.drafts():
             out = self._pass(ids, drafts + 1, kwargs)
@@ -211,14 +193,19 @@ class Loop:
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
             drafting = clock.between(begin, middle)
-            verifying = time.perf_counter() - began - drafting
+            verifying = None if self._captures > between else time.perf_counter() - began - drafting
             if found is not None:
                 pace.looked_up(drafts, added, verifying)
             else:
-                pace.drafted(drafts, added, drafting, verifying)
+                pace.drafted(drafts, added, None if between > before else drafting, verifying)
         if self.streamer is not None:
             for token in text.ids[:, had:].cpu().unbind(1):
                 self.streamer.put(token)
+
+    @property
+    def _captures(self) -> int:
+        """Passes that were captured so far: that takes as long as many replays."""
+        return 0 if self.runner is None else self.runner.captures
 
     def _looked_up(self, drafts: int) -> Tensor | None:
         """Drafts ``[1, k]`` of the text itself, if they are expected to give more than ``drafts`` steps."""

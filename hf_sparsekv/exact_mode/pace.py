@@ -60,23 +60,28 @@ class Seconds:
     Of two the lesser: something else on the machine makes it longer, never shorter.
 
     Attributes:
+        usual: that median; None: nothing was measured lately.
         least: of all measurements; None: there were none.
     """
 
     warm: int = 1
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=6))
+    usual: float | None = None
     least: float | None = None
 
-    def add(self, seconds: float) -> None:
-        if self.warm:
-            self.warm -= 1
+    def add(self, seconds: float | None) -> None:
+        """It was done once; None: not as usual, because it was captured."""
+        if self.warm or seconds is None:
+            self.warm = 0 if seconds is None else self.warm - 1
             return
         self.latest.append(seconds)
+        self.usual = statistics.median_low(self.latest)
         self.least = seconds if self.least is None else min(self.least, seconds)
 
-    @property
-    def usual(self) -> float | None:
-        return statistics.median_low(self.latest) if self.latest else None
+    def measure_again(self) -> None:
+        """The latest measurements say nothing any more."""
+        self.latest.clear()
+        self.usual = None
 
 
 @dataclass
@@ -152,9 +157,9 @@ class Pace:
 
     # ------------------------------------------------------------------ what has happened
 
-    def drafted(self, drafts: int, added: Added, draft_seconds: float, verify_seconds: float) -> None:
-        """A round of so many drafts a row is over."""
-        self.draft.add(draft_seconds / drafts)
+    def drafted(self, drafts: int, added: Added, draft_seconds: float | None, verify_seconds: float | None) -> None:
+        """A round of so many drafts a row is over. Seconds are None if something was captured in them."""
+        self.draft.add(None if draft_seconds is None else draft_seconds / drafts)
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
         self.luck.add(added)
         if (dense := self.dense.usual) is not None:  # a single measurement that is far off is no loss
@@ -162,8 +167,8 @@ class Pace:
             self._lost += took - (added.accepted / added.rows + 1) * dense
         self._rounds += 1
 
-    def looked_up(self, drafts: int, added: Added, verify_seconds: float) -> None:
-        """A round is over whose drafts were those of the text itself."""
+    def looked_up(self, drafts: int, added: Added, verify_seconds: float | None) -> None:
+        """A round is over whose drafts were those of the text itself; as :meth:`drafted`."""
         self.verify.setdefault(self._width(drafts), Seconds()).add(verify_seconds)
         self.luck.found = _KEEPS * self.luck.found + added.accepted
         self.luck.looked = _KEEPS * self.luck.looked + added.accepted + added.rejected
@@ -205,7 +210,7 @@ class Pace:
         if short <= 0 and tries:
             self.luck.allowed -= price
             for known in (self.draft, *self.verify.values()):
-                known.latest.clear()  # something else may have made them long: a trial measures again
+                known.measure_again()  # something else may have made them long
             return self._begin(min(best, _FIRST))
         steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
         return Next(0, min(max(steps, _AGAIN), _LONGEST if len(self.dense.latest) > 1 else _SOON))
@@ -285,16 +290,23 @@ class Pace:
         return drafts * draft + self._verification(self._width(drafts), least)
 
     def _verification(self, width: int, least: bool = False) -> float:
-        """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones."""
+        """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones.
+
+        One that is wider than all that is known of grows as the widest of these do.
+        """
         found = {w: cost.least if least else cost.usual for w, cost in self.verify.items()}
         known = {w: seconds for w, seconds in found.items() if seconds is not None}
         if width in known:
             return known[width]
-        slower = {} if self.expected is None else self.expected.slower
-        nearest = min((n for n in slower if n >= width), default=max(slower, default=0))
-        below = [w for w in known if w < width]
-        guess = (self.dense.usual or 0.0) + slower.get(nearest, 0.0)
-        return max(guess, known[max(below)]) if below else guess
+        dense, slower = self.dense.usual or 0.0, {} if self.expected is None else self.expected.slower
+        times = {n: dense + seconds for n, seconds in slower.items()} | known
+        below = sorted(n for n in times if n < width)
+        guess = times[min(wider)] if (wider := [n for n in times if n >= width]) else dense
+        if not wider and below:
+            *_, before, last = 0, *below
+            more = (times[last] - times.get(before, dense)) / (last - before)
+            guess = times[last] + max(0.0, more) * (width - last)
+        return max([guess, *(known[n] for n in known if n < width)])
 
     def _ran(self, drafts: int) -> bool:
         """Whether verifications of so many drafts were measured."""

@@ -96,7 +96,7 @@ class Ragged(Text):
     def until(self, steps: int) -> Until:
         if self._most is not None:
             steps = min(steps, self._most - max(self._open()))
-        return Until(self.criteria, self.ids.shape[1] + steps, self._over())
+        return Until(self.criteria, self.ids.shape[1] + steps, self.clock, self._over())
 
     def add_segment(self, out: Any, until: Until) -> int:
         new = out[:, self.ids.shape[1] :]

@@ -6,7 +6,6 @@ Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..cache import SparseCache
+from .clock import Clock
 
 
 def of_transformers(ones: Sequence[object]) -> bool:
@@ -47,20 +47,21 @@ class Until(StoppingCriteriaList):
     """Criteria of a segment, which ends by them or at ``length`` tokens.
 
     Args:
+        clock: of the device that takes the steps.
         ended: bool ``[batch]``, rows that had ended before it; None: none.
 
     Attributes:
         done: bool ``[batch]`` after each token, which rows had ended by them.
     """
 
-    def __init__(self, criteria: Sequence, length: int, ended: Tensor | None = None) -> None:
+    def __init__(self, criteria: Sequence, length: int, clock: Clock, ended: Tensor | None = None) -> None:
         super().__init__(criteria)
-        self._length, self._ended = length, ended
-        self._times: list[float] = []
+        self._length, self._ended, self._clock = length, ended, clock
+        self._times: list[Any] = []
         self.done: list[Tensor] = []
 
     def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
-        self._times.append(time.perf_counter())
+        self._times.append(self._clock.now())
         done = super().__call__(input_ids, scores, **kwargs)
         before = self.done[-1] if self.done else self._ended
         self.done.append(done if before is None else done | before)
@@ -73,9 +74,12 @@ class Until(StoppingCriteriaList):
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step took, without what comes before and after all of them; None: there were too few."""
-        taken = [after - before for before, after in pairwise(self._times[1:])]
-        return statistics.median(taken) if taken else None
+        """What a step took, without what comes before and after all of them; None: there were too few.
+
+        Read it when the device has done them.
+        """
+        taken = [self._clock.between(*both) for both in pairwise(self._times[1:])]
+        return statistics.median_low(taken) if taken else None
 
 
 class Text:
@@ -90,6 +94,7 @@ class Text:
     Attributes:
         ids: ``[batch, n]``, all tokens. Their last one is not cached yet.
         kwargs: the model's further arguments for these.
+        clock: of the device.
         unfinished: bool ``[batch]``.
         ended: all rows have ended. some_ended: at least one has.
         scores, logits: as ``generate()`` returns them; None: not asked for.
@@ -102,6 +107,7 @@ class Text:
         self, model: Any, ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig, kwargs: dict
     ) -> None:
         self.model, self.ids, self.criteria, self.kwargs = model, ids, criteria, kwargs
+        self.clock = Clock(ids.device)
         self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.ended = self.some_ended = False
         returns = config.return_dict_in_generate
@@ -129,7 +135,7 @@ class Text:
 
     def until(self, steps: int) -> Until:
         """Criteria that end a segment after so many steps."""
-        return Until(self.criteria, self.ids.shape[1] + steps, self._over())
+        return Until(self.criteria, self.ids.shape[1] + steps, self.clock, self._over())
 
     def _over(self) -> Tensor | None:
         """Rows that have ended, bool ``[batch]``; None: none has."""
@@ -162,15 +168,16 @@ class Text:
             drafted: ``[batch, k]``. scores, logits: of each chosen token.
         """
         n, done = self.ids.shape[1], []
-        accepted = int(agreed(drafted, chosen).min())
-        ids = torch.cat((self.ids, chosen[:, : accepted + 1]), dim=1)
-        for i in range(accepted + 1):
+        ids, right = torch.cat((self.ids, chosen), dim=1), agreed(drafted, chosen).min()
+        asked = int(right) + 1 if self._theirs else chosen.shape[1]  # of drafts that are wrong, too: a wait less
+        for i in range(asked):
             known = None if self.scores is None else self.scores + tuple(scores[: i + 1])
             done.append(self.criteria(ids[:, : n + i + 1], known) & self.unfinished)
             if self._theirs and bool(done[-1].any()):
                 break  # criteria of the caller's own see tokens of the text only
-        ends = torch.stack([one.any() for one in done]).tolist()
-        added = ends.index(True) + 1 if any(ends) else len(ends)
+        *ends, accepted = torch.stack([*(one.any().long() for one in done), right]).tolist()
+        ends = ends[: accepted + 1]
+        added = ends.index(1) + 1 if any(ends) else len(ends)
         self.ids = ids[:, : n + added]
         if self.scores is not None:
             self.scores += tuple(scores[:added])

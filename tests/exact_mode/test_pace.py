@@ -160,6 +160,29 @@ def test_a_call_around_few_steps_is_no_measurement():
     assert pace.dense.usual == 0.02
 
 
+def test_a_capture_is_no_measurement():
+    """And what comes after it needs no warming up."""
+    pace, good = Pace(16), Added(1, 7, 0, 8)
+    pace.stepped(0.009, 5)
+    pace.drafted(7, good, None, None)
+    assert pace.draft.usual is None and pace.verify[8].usual is None
+    pace.drafted(7, good, 0.035, 0.010)
+    assert pace.draft.usual == 0.005 and pace.verify[8].usual == 0.010
+
+
+def test_wider_verifications_than_are_known_of_take_longer():
+    """As much for each token as the widest ones."""
+    pace = Pace(16)
+    pace.stepped(0.008, 5)
+    pace.expected = Expected(0.003, {4: 0.001, 8: 0.002})
+    assert pace._verification(8) == pytest.approx(0.010)
+    assert pace._verification(16) == pytest.approx(0.012)
+    for _ in range(2):
+        pace.drafted(7, Added(1, 7, 0, 8), 0.035, 0.011)
+    assert pace._verification(16) == pytest.approx(0.015)
+    assert pace._verification(4) == pytest.approx(0.009)
+
+
 def test_a_loss_must_be_seen_twice():
     pace, good, bad = Pace(16), Added(1, 3, 0, 4), Added(1, 0, 1, 1)
     pace.expected = Expected(0.01, {})

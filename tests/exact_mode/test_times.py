@@ -1,0 +1,58 @@
+"""What exact mode measures: steps by the device's clock, and nothing that was captured."""
+
+from __future__ import annotations
+
+from caches import CACHES, TIGHT
+from captured import imitated
+from models import model, prompt
+
+from hf_sparsekv import sparse
+from hf_sparsekv.exact_mode import text
+from hf_sparsekv.exact_mode.pace import Pace
+
+GO = {"max_new_tokens": 40, "do_sample": False}
+SETTING = CACHES["device-default"](**{**TIGHT, "token_budget": 16}).config
+
+
+class Ticks:
+    """A clock of a device that takes a second for each step."""
+
+    def __init__(self, device) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now += 1
+        return self._now
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_dense_steps_by_the_clock_of_the_device(monkeypatch):
+    """The host runs ahead of a GPU, so that its own clock would see short steps."""
+    taken, stepped = [], Pace.stepped
+    monkeypatch.setattr(text, "Clock", Ticks)
+    monkeypatch.setattr(Pace, "stepped", lambda self, *a, **k: taken.append((a, k)) or stepped(self, *a, **k))
+    with sparse(model("llama"), SETTING, exact=True):
+        model("llama").generate(**prompt(1, 120), **GO)
+    alone = [seconds for (seconds, _), more in taken if more["alone"]]
+    assert alone and set(alone) == {1.0}
+
+
+def test_rounds_that_capture_are_not_measured(monkeypatch):
+    """Of the rounds in which a draft or a verification was captured, that part has no time."""
+    net, runner = imitated("llama")
+    seen, before, drafted = [], [0], Pace.drafted
+
+    def noted(self, drafts, added, draft_seconds, verify_seconds):
+        seen.append((runner.captures - before[0], draft_seconds is None, verify_seconds is None))
+        before[0] = runner.captures
+        drafted(self, drafts, added, draft_seconds, verify_seconds)
+
+    monkeypatch.setattr(Pace, "drafted", noted)
+    with sparse(net, SETTING, exact=True, drafts=3):
+        net.generate(**prompt(1, 165), **GO)
+    rounds = [(drafts, verification) for _, drafts, verification in seen]
+    assert rounds[0] == (True, True)
+    assert all((captured > 0) == (drafts or verification) for captured, drafts, verification in seen)
+    assert rounds.count((False, False)) > len(rounds) / 2
