@@ -148,6 +148,7 @@ class Pace:
         self.verify: dict[int, Seconds] = {}  # by the width of a captured pass
         self.expected: Expected | None = None
         self.drafting = False
+        self._widths = [draft_width(n + 1, most + 1) for n in range(1, most + 1)]  # of verifications, by drafts
         self._doubts, self._rounds, self._lost = 0, 0, 0.0  # since drafting began
 
     @property
@@ -245,14 +246,15 @@ class Pace:
         assert dense is not None
         if self.expected is None and not self._ran(drafts):
             return 0.0  # nothing is known here: tried at once
-        hoped = max(self.rate(n, _HOPED, least=True) for n in range(1, self.most + 1))
+        hoped = max(self._rates(_HOPED, least=True).values())
         return (self._round(drafts, least=True) - dense) * (1.0 if hoped * dense > _GAIN else _RARELY)
 
     def beside(self) -> int:
         """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
         if self.dense.usual is None and not self._ran(min(_FIRST, self.most)):
             return min(_FIRST, self.most)
-        return max(range(1, self.most + 1), key=lambda n: self.rate(n) / (1.0 if self._ran(n) else _NEW_WIDTH))
+        rates = self._rates(self.acceptance)
+        return max(rates, key=lambda n: rates[n] / (1.0 if self._ran(n) else _NEW_WIDTH))
 
     # ------------------------------------------------------------------ drafts of the text itself
 
@@ -263,31 +265,41 @@ class Pace:
     def best_of(self, found: int, drafts: int) -> int:
         """How many of the drafts ``found`` in the text to verify; 0: a round with ``drafts`` of steps gives more."""
         accepts = (self.luck.found + 0.8) / (self.luck.looked + 1.0)
-        rates = {
-            n: sum(accepts**i for i in range(n + 1)) / self._verification(self._width(n))
-            for n in range(1, min(found, self.most) + 1)
-            if self._ran(n) or self.luck.looked > _SURE
-        }
-        best = max(rates, key=lambda n: rates[n], default=0)
+        rates = self._rates(accepts, draft=0.0)
+        tries = [n for n in range(1, min(found, self.most) + 1) if self.luck.looked > _SURE or self._ran(n)]
+        best = max(tries, key=lambda n: rates[n], default=0)
         return best if best and rates[best] > self.rate(drafts) else 0
 
     # ------------------------------------------------------------------ times
 
-    def rate(self, drafts: int, acceptance: float | None = None, least: bool = False) -> float:
-        """Expected tokens a second of rounds with so many drafts; 0: of dense steps. ``least``: as :meth:`_round`."""
+    def rate(self, drafts: int) -> float:
+        """Expected tokens a second of rounds with so many drafts; 0: of dense steps."""
         if not drafts:
             return 1.0 / (self.dense.usual or float("inf"))
-        accepts = self.acceptance if acceptance is None else acceptance
-        tokens = sum(accepts**i for i in range(drafts + 1))
-        return tokens / max(self._round(drafts, least), 1e-9)
+        return self._rates(self.acceptance)[drafts]
+
+    def _rates(self, accepts: float, least: bool = False, draft: float | None = None) -> dict[int, float]:
+        """Expected tokens a second by drafts of a round. ``least``: as :meth:`_round`. ``draft``: seconds of one."""
+        draft = self._draft(least) if draft is None else draft
+        verify = {width: self._verification(width, least) for width in set(self._widths)}
+        tokens, right, rates = 1.0, 1.0, {}
+        for n, width in enumerate(self._widths, 1):
+            right *= accepts
+            tokens += right
+            rates[n] = tokens / max(n * draft + verify[width], 1e-9)
+        return rates
+
+    def _draft(self, least: bool = False) -> float:
+        """Seconds of a draft; ``least``: the least that was ever measured."""
+        found = self.draft.least if least else self.draft.usual
+        if found is not None:
+            return found
+        dense, faster = self.dense.usual or 0.0, 0.0 if self.expected is None else self.expected.faster
+        return max(dense - faster, 0.2 * dense)
 
     def _round(self, drafts: int, least: bool = False) -> float:
-        """Seconds of a round with so many drafts; ``least``: by the least times of drafts that were ever measured."""
-        draft = self.draft.least if least else self.draft.usual
-        if draft is None:
-            dense, faster = self.dense.usual or 0.0, 0.0 if self.expected is None else self.expected.faster
-            draft = max(dense - faster, 0.2 * dense)
-        return drafts * draft + self._verification(self._width(drafts), least)
+        """Seconds of a round with so many drafts; ``least``: by the least times that were ever measured."""
+        return drafts * self._draft(least) + self._verification(self._width(drafts), least)
 
     def _verification(self, width: int, least: bool = False) -> float:
         """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones.
@@ -314,4 +326,4 @@ class Pace:
         return known is not None and known.usual is not None
 
     def _width(self, drafts: int) -> int:
-        return draft_width(drafts + 1, self.most + 1)
+        return self._widths[drafts - 1]
