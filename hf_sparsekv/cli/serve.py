@@ -249,10 +249,17 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
             note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
             if api_key is None and not ipaddress.ip_address(address).is_loopback:
                 note("anybody who reaches this machine may ask: no API key is set")
-            server.run(sockets=[listener])
-            engine.close()  # a signal may still come
+            _run(server, engine, listener, tensor_parallel)
     if tensor_parallel:
         _leave(0 if engine.failed is None else 1)
+
+
+def _run(server, engine, listener, tensor_parallel: bool) -> None:
+    """Serve until the server ends."""
+    server.run(sockets=[listener])
+    if tensor_parallel and engine.failed is not None:
+        _leave(1)  # everybody was told; to close the engine would wait for its step, and that for a rank that is gone
+    engine.close()  # a signal may still come
 
 
 def _rank() -> int:

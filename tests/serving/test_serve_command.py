@@ -331,3 +331,23 @@ def test_handlers_are_as_before_when_no_signal_has_come():
         with module.signals_heard(server):
             assert [signal.getsignal(one) for one in module.SIGNALS] == [server.handle_exit] * 2
         assert [signal.getsignal(one) for one in module.SIGNALS] == before
+
+
+def test_a_lost_rank_is_not_waited_for(monkeypatch):
+    """The engine's thread may wait for it in a sum, for ever."""
+
+    class Ended:
+        failed = RuntimeError("rank 1 of the model has ended")
+
+        def run(self, sockets) -> None:
+            pass
+
+        def close(self) -> None:
+            pytest.fail("waits for a step that never ends")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(module, "_leave", leave)
+    with pytest.raises(SystemExit, match="1"):
+        module._run(Ended(), Ended(), None, True)
