@@ -29,6 +29,7 @@ from .sampler import Logprobs
 from .work import Work
 
 _RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done nothing but what rounds need
+_UNASKED = 7  # dense steps at most for which nothing is asked, if the same rows go on: these are 90 calls of Python
 
 
 class Heard(NamedTuple):
@@ -84,36 +85,37 @@ class Rounds:
         self.in_flight: Round | None = None
         self._paces = Paces(self.most)
         self._over: float | None = None  # when the device had ended the round before this turn
-        self._dense: tuple[Pace | None, int] = None, 0  # steps before drafts are tried
-
-    @property
-    def _pace(self) -> Pace:
-        cache: Any = self.rows.cache
-        return self._paces.of(self.rows.width, sum(self.rows.lengths), partial(expected, cache))
+        self._pace = Pace(self.most)  # of the rows as they were when it was asked last
+        self._dense = 0  # steps before it is asked for drafts again,
+        self._unasked = 0, -1  # after so many steps, as long as the cache's changes are these
 
     def drafts(self, active: Mapping[int, Request], tries: bool = True) -> int | None:
         """Drafts of the next round; None: all rows make a step that attends to everything.
 
         ``tries``: drafts that are not known to pay may be tried now.
         """
-        if not selects(self.rows.cache):
+        cache: Any = self.rows.cache
+        unasked, changes = self._unasked
+        if unasked and changes == cache.changes:
+            self._unasked = unasked - 1, changes
             return None
-        exact = [request for request in active.values() if request.exact]
-        pace, can = self._pace, any(request.constraint is None for request in exact)
-        if len(exact) < len(active):
-            drafts = pace.beside() if can else 1
-        elif not can:
-            return None
-        else:
-            last, steps = self._dense
-            if last is not pace or not steps:
-                drafts, steps = pace.next(True, tries)
-            else:
-                drafts = 0
-            self._dense = pace, max(0, steps - 1)
-            if not drafts:
-                return None
         lengths = self.rows.lengths
+        pace = self._paces.of(self.rows.width, sum(lengths), partial(expected, cache))
+        if pace is not self._pace:
+            self._pace, self._dense = pace, 0
+        exact = [request for request in active.values() if request.exact]
+        can = any(request.constraint is None for request in exact)
+        if not selects(cache) or not (can or len(exact) < len(active)):
+            drafts, steps = 0, 1 + _UNASKED
+        elif len(exact) < len(active):
+            drafts, steps = pace.beside() if can else 1, 0
+        else:
+            drafts, steps = (0, self._dense) if self._dense else pace.next(True, tries)
+        if not drafts:
+            unasked = min(steps - 1, _UNASKED)
+            self._dense, self._unasked = steps - 1 - unasked, (unasked, cache.changes)
+            return None
+        self._dense = 0
         return min(drafts, self.rows.max_length - max(lengths[row] for row, one in active.items() if one.exact))
 
     def dense_step(self, active: Mapping[int, Request]) -> None:

@@ -14,7 +14,6 @@ from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build
 from test_engine import alone
 from test_grammar import PERSON, is_person, needs_llguidance
 from tokenizers_made import byte_level
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparsekv import (
     Engine,
@@ -112,48 +111,6 @@ def test_methods(config, captured, drafting):
 
 def test_the_number_of_drafts_follows_the_times():
     assert same(asked_for(**GREEDY)).drafted > 0
-
-
-def test_a_step_without_drafts_launches_what_a_dense_engine_does(monkeypatch):
-    """Two of four rows decode, so a step runs fewer rows than there are."""
-    monkeypatch.setattr(Pace, "next", lambda *_, **__: Next(0, 16))
-    assert launched(TIGHT, True) == launched(TokenConfig(**WHOLE), False)
-
-
-def launched(config, exact: bool) -> set[int]:
-    """Torch operations of a turn in which two of an engine's rows decode, its replayed step's among them."""
-    turns: list[int] = []
-    net, runner = imitated()
-    with Engine(net, None, config, None, replace(SERVING, exact=exact)) as engine:
-        loop = inside(engine).loop
-        plain = loop._once
-
-        def once() -> bool:
-            if len(loop.room.running) < 2 or loop.order.reading or runner.replays < 10:
-                return plain()
-            with Launches() as launches:
-                goes_on = plain()
-            turns.append(launches.count)
-            return goes_on
-
-        loop._once = once
-        handles = [engine.submit(ids_of(150, seed), greedy(50)) for seed in range(2)]
-        assert all(len(handle.result(100).token_ids) == 50 for handle in handles)
-    runner.remove()
-    assert len(turns) > 24
-    return {*turns[8:24]}
-
-
-class Launches(TorchDispatchMode):
-    """Counts torch operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------------- settings of requests
