@@ -152,6 +152,28 @@ def test_the_guess_for_an_h100_is_what_was_measured_there(monkeypatch):
         assert found.tokens(1, WIDTH) == pytest.approx(measured.tokens(1, WIDTH), rel=0.03)
 
 
+# Whole steps of Qwen3-8B's shape on an H200 (d4a22ac), in ms: rows, tokens of each, dense, by need (90 % of the mass).
+STEPS = ((1, 32, 5.24, 4.82), (1, 128, 8.50, 5.89), (8, 32, 13.43, 7.48), (8, 64, 22.1, 9.85))
+
+
+def test_by_need_as_whole_steps_say(monkeypatch, empty_table):
+    """What a step by need gains goes with the bytes beyond the rule's, for one row and for eight."""
+    rule = BUILT_IN[H200]["progressive"]
+    beyond = [
+        rows * (thousands << 10) * WIDTH - rule.fixed_bytes - rows * WIDTH * rule.row_tokens
+        for rows, thousands, _, _ in STEPS
+    ]
+    rate = sum(dense - sparse for *_, dense, sparse in STEPS) / sum(beyond)
+    for more, (_, _, dense, sparse) in zip(beyond, STEPS):
+        assert rate * more == pytest.approx(dense - sparse, abs=0.02 * dense)
+    assert 15_000 < limit(H200, monkeypatch, method="progressive") < 16_000, "README's 32k tokens are selected from"
+    assert 1_800 < limit(H200, monkeypatch, method="progressive", batch=8) < 2_000
+    # 2 KV heads of 64 channels. One row of 28k: 24 layers took 1.25 ms by need and 1.03 dense; 32 rows 2.88 and 3.27.
+    few = 2 * 2 * 64 * 2
+    assert limit(H200, monkeypatch, method="progressive", width=few) > 100_000
+    assert limit(H200, monkeypatch, method="progressive", width=few, batch=32) < 28_000
+
+
 def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):
     """Newer Pythons read deeper JSON than they write with an indent."""
     crossover.save("Other GPU", {"block_only": Rule(8192.0, 1.5)}, {"more": "deep"})

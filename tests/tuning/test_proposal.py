@@ -69,9 +69,9 @@ def test_where_full_attention_is_as_good(monkeypatch):
     monkeypatch.setattr(crossover, "gpu", lambda device: Gpu(132, 50 << 20, 227 << 10, 4.8e12))
     monkeypatch.setattr(crossover, "has_triton", lambda: True)
     here = torch.device("cuda", 0)
-    assert propose(MODEL, context=17_000, device=here, **ROOMY).every
-    assert not propose(MODEL, context=18_000, device=here, **ROOMY).every
-    assert not propose(MODEL, context=17_000, device=here, gpu=18 * GIB, host=1000 * GIB).every, "over the link never"
+    assert propose(MODEL, context=15_000, device=here, **ROOMY).every
+    assert not propose(MODEL, context=16_000, device=here, **ROOMY).every
+    assert not propose(MODEL, context=15_000, device=here, gpu=18 * GIB, host=1000 * GIB).every, "over the link never"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4-moe-lite"])
