@@ -75,6 +75,8 @@ def generate(
     checks.exact_mode(exact, bool(sparse_kinds), options.offload, options.kv_dtype)
     checks.seeded(seed, temperature)
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
+    if demo and config is not None:  # it is to show what is chosen, where reading everything is as fast, too
+        config = replace(config, dense_below=None)
     checks.prompted(prompt, prompt_file, demo)
     text = None if demo else _prompt_text(prompt, prompt_file)
     on = loading.pick_device(device)
@@ -183,9 +185,10 @@ def _report(runs: list[Run], sparse, *, exact: bool, on_gpu: bool, same_tokens_e
         if exact and not stats.drafted:
             note("no drafts: so short a text is as quick to read whole, or the model cannot take drafts back")
         elif stats.attended_share >= ALL and stats.decode_steps:
+            why = "as fast to read whole" if stats.crossover_calls else "within its budget"
             note(
-                "the sparse cache attended to everything, as full attention does: so short a text is within its "
-                "budget, or as quick to read whole. A longer prompt shows what it chooses"
+                f"the sparse cache attended to everything, as full attention does: so short a text is {why}. A longer "
+                "prompt shows what it chooses"
             )
     if len(runs) < 2:
         return

@@ -161,10 +161,12 @@ class CacheStats:
             what = f"passes of {steps + self.draft_queries} queries"
         each = "a pass" if self.draft_queries else "a step"
         read = readable((self.kv_bytes_read + self.index_bytes_read) / steps)
-        line = (
-            f"{steps} {what} over {self.cached_tokens} cached tokens: attended to {self.attended_share:.1%}, read "
-            f"{read} {each} instead of {readable(self.kv_bytes_dense / steps)}"
-        )
+        line = f"{steps} {what} over {self.cached_tokens} cached tokens: "
+        if self.crossover_calls and not self.sparse_calls:
+            line += f"attended to all of them, which is as fast at this length (dense_below), read {read} {each}"
+        else:
+            line += f"attended to {self.attended_share:.1%}, read {read} {each} instead of "
+            line += readable(self.kv_bytes_dense / steps)
         if self.host_bytes:
             line += f", {readable(self.host_to_device_bytes / steps)} of it from host memory"
         if self.hit_rate is not None:
@@ -179,9 +181,9 @@ class CacheStats:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
             line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_tokens"
-        if self.crossover_calls:
+        if self.crossover_calls and self.sparse_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
-            line += f"; {share:.0%} of the layer calls were dense because that is as quick there (dense_below)"
+            line += f"; {share:.0%} of the layer calls were dense because that is as fast there (dense_below)"
         if self.drafted:
             line += f"; {self.accepted} of {self.drafted} drafts accepted"
         if self.materialised:

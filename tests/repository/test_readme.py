@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from models import build
 
 from benchmarks import picture, race_picture, readme, tables
@@ -198,10 +199,24 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, monkeypatch, capsys):
         print(f"\n{out.strip()}\n{cache}")
     answer, right, read = out.strip().splitlines()[-3:]
     assert right.removeprefix("right: ") in answer
-    assert 0 < int(re.fullmatch(r"read: (\d+)%", read)[1]) < 100
+    assert 0 < float(re.fullmatch(r"\d+ steps .*: attended to ([\d.]+)%, read .*", read)[1]) < 90
     assert cache.config == TokenConfig()
     assert cache.stats().sparse_calls > 0
     assert there["model"].config._attn_implementation == "sdpa"
+
+
+def test_the_snippet_shows_a_share_and_not_everything(monkeypatch):
+    """Its model and length lie above the crossover of README's GPU, which a model of 0.5B reaches later."""
+    length = int(re.search(r"length=(\d+_\d+)", TEXT)[1])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: readme.GPU)
+    monkeypatch.setattr(crossover, "table_path", lambda: Path("nothing"))
+    width = {"8B": 2 * 8 * 128 * 2, "0.5B": 2 * 2 * 64 * 2}
+    below = {
+        name: crossover.dense_tokens("auto", "progressive", torch.device("cuda"), False, 1, each)
+        for name, each in width.items()
+    }
+    assert below["8B"] < length / 2 and "below 15k tokens" in TEXT and below["8B"] // 1000 == 15
+    assert "a model of 0.5B: 120k" in TEXT and below["0.5B"] // 10_000 == 12
 
 
 def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
