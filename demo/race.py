@@ -264,6 +264,7 @@ class Session:
         """A thread's work: one lane after the other."""
         for number in numbers:
             self._answer(number, loaded, task, makers[number], events)
+            self.left(number)
             if task.rows > 1:
                 self._talks.pop((task.talk, number), None)  # its memory is for the next one
                 gc.collect()
@@ -292,6 +293,9 @@ class Session:
 
     def stepped(self, number: int) -> None:
         """A lane has a new token, and another may be under way. A session of another kind may do something then."""
+
+    def left(self, number: int) -> None:
+        """A lane's answer has ended. A session of another kind may let go of its cache."""
 
     def _generate(self, number, loaded: Loaded, task: Task, maker, events: queue.Queue, lane: Lane) -> Ended:
         name, make = maker

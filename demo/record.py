@@ -204,6 +204,10 @@ class ReplayedSession(Session):
         if number:
             self._next()
 
+    def left(self, number: int) -> None:
+        if number:
+            self._next = lambda: None  # else the replay keeps the cache until the next race has made another
+
 
 def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceView, list[dict], list[Stepped]]:
     """Run the race.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +200,28 @@ def test_a_race_of_random_weights_with_keys_that_imitate_recorded_ones(tiny, tmp
     capsys.readouterr()
     assert record.main(["--model", "probe", "--kv", "replayed"]) == 1
     assert "random weights" in capsys.readouterr().err
+
+
+def test_one_cache_of_several_rows_is_gone_before_the_next_is_made(tiny, monkeypatch):
+    """Two may not fit the device: that of a warm-up, too, whose keys were a replay's."""
+    made, makers = [], record.ReplayedSession._makers
+
+    def watched(session, loaded, task):
+        return [(name, lambda make=make: watch(make())) for name, make in makers(session, loaded, task)]
+
+    def watch(cache):
+        assert [each() for each in made] == [None] * len(made)
+        made.append(weakref.ref(cache.layers[-1]))  # which holds the keys, and what a replay put there
+        return cache
+
+    monkeypatch.setattr(record.ReplayedSession, "_makers", watched)
+    asked = ["--model", "random:tiny", "--length", "1k", "--rows", "2", "--new-tokens", "3", "--warm-up", "2"]
+    gc.disable()
+    try:
+        assert record.main([*asked, "--kv", "replayed", "--device", "cpu"]) == 0
+    finally:
+        gc.enable()
+    assert len(made) == 4
 
 
 def test_rows_of_full_attention_share_no_blocks_where_keys_imitate_recorded_ones(tiny):
