@@ -270,3 +270,12 @@ def test_a_cache_s_values_are_checked_alike(kind, name, value):
     said = [CliRunner().invoke(one, args, prog_name="hf-sparsekv") for one in (light(lambda: None), app)]
     assert [done.exit_code for done in said] == [2, 2], said
     assert said[0].stderr == said[1].stderr
+
+
+def test_no_bars_where_there_is_no_terminal(tiny):
+    """Of libraries, that is; what is being done is a line. One writes its bars by tqdm alone, as for GGUF files."""
+    more = "from tqdm.auto import tqdm\nprint([*tqdm([7], desc='a bar')])"
+    args = ["generate", str(tiny), "--prompt", "abc", "--max-new-tokens", "2"]
+    said = python(IMPORTS.format(args=args, heavy="set()") + more)
+    assert f"loading {tiny}\n" in said and "[7]" in said and "status 0" in said
+    assert not re.search(r"Loading weights|a bar|\d%\|", said)
