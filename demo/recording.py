@@ -192,14 +192,19 @@ def read(path: Path) -> Recording:
 
 
 def found(folder: Path = FOLDER) -> list[Recording]:
-    """The recordings of a folder: with text first, then by the gain. Says on standard error which cannot be played."""
+    """The recordings of a folder: of those with text the one that gains most, then the others by their gain.
+
+    Says on standard error which cannot be played.
+    """
     recordings = []
     for path in sorted(folder.glob("*.json")):
         try:
             recordings.append(read(path))
         except RecordingError as error:
             print(error, file=sys.stderr)
-    return sorted(recordings, key=lambda each: (not each.question, -each.gain))
+    recordings.sort(key=lambda each: -each.gain)
+    first = next((each for each in recordings if each.question), None)
+    return sorted(recordings, key=lambda each: each is not first)
 
 
 def _lane_out(lane: RecordedLane) -> dict:
@@ -235,8 +240,38 @@ def _few(values: tuple, most: int) -> tuple:
 def _stats_out(stats: CacheStats | None) -> dict | None:
     if stats is None:
         return None
+    stats = dataclasses.replace(stats, walks=_together(stats.walks))
     values = dataclasses.asdict(stats).items()  # counts of zero and what is missing are most of them
     return {name: value for name, value in values if value not in (None, ()) and not (type(value) is int and not value)}
+
+
+def _together(walks: tuple[WalkStats, ...]) -> tuple[WalkStats, ...]:
+    """Those of all layers as one: the page shows no layer's, and one for each of them is most of a file."""
+    if len(walks) < 2:
+        return walks
+    count, audits = sum(w.walks for w in walks), sum(w.audits for w in walks)
+
+    def mean(name: str, weight: str, total: int) -> float | None:
+        some = [(getattr(w, name), getattr(w, weight)) for w in walks if getattr(w, weight)]
+        return sum(value * n for value, n in some) / total if some else None
+
+    def least(name: str) -> float | None:
+        return min((found for w in walks if (found := getattr(w, name)) is not None), default=None)
+
+    together = WalkStats(
+        layer=-1,
+        walks=count,
+        tokens_used=sum(w.tokens_used for w in walks),
+        capped=sum(w.capped for w in walks),
+        mass=mean("mass", "walks", count),
+        least_mass=least("least_mass"),
+        histogram=tuple(map(sum, zip(*(w.histogram for w in walks)))),
+        audits=audits,
+        audited_mass=mean("audited_mass", "audits", audits),
+        least_audited_mass=least("least_audited_mass"),
+        audited_estimate=mean("audited_estimate", "audits", audits),
+    )
+    return (together,)
 
 
 def _stats_in(fields: dict | None) -> CacheStats | None:

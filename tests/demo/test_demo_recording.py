@@ -6,6 +6,7 @@ import gc
 import json
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from demo.recording import RecordedLane, Recording, RecordingError
 from demo.turns import Turns
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.policies import crossover
+from hf_sparsekv.policies.measured import WalkStats
 
 CPU = torch.device("cpu")
 COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "mass=0.6"]
@@ -69,6 +71,18 @@ def test_a_file_holds_what_the_race_showed(path):
     assert path.stat().st_size < 50_000
 
 
+def test_layers_are_kept_together(path, tmp_path):
+    """What one layer has chosen is in none of the page's figures, and was most of a file."""
+    walks = (WalkStats(1, 4, 100, 0, 0.9, 0.8, (1, 3)), WalkStats(2, 2, 50, 1, 0.6, 0.5, (0, 2), 1, 0.7, 0.7, 0.65))
+    stats = replace(recording.read(path).lanes[1].totals, walks=walks, covered_mass=0.7)
+    lanes = tuple(RecordedLane("one", (5.0, 10.0), looks=((1, stats, None),), totals=stats) for _ in range(2))
+    recording.write(tmp_path / "kept.json", bare(lanes=lanes))
+    kept = recording.read(tmp_path / "kept.json").lanes[1]
+    assert kept.looks[0][1] == kept.totals and str(kept.totals) == str(stats)
+    (together,) = kept.totals.walks
+    assert together == WalkStats(-1, 6, 150, 1, pytest.approx(0.8), 0.5, (1, 5), 1, 0.7, 0.7, 0.65)
+
+
 def test_it_plays_by_each_lanes_own_clock():
     slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
     played = bare(lanes=(slow, quick))
@@ -79,7 +93,7 @@ def test_it_plays_by_each_lanes_own_clock():
     assert bare((5.0, *[1e3] * 90)).speed == pytest.approx(3.0)
 
 
-def test_those_with_text_come_first_then_those_that_gain_most(path, tmp_path):
+def test_one_with_text_comes_first_then_those_that_gain_most(path, tmp_path):
     slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
     (tmp_path / "c.json").write_bytes(path.read_bytes())
     recording.write(tmp_path / "a.json", bare((5.0, *[10.0] * 9), title="even"))
@@ -137,9 +151,12 @@ def test_a_button_for_each_recording_and_none_without(path):
 
 def test_what_the_project_ships_can_be_played():
     files = sorted(recording.FOLDER.glob("*.json"))
-    assert len(recording.found()) == len(files) >= 1
+    found = recording.found()
+    assert len(found) == len(files) >= 1 and sum(file.stat().st_size for file in files) < 400_000
+    first = found[0].view(float("inf"))
+    assert all(first.found(lane) for lane in first.lanes) and found[0].gain > 1.1, "what the page shows before a press"
+    assert "faster" in first.verdict()[0] and "same answer: both find the hidden fact" in first.verdict()[0]
     for file in files:
-        assert file.stat().st_size < 200_000
         assert not recording.read(file).commit.endswith("+"), "of a commit, without changes on top"
 
 
