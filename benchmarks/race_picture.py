@@ -1,6 +1,7 @@
 """A recorded race of the demo as an animated picture: ``python -m benchmarks.race_picture``.
 
 One SVG without a library or a script: what each lane had said at each moment, its clock and its median time per token.
+Tokens without a text, and those that were decoded after the answer for the clocks, are marks.
 It follows the reader's colours, and stands still at the end for readers who want less motion.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from . import ROOT
 
 PICTURES = {  # recordings in demo/recorded, and where they are drawn
-    "small-4k-cpu": "docs/race.svg",
+    "qwen05-32x28k": "docs/race.svg",
     "qwen3-8b-128k": "docs/race-h200.svg",
 }
 WIDTH, LANE, EDGE = 860, 410, 12  # of the picture, of a lane, of what is beside it
@@ -58,7 +59,7 @@ def placed(pieces: list[str]) -> Iterator[tuple[int, int, str]]:
 
 
 def marks(count: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Places for the tokens of answers without a text, which random weights give: columns of as many marks as rows."""
+    """Places for tokens without a text, as random weights give: columns of as many marks as rows."""
     across = COLUMNS // 2 * 2
     for token in range(count):
         yield token % across, token // across * (rows + 1)
@@ -68,15 +69,20 @@ class Lane:
     """One lane: when each of its tokens was there, in seconds as played."""
 
     def __init__(self, recorded: dict, rows: int, pace: float):
-        self.name, self.rows = recorded["name"], rows
-        self.ms, self.pieces = recorded["ms"], recorded["pieces"]
+        self.name, self.ms = recorded["name"], recorded["ms"]
+        self.pieces = recorded["pieces"][: recorded["answer_tokens"]]
+        self.rows = 1 if self.pieces else rows
         self.real = [total / 1e3 for total in accumulate(self.ms)]
         self.at = [pace * each for each in self.real]
 
+    @property
+    def said(self) -> int:
+        """Lines of the answer."""
+        return 1 + max(line for _, line, _ in placed(self.pieces)) if self.pieces else 0
+
     def lines(self) -> int:
-        if self.pieces:
-            return 1 + max(line for _, line, _ in placed(self.pieces))
-        return 8 * (1 + max(line for _, line in marks(len(self.ms), self.rows)) + self.rows) // LINE
+        below = [line for _, line in marks(len(self.ms) - len(self.pieces), self.rows)]
+        return self.said + (8 * (1 + max(below) + self.rows) // LINE if below else 0)
 
     def median(self, tokens: int) -> float:
         """Milliseconds for each token but the first, which reads the question."""
@@ -106,11 +112,9 @@ class Lane:
         for look, text in enumerate(strip):
             yield f'<text class="c" x="{left}" y="{CLOCK + LINE * look}">{text}</text>'
         yield "</g></g>"
-        if not self.pieces:
-            for token, (column, line) in enumerate(marks(len(self.ms), self.rows)):
-                x, y = left + 8 * column, TEXT - 12 + 8 * line
-                yield f'<path class="m {name}{token}" d="M{x + 3:g} {y}v{8 * self.rows - 2}"/>'
-            return
+        top = TEXT - 12 + LINE * self.said
+        for token, (column, line) in enumerate(marks(len(self.ms) - len(self.pieces), self.rows), len(self.pieces)):
+            yield f'<path class="m {name}{token}" d="M{left + 8 * column + 3:g} {top + 8 * line}v{8 * self.rows - 2}"/>'
         for token, (column, line, text) in enumerate(placed(self.pieces)):
             if text.strip():
                 x, wide = left + CHARACTER * column, CHARACTER * len(text)

@@ -134,10 +134,12 @@ def test_animated_races_are_what_the_command_makes(path):
 def test_an_animated_race_shows_what_was_recorded():
     """The clocks end with the recording's own time and median, and the text is the answer, broken between words."""
     race = json.loads((ROOT / "demo/recorded/small-4k-cpu.json").read_text())
-    drawn = race_picture.files()["docs/race.svg"]
+    drawn = race_picture.animate(ROOT / "demo/recorded/small-4k-cpu.json")
     for lane in race["lanes"]:
         each, answer = statistics.median(lane["ms"][1:]), "".join(lane["pieces"])
         assert f"{sum(lane['ms']) / 1e3:.1f} s {len(lane['ms'])} tokens {each:.1f} ms a token" in drawn
+        after = len(lane["ms"]) - lane["answer_tokens"]
+        assert drawn.count('<path class="m ') == after * len(race["lanes"]), "a mark for each token after the answer"
         lines = {}
         for column, line, text in race_picture.placed(lane["pieces"]):
             assert column == len(lines.setdefault(line, "")) and column + len(text) <= race_picture.COLUMNS
