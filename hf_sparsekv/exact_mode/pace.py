@@ -22,6 +22,7 @@ _KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
 _GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
 _CLEAR = 1.05  # with which drafts begin at once
 _NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
+_USUAL, _WEIGHT = 0.93, 2.0  # acceptance before a draft was tried, and as many drafts as it counts for
 _HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
 _RARELY = 3.0  # times the seconds that another trial would need
 _WORTH = 1.25  # times the price of captures that drafts have to save in a text of the most tokens
@@ -104,7 +105,7 @@ class Luck:
     @property
     def acceptance(self) -> float:
         """Estimated probability that a draft is accepted, given those before it. At first that of most texts."""
-        return (self.accepted + 0.9) / (self.tried + 1.0)
+        return (self.accepted + _USUAL * _WEIGHT) / (self.tried + _WEIGHT)
 
     def add(self, added: Added) -> None:
         """A round of drafts of steps is over."""
