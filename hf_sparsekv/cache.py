@@ -207,7 +207,7 @@ class SparseCache(Cache):
     def sparse_layers(self) -> list[SparseLayer]:
         """The layers that this cache manages itself."""
         layers = [layer for layer in self.layers if isinstance(layer, SparseLayer)]
-        if self.replays.pending is not None:
+        if self.replays.pending:
             self.replays.settle(layers)
         return layers
 
@@ -276,7 +276,7 @@ class SparseCache(Cache):
         if 0 in (key_states.shape[0], key_states.shape[-2]):
             check_not_empty(key_states.shape[0], key_states.shape[-2])
         self.changes += 1
-        if self.replays.pending is not None:
+        if self.replays.pending:
             self.replays.settle(self.sparse_layers)
         if self.row_batch is not None and key_states.shape[-2] != 1 and self.row_table.exactness.counts is None:
             raise ValueError("prompts of rows that come and go are read by rows.prefill(), and join() them then")

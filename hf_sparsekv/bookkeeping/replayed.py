@@ -16,6 +16,8 @@ from ..layers.decode import account
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 
+_KINDS = 4  # of steps at most: each needs memory for its plans, which may be those of a graph that was evicted
+
 
 class Replayed(NamedTuple):
     """Replayed steps that were alike: what each layer did, its last query, and what they met."""
@@ -29,11 +31,12 @@ class Replays:
     """The replayed steps of one cache that its layers have not accounted for.
 
     Attributes:
-        pending: these; None: there are none.
+        pending: these, by the identity of their plans: drafts, verifications and dense steps take turns. The last one
+            is at the end.
     """
 
     def __init__(self) -> None:
-        self.pending: Replayed | None = None
+        self.pending: dict[int, Replayed] = {}
 
     def add(
         self,
@@ -45,15 +48,18 @@ class Replays:
         drafts: Rows | None = None,
     ) -> None:
         """A captured step of these layers was replayed; or a pass over drafts, which as rows are ``drafts``."""
-        if self.pending is None or self.pending.plans is not plans:
-            self.settle(layers)
-            self.pending = Replayed(plans, queries, Tally())
-        self.pending.tally.add(taken, sinks, drafts)
+        known = self.pending.pop(id(plans), None)
+        if known is None:
+            if len(self.pending) >= _KINDS:
+                self.settle(layers)
+            known = Replayed(plans, queries, Tally())
+        self.pending[id(plans)] = known
+        known.tally.add(taken, sinks, drafts)
 
     def settle(self, layers: Iterable[SparseLayer]) -> None:
         """Let the layers account for the steps that were replayed since they last did."""
-        replayed, self.pending = self.pending, None
-        if replayed is not None:
+        pending, self.pending = self.pending, {}
+        for replayed in pending.values():
             for layer, plan, query in zip(layers, replayed.plans, replayed.queries):
                 assert layer.store is not None
                 account(layer.store, layer.policy, plan, query, replayed.tally)

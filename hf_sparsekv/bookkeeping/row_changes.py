@@ -55,7 +55,7 @@ class Emptied(Owner, Protocol):
 def forget(cache: Emptied) -> None:
     """No row of the cache holds anything. Its memory is kept."""
     cache.changes += 1
-    cache.replays.pending = cache.row_batch = None
+    cache.replays.pending, cache.row_batch = {}, None
     layers = cache.sparse_layers
     for layer in layers:
         layer.broken = "reset() stopped half-way"  # until all is done
@@ -118,10 +118,11 @@ def keep_tokens(cache: Shortened, lengths: Sequence[int], valid: Tensor | None) 
     before, table = cache.joined_rows(), cache.row_table
     cache.under_way = None
     after = before.aligned(lengths, table.config.window, valid)
-    layers = cache.sparse_layers
-    if after.sealed == before.sealed and not any(layer.policy.follows_crops for layer in layers):
+    own = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    if after.sealed == before.sealed and not any(layer.policy.follows_crops for layer in own):
         table.rows = after
         return
+    layers = cache.sparse_layers  # which account for the steps before this
     with in_all(cache, "taking back drafts"):
         for layer in layers:
             layer.shorten(after)

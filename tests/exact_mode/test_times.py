@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from caches import CACHES, TIGHT
 from captured import imitated
 from models import model, prompt
 
 from hf_sparsekv import sparse
+from hf_sparsekv.bookkeeping.replayed import Replays
 from hf_sparsekv.exact_mode import text
 from hf_sparsekv.exact_mode.pace import Pace
 
@@ -56,3 +59,15 @@ def test_rounds_that_capture_are_not_measured(monkeypatch):
     assert rounds[0] == (True, True)
     assert all((captured > 0) == (drafts or verification) for captured, drafts, verification in seen)
     assert rounds.count((False, False)) > len(rounds) / 2
+
+
+def test_rounds_leave_the_account_of_steps_alone(monkeypatch):
+    """All layers would have to make it while the GPU waits for the next draft."""
+    net, settled, rounds = imitated("llama")[0], [], []
+    settle, drafted = Replays.settle, Pace.drafted
+    monkeypatch.setattr(Replays, "settle", lambda self, layers: settled.append(len(layers)) or settle(self, layers))
+    monkeypatch.setattr(Pace, "drafted", lambda self, *a: rounds.append(len(settled)) or drafted(self, *a))
+    with sparse(net, SETTING, exact=True, drafts=3):
+        net.generate(**prompt(3, 165, (0, 5, 61)), **GO, pad_token_id=0)
+    between = [after - before for before, after in pairwise(rounds)]
+    assert between.count(0) > len(between) / 2

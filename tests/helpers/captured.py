@@ -101,7 +101,7 @@ class ImitatedGraphs(Recorder):
                 lengths = [ring.cumulative_length for ring in rings]
                 rows, table.rows = table.rows, held
                 host = cache.changes, cache._joined, cache.replays.pending  # no replay on a GPU changes these
-                cache.replays.pending = None
+                cache.replays.pending = {}
                 for state in saved:
                     state.put_back_host()
                 for ring, length in zip(rings, frozen):
