@@ -285,6 +285,7 @@ RANGES = {
     "no labels, no bounds": SealRange(37, 1, 4, channels=0, bounds=False, sinks=0),
     "wide heads": SealRange(100, 0, 2, heads=1, dk=256, dv=256, channels=64, block_size=128),
     "latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24),
+    "latents without a rotary part": SealRange(70, 1, 3, heads=1, dk=80, dv=0, split=80, channels=24),
     "wide latents": SealRange(70, 1, 3, heads=1, dk=576, dv=0, split=512, channels=128, block_size=64),
     "all sinks": SealRange(3, 0, 3, sinks=20, rows=2),
 }

@@ -50,6 +50,10 @@ SHAPES = {
     "latents, 16 heads, two KV heads": replace(LATENTS, group=16, heads=2),
     "latents, no powers of two": replace(LATENTS, group=5, dk=57, dv=40, ring=30),
     "latents, almost all value": replace(LATENTS, dk=33, dv=32),
+    "latents, all value": replace(LATENTS, dk=32),
+    "latents, a sliding window of Dots 3 Note's": replace(
+        LATENTS, group=20, dk=1088, dv=1024, block_size=64, cap=0, chosen=0, ring=17, sinks=0, batch=1
+    ),
     "latents, GLM-4.7-Flash": replace(LATENTS, group=20, dk=576, dv=512, block_size=64, cap=3, chosen=2, batch=1),
     "latents, many rows": replace(LATENTS, batch=5, cap=3, chosen=2),
     "latents, no sinks": replace(LATENTS, sinks=0, ring=40),

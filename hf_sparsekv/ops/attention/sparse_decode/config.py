@@ -110,7 +110,8 @@ def config(q: Tensor, kv: Tensor, recent_kv: Tensor, value_dim: int, granularity
     tile, wide = chosen.tile, width
     while wide > WIDEST and tile > 16:
         tile, wide = tile // 2, wide // 2
-    at_once = max(16, min(chosen.heads, triton.next_power_of_2(group)))
+    most = chosen.heads * 512 // max(512, triton.next_power_of_2(value_dim))  # sums of 512 are what registers hold
+    at_once = max(16, min(most, triton.next_power_of_2(group)))
     item = q.element_size() if is_native(q, kv, recent_kv) else 4
     chosen = replace(chosen, tile=tile, heads=at_once, programs=programs(chosen.programs, q))
     limit = shared_memory(q)
