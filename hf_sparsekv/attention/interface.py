@@ -15,6 +15,7 @@ from .exact import exact_attention
 from .handle import KVHandle
 from .indices import index_mask
 from .masks import sparsekv_mask
+from .mla import Absorbed
 
 NAME = "sparsekv"
 
@@ -76,6 +77,10 @@ def sparsekv_attention(
                 attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
         step: Any = key.step
         step.indices = kwargs.get("indices")
+        if step.absorbed is not None and step.absorbed.module is not module:  # latents that another layer has stored
+            step.absorbed = Absorbed(module)
+            if query.shape[2] > 1:
+                step.absorbed.refresh(step.k)
         out, key, value = step.layer.owner.attend(module, step, query, attention_mask, params, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None

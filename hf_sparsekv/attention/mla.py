@@ -51,7 +51,10 @@ def may_be_mla(config) -> bool:
 
     False avoids the search of the call stack (:func:`calling_module`).
     """
-    return config is None or hasattr(config.get_text_config(decoder=True), "kv_lora_rank")
+    if config is None:
+        return True
+    text, name = config.get_text_config(decoder=True), "kv_lora_rank"
+    return hasattr(type(text), name) or name in vars(text)  # to ask for what differs by layers is an error
 
 
 def passes_on(name: str) -> None:

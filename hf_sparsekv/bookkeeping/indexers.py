@@ -20,7 +20,7 @@ from .models import check_kind, need_config
 passes_on(__name__)
 
 # Their attention modules give the attention function the indices, and nothing but their own latents.
-LATENT = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+LATENT = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text")
 SERVED = (*LATENT, "qwen4_exp_text")
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..layers.indexed import IndexedLayer
+from ..layers.indexed import Borrower, IndexedLayer
 from ..layers.owned import Owner
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
@@ -58,8 +58,14 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     stock = stock_layers(model_config)
     if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
         check_options(cache.config, text)
+    sources = getattr(text, "kv_source_layers", range(len(stock)))  # whose latents a layer attends to
     for index, layer in enumerate(stock):
-        if isinstance(layer, DynamicIndexedLayer):
+        if isinstance(layer, DynamicIndexedLayer) and (source := sources[index]) != index:
+            before = [other for other in stock[:index] if isinstance(other, Borrower)]
+            place = 1 + sum(other.source is stock[source] for other in before)
+            stock[source].policy.indexers = place + 1
+            stock[index] = Borrower(stock[source], place)
+        elif isinstance(layer, DynamicIndexedLayer):
             stock[index] = own_layer(cache, index, chosen_tokens(text))
             stock[index].asked_first = not hasattr(text, "index_topk")
         elif type(layer) is DynamicLayer:

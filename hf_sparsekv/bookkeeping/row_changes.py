@@ -16,6 +16,7 @@ from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from ..layers.changes import in_all
 from ..layers.complete import check_complete
+from ..layers.indexed import Borrower
 from ..layers.owned import Owner
 from ..layers.sparse_layer import SparseLayer
 from .passes import LinearPasses
@@ -66,7 +67,8 @@ def forget(cache: Emptied) -> None:
         fresh: Any = DynamicCache(config=cache.model_config)
         if cache._record_past:
             fresh.activate_past_recording()
-        cache.layers = [mine if isinstance(mine, SparseLayer) else new for mine, new in zip(cache.layers, fresh.layers)]
+        own = SparseLayer | Borrower
+        cache.layers = [mine if isinstance(mine, own) else new for mine, new in zip(cache.layers, fresh.layers)]
     cache.row_table.clear()
     for layer in layers:
         layer.empty()

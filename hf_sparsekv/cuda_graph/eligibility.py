@@ -148,6 +148,9 @@ class Eligibility:
 
     def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
         """Reasons in the cache: its layers, where its memory is, padding."""
+        text = cache.model_config.get_text_config(decoder=True)
+        if getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", None) or ()):
+            return "layers of the model share their keys and values"
         use_rings(cache)
         others = [layer for layer in cache.layers if not isinstance(layer, SparseLayer | SlidingRing)]
         if not (all(_in_place(layer, cache) for layer in others) and cache.sparse_layers):
@@ -174,8 +177,6 @@ class Eligibility:
                 "rows have padding between their tokens, which sliding layers and indexers would take for tokens in a "
                 "captured step"
             )
-        if getattr(cache.model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
-            return "layers of the model share their keys and values"
         return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 
 from ..attention.handle import Step
 from ..attention.indices import visible
@@ -29,14 +30,14 @@ class IndexedLayer(SparseLayer):
     indexer's keys, unless the layer uses the indices of an earlier one; the attention function, with the indices.
 
     Attributes:
-        index_at: the column that the indexer's next key belongs to.
+        index_at: the column that the next key of each of ``policy.indexers`` belongs to.
         asked_first: the indexer is called before :meth:`update` (Qwen4-Exp).
         choice: what an indexer left here for the attention of this pass, which does not get it: columns as
             ``Step.indices``, and the mask that hides some.
     """
 
     policy: IndexedPolicy
-    index_at = 0
+    index_at: list[int]
     asked_first = False
     choice: tuple[Tensor, Tensor] | None = None
 
@@ -75,18 +76,22 @@ class IndexedLayer(SparseLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         handles = super().update(key_states, value_states, *args, **kwargs)
         assert self.pending is not None
-        self.index_at = self.pending.past
+        self.index_at = [self.pending.past] * self.policy.indexers
         return handles
 
-    def update_indexer(self, keys: Tensor) -> Tensor:
-        """The indexer's keys ``[batch, n, D]`` of the next ``n`` columns of this pass: those of all columns so far."""
+    def update_indexer(self, keys: Tensor, place: int = 0) -> Tensor:
+        """Keys ``[batch, n, D]`` of the next ``n`` columns of this pass, of an indexer: those of all columns so far.
+
+        ``place``: 0 for the layer's own indexer, else that of a :class:`Borrower`.
+        """
         if self._by_rows:
             held = self.policy.keep_key(keys, self._span()[0] - 1)
             return held if self.captured is not None else held[:, : self._longest]
         if self.asked_first:
-            self.index_at = self.get_seq_length()
-        first, self.index_at = self.index_at, self.index_at + keys.shape[1]
-        return self.policy.keep_keys(keys, first)
+            self.index_at = [self.get_seq_length()]
+        first = self.index_at[place]
+        self.index_at[place] += keys.shape[1]
+        return self.policy.keep_keys(keys, first, place)
 
     def step_mask(self) -> Tensor | None:
         """Columns that an indexer may choose, bool ``[batch, 1, n]``; None: the model's own mask says it.
@@ -161,3 +166,26 @@ class IndexedLayer(SparseLayer):
             columns = known.mask  # accelerate copies 4-D masks to other devices, and only the first layers see ours
             columns = columns if columns is None else columns.to(query.device)
         return columns
+
+
+_Dummy: Any = getattr(cache_utils, "DummyLayer", object)  # of later releases than transformers 5.17
+
+
+class Borrower(_Dummy):
+    """A layer that has an indexer, and attends to the latents of another one (Mistral Large 4): it stores nothing.
+
+    Args:
+        source: the layer that stores them. It keeps the keys of this indexer, too.
+        place: which of those that ``source`` keeps.
+    """
+
+    def __init__(self, source: IndexedLayer, place: int) -> None:
+        super().__init__()
+        self.source, self.place = source, place
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """See :meth:`IndexedLayer.update_indexer`."""
+        return self.source.update_indexer(keys, self.place)
+
+    def step_mask(self) -> None:
+        """The model's own mask: no step of such a model is captured, and its rows do not come and go."""

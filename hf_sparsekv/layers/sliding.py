@@ -11,17 +11,21 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention.handle import KVHandle, Step
+from ..attention.mla import Absorbed, calling_module, may_be_mla, passes_on
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
 from ..tensors import no_inference_mode, take_rows
 from ..types import AttentionParams
 from .owned import Owned, Owner
 
+passes_on(__name__)
+
 
 class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
-    The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`.
+    The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`. Of MLA layers a
+    token is a latent with its rotary part.
 
     Args:
         stock: the filled layer to take over.
@@ -43,11 +47,12 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.ring = keys.new_zeros(batch, heads, size, self.key_dim + self.value_dim)
         self.attended = torch.zeros(batch, heads, dtype=torch.int64, device=keys.device)  # the kernel wants one
         self.no_block_table = torch.empty(batch, 0, dtype=torch.int32, device=keys.device)
-        self.no_blocks = keys.new_empty(0, heads, 1, self.key_dim + self.value_dim)
+        block = 64 if may_be_mla(owner.model_config) else 1  # over latents the kernels' tiles are within one
+        self.no_blocks = keys.new_empty(0, heads, block, self.key_dim + self.value_dim)
         self.cumulative_length = self.written = stock.cumulative_length
         self._kept: tuple[int, Tensor] | None = None  # a column, and what is overwritten from it on
         self._write(keys, values, self.cumulative_length - keys.shape[2])
-        self.replay = None
+        self.replay, self._refreshed = None, False  # what is made of an MLA module's projection
         del self.keys, self.values
 
     def __deepcopy__(self, memo: dict) -> DynamicSlidingWindowLayer:
@@ -101,8 +106,13 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self.ring[:, :, at] = torch.cat((k[:, :, skip:], v[:, :, skip:]), dim=-1).detach()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        module = calling_module(key_states, value_states) if may_be_mla(self.owner.model_config) else None
+        absorbed = None if module is None else Absorbed(module)
+        if absorbed is not None and (key_states.shape[2] > 1 or not self._refreshed):
+            absorbed.refresh(key_states)
+            self._refreshed = True
         if self.replay is not None:
-            step = Step(self, key_states, value_states, self.cumulative_length)
+            step = Step(self, key_states, value_states, self.cumulative_length, absorbed)
             return KVHandle(step, "k"), KVHandle(step, "v")
         keys, values = torch.cat((self.keys, key_states), 2), torch.cat((self.values, value_states), 2)
         self._write(key_states, value_states, self.cumulative_length)
@@ -165,22 +175,24 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         rows = self.owner.row_table.steps(self.device)
         append(step.k, step.v, None, self.ring, rows.columns, 0)
         step.committed = True
+        q = query if step.absorbed is None else step.absorbed.queries(query)
         out = sparse_decode(
-            query[:, :, 0],
+            q[:, :, 0],
             self.no_blocks,
             rows.window(self.sliding_window),
             self.no_block_table,
             None,
             self.ring,
             granularity="all",
-            value_dim=self.value_dim,
+            value_dim=self.value_dim if step.absorbed is None else self.key_dim,
             sinks=0,
             scale=params.scale,
             softcap=params.softcap,
             sink_logits=params.sink_logits,
             attended=self.attended,
         )
-        return out[:, :, None]
+        out = out[:, :, None]
+        return out if step.absorbed is None else step.absorbed.outputs(out)
 
     def advance(self) -> None:
         """The host's share of a replayed step."""

@@ -201,9 +201,9 @@ CHANNEL_FILE = {
 LAYER = {
     "device": DEVICE,
     "dtype": FLOAT,
-    **dict.fromkeys(("batch", "heads", "key_dim", "value_dim", "length"), SIZE),
+    **dict.fromkeys(("batch", "heads", "key_dim", "length"), SIZE),
     **dict.fromkeys(("latent", "record_past", "norms", "key_stats", "moments"), FLAG),
-    **dict.fromkeys(("kept", "near", "blocks"), COUNT),
+    **dict.fromkeys(("kept", "near", "blocks", "value_dim"), COUNT),  # a latent may have no rotary part
     **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
     "stats_tokens": _or_null(COUNT),
     "index": _object(FIELD),

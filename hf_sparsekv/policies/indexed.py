@@ -35,6 +35,7 @@ class IndexedPolicy(LabelledPolicy):
 
     Attributes:
         index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
+            Those of ``indexers`` side by side, where layers that store nothing have indexers, too.
         positions: int64 ``[3, batch, capacity]``, by columns, if the model keeps them here (Qwen4-Exp).
         chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none. In a captured step: tokens.
         topk: columns that the indexer chooses.
@@ -44,6 +45,7 @@ class IndexedPolicy(LabelledPolicy):
     HOST: ClassVar = {"chosen": None}
     OWN: ClassVar = ("chosen",)
     own_name = True
+    indexers = 1
 
     index_keys: Tensor | None
     positions: Tensor | None
@@ -59,16 +61,18 @@ class IndexedPolicy(LabelledPolicy):
 
     @no_inference_mode
     @torch.no_grad()
-    def keep_keys(self, keys: Tensor, first: int) -> Tensor:
-        """Keep the indexer's keys ``[batch, n, D]`` of columns ``first ..``: all of them so far."""
+    def keep_keys(self, keys: Tensor, first: int, place: int = 0) -> Tensor:
+        """Keep keys ``[batch, n, D]`` of columns ``first ..``, of the indexer at ``place``: all of them so far."""
         held, end = self.index_keys, first + keys.shape[1]
         if first and held is None:
             raise RuntimeError("this cache has lost the keys of the model's indexer: call reset() and prefill again")
-        if held is None or held.shape[1] < end or (not first and not _alike(held, keys)):
+        width = keys.shape[2] * self.indexers
+        if held is None or held.shape[1] < end or (not first and not _alike(held, keys, width)):
             room = _room(end, self.config.max_length)
-            held = self.index_keys = _grown(held if first else None, keys, room)
-        held[:, first:end] = keys
-        return held[:, :end]
+            held = self.index_keys = _grown(held if first else None, keys, room, width)
+        mine = held[:, :end].unflatten(2, (self.indexers, -1))[:, :, place]
+        mine[:, first:] = keys
+        return mine
 
     def keep_key(self, keys: Tensor, column: Tensor) -> Tensor:
         """By columns that the device knows: keep one key of each row, ``[batch, 1, D]``, of ``column [batch, 1]``.
@@ -126,7 +130,7 @@ class IndexedPolicy(LabelledPolicy):
         rows, keys = store.held, self.index_keys
         room = store.block_table.shape[1] * store.block_size + store.ring.tokens + rows.columns - min(rows.lengths)
         if keys is not None and keys.shape[1] < room:  # captured steps may go on until the table is full
-            self.index_keys = _grown(keys, keys, room)
+            self.index_keys = _grown(keys, keys, room, keys.shape[2])
         if (at := self.positions) is not None and at.shape[2] < room:
             self.positions = torch.nn.functional.pad(at, (0, room - at.shape[2]))
         return self.plan(store)
@@ -177,14 +181,14 @@ def needs(request: Request, topk: int) -> Memory:
     return memory
 
 
-def _alike(held: Tensor, keys: Tensor) -> bool:
-    """Whether ``keys`` can be kept in the memory of earlier ones."""
-    return (len(held), held.shape[2], held.dtype, held.device) == (len(keys), keys.shape[2], keys.dtype, keys.device)
+def _alike(held: Tensor, keys: Tensor, width: int) -> bool:
+    """Whether ``keys``, ``width`` wide with those of other indexers, can be kept in the memory of earlier ones."""
+    return (len(held), held.shape[2], held.dtype, held.device) == (len(keys), width, keys.dtype, keys.device)
 
 
-def _grown(held: Tensor | None, keys: Tensor, room: int) -> Tensor:
-    """Room for ``room`` keys of each row, like ``keys``, with those that are ``held``."""
-    made = keys.new_zeros(len(keys), room, keys.shape[2])
+def _grown(held: Tensor | None, keys: Tensor, room: int, width: int) -> Tensor:
+    """Room for ``room`` keys of each row, like ``keys`` but ``width`` wide, with those that are ``held``."""
+    made = keys.new_zeros(len(keys), room, width)
     if held is not None:
         made[:, : held.shape[1]] = held
     return made

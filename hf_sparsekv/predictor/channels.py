@@ -352,10 +352,15 @@ def check_layers(model_config, config) -> None:
         )
 
 
+def first_layer(config):
+    """The configuration of a decoder's first layer: where layers differ, the decoder's own gives no such values."""
+    return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+
+
 def describe(config) -> dict:
     """What a channel file must agree on with a model's (text) configuration."""
     check_config(config)
-    config = config.get_text_config(decoder=True)
+    config = first_layer(config.get_text_config(decoder=True))
     facts = {key: getattr(config, key, None) for key in _SHAPE_KEYS}
     facts["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return facts

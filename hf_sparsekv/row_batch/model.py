@@ -37,8 +37,8 @@ def check_kinds(cache: Batch) -> None:
     """Raise ValueError unless all layers of the cache are sparse ones, which keep each row apart."""
     if len(cache.sparse_layers) < len(cache.layers):
         raise ValueError(
-            "rows that come and go need a model whose layers all attend to their whole past: sliding windows and "
-            "linear attention keep no rows of their own"
+            "rows that come and go need a model whose layers all attend to their whole past: sliding windows, "
+            "linear attention, and layers that attend to what another one has stored, keep no rows of their own"
         )
     if any(isinstance(layer, IndexedLayer) and layer.asked_first for layer in cache.layers):
         raise ValueError(

@@ -18,6 +18,7 @@ from ..policies.indexed import chooses, needs
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
 from ..policies.token_config import TokenConfig
+from ..predictor.channels import first_layer
 
 # The only implementation of a mixture of experts that neither reads values nor requires a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}
@@ -180,7 +181,7 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         layers=layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        query_heads=text.num_attention_heads,
+        query_heads=first_layer(text).num_attention_heads,
         notes=tuple(notes),
         topk=chosen_tokens(text) if indexed else 0,
     )
@@ -194,6 +195,8 @@ def _keeps_keys(indexer, hidden, tables, mask, cache) -> torch.Tensor:
 
 def _latent_shape(layer, module) -> LayerShape:
     """Of a layer whose model chooses its tokens. ``layer``: transformers' own, after a pass, which may expand."""
+    if not hasattr(layer, "update_indexer"):  # sliding
+        return _layer_shape(layer, True)
     stock = sum(held.shape[1] * held.shape[3] for held in (layer.keys, layer.values)) + _index_dim(layer)
     sizes = {"key_dim": module.kv_lora_rank, "value_dim": module.qk_rope_head_dim}
     return LayerShape("full", 1, **sizes, latent=True, index_dim=_index_dim(layer), stock=stock)

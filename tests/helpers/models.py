@@ -179,7 +179,12 @@ def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
     model_class, config_class, own = (MODELS | INDEXED)[name]
     config = config_class(**{**COMMON, **own, **changes}, attn_implementation=attn)
     torch.manual_seed(seed)
-    model = model_class(config).eval()
+    return wide(model_class(config), seed)
+
+
+def wide(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """``model`` in eval mode, with random weights of which its text depends."""
+    model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -189,6 +194,42 @@ def build(name: str, attn: str, seed: int = 0, **changes) -> torch.nn.Module:
             elif key.endswith("sinks"):  # as large as the logits, or nobody would miss them
                 parameter.normal_(mean=6.0, generator=generator)
     return model
+
+
+def dots3_note(attn: str) -> torch.nn.Module:
+    """Dots 3 Note's text model (transformers 5.24): between layers with an indexer sliding ones of other latents."""
+    sliding = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 12, "kv_lora_rank": 32}
+    sliding |= {"head_dim": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 12, "v_head_dim": 10}
+    own = {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "indexed_attention"] * 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "dense"],
+        "shared_experts_intermediate_size": 32,
+        "sliding_window": 17,
+        **{f"swa_{name}": value for name, value in sliding.items()},
+    }
+    config = tf.Dots3NoteTextConfig(**{**COMMON, **MLA_SIZES, **EXPERTS, **_INDEXER, **own}, attn_implementation=attn)
+    torch.manual_seed(0)
+    return wide(tf.Dots3NoteForCausalLM(config))
+
+
+# Layers 2 to 4 attend to what layers 0 and 1 have stored, two of them by an indexer of their own.
+SHARING = {
+    "no_rope_layers": [1, 0, 1, 0, 1, 1],
+    "kv_source_layers": [0, 1, 0, 1, 0, 5],
+    "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
+}
+
+
+def mistral_large4(attn: str, **changes) -> torch.nn.Module:
+    """Mistral Large 4 (transformers 5.24), which also takes images; its fourth layer has no rotary part."""
+    text = {**COMMON, **MLA_SIZES, **EXPERTS, **_INDEXER, "num_hidden_layers": 6, "first_k_dense_replace": 1}
+    text["rope_parameters"] = {**_YARN, "original_max_position_embeddings": 256, "attention_factor": 1.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 32, "patch_size": 8}
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    config = tf.MistralLarge4Config(text_config={**text, **changes}, vision_config=vision)
+    torch.manual_seed(0)
+    return wide(tf.MistralLarge4ForConditionalGeneration._from_config(config, attn_implementation=attn))
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}

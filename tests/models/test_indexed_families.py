@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import model_list
 import pytest
 import torch
 import transformers as tf
-from models import INDEXED, REFERENCE, build, prompt, qwen4_exp
-from transformers import CONFIG_MAPPING, DynamicCache
+from captured import Imitation
+from models import INDEXED, REFERENCE, SHARING, build, dots3_note, mistral_large4, prompt, qwen4_exp
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
-from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig
+from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TokenConfig
 from hf_sparsekv.bookkeeping.indexers import SERVED
 from hf_sparsekv.cache_name import over
+from hf_sparsekv.tuning.plan import model_shape
 
 BY_CONFIG = r"of such models axk2, .*, qwen4_exp_text are served"
 OWN_ATTENTION = "compute their attention themselves"
@@ -24,13 +28,17 @@ BLOCKS = "chooses blocks by an indexer of its own"
 FAMILIES = {
     **{config.model_type: partial(build, name) for name, (_, config, _) in INDEXED.items()},
     "qwen4_exp": partial(qwen4_exp, kinds=["linear_attention", "qwen_sparse_attention"] * 2),
-    **dict.fromkeys(("dots3_note", "glm5_next", "hy_v4_vl", "mistral_large4"), BY_CONFIG),
+    "dots3_note": dots3_note,
+    "mistral_large4": mistral_large4,
+    **dict.fromkeys(("glm5_next", "hy_v4_vl"), BY_CONFIG),
     "deepseek_v4": OWN_ATTENTION,
     "minimax_m3_vl": BLOCKS,
 }
 LATER = ("dots3_note", "hy_v4_vl", "mistral_large4")  # than transformers 5.17
-DECODER = {"qwen4_exp": "qwen4_exp_text", "minimax_m3_vl": "minimax_m3_vl_text"}  # in docs/models.md
+DECODER = {name: f"{name}_text" for name in ("dots3_note", "minimax_m3_vl", "mistral_large4", "qwen4_exp")}
 HERE = [name for name in FAMILIES if name in CONFIG_MAPPING]
+MADE = {name: made for name, made in FAMILIES.items() if callable(made)}
+MADE["mistral_large4, sharing"] = partial(mistral_large4, **SHARING)
 GO = {"do_sample": False, "max_new_tokens": 20}
 DOCS = Path(__file__).parents[2] / "docs/mla.md"
 
@@ -44,17 +52,31 @@ def test_these_are_all():
     assert {DECODER.get(name, name) for name, made in FAMILIES.items() if callable(made)} == {*SERVED}
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("name", [name for name in HERE if callable(FAMILIES[name])])
-@pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
-def test_served(name, offload, monkeypatch):
-    """In float32 the tokens of transformers' own cache: padded, another turn, in chunks."""
-    for module in (torch, torch.nn.functional):  # else several scores are 0, and any of them may be chosen
+def models_of(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The same model for our caches and for transformers' own."""
+    if (family := name.partition(",")[0]) not in HERE:
+        pytest.skip(f"{family} is not in transformers {tf.__version__}")
+    return MADE[name](attn="sparsekv"), MADE[name](attn=REFERENCE.get(name.replace("_", "-"), "sdpa"))
+
+
+@pytest.fixture
+def different_scores(monkeypatch):
+    """Else several scores are 0, and any of them may be chosen."""
+    for module in (torch, torch.nn.functional):
         monkeypatch.setattr(module, "relu", torch.nn.functional.softplus)
-    made = FAMILIES[name]
-    net, stock = made(attn="sparsekv"), made(attn=REFERENCE.get(name.replace("_", "-"), "sdpa"))
-    config = TokenConfig(block_size=16, window=16, max_draft=4)
-    cache, theirs = SparseCache(config, offload, net.config), DynamicCache(config=stock.config)
+
+
+def new_cache(offload: OffloadConfig | None, config: PreTrainedConfig | None = None) -> SparseCache:
+    return SparseCache(TokenConfig(block_size=16, window=16, max_draft=4), offload, config)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
+def test_served(name, offload, different_scores):
+    """In float32 the tokens of transformers' own cache: padded, another turn, in chunks."""
+    net, stock = models_of(name)
+    cache, theirs = new_cache(offload, net.config), DynamicCache(config=stock.config)
     inputs = prompt(2, 90, (0, 30))
     text = stock.generate(**inputs, **GO, **over(stock, theirs))
     assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), text)
@@ -65,6 +87,72 @@ def test_served(name, offload, monkeypatch):
     assert cache.stats().sparse_calls == 2 * 19 * len(cache.sparse_layers)
     cache.reset()
     assert torch.equal(net.generate(**inputs, **GO, prefill_chunk_size=40, **over(net, cache)), text)
+
+
+LATENTS_OF_OTHERS = ["dots3_note", "mistral_large4", "mistral_large4, sharing"]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", LATENTS_OF_OTHERS)
+@pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
+def test_other_ways(name, offload, different_scores, tmp_path):
+    """Without a configuration: beams, drafts, a copy, a file."""
+    net, stock = models_of(name)
+    inputs = prompt(1, 100)
+    for how in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        text = stock.generate(**inputs, **GO, **how)
+        assert torch.equal(net.generate(**inputs, **GO, **how, **over(net, new_cache(offload))), text)
+    cache = new_cache(offload)
+    text = net.generate(**inputs, **GO, **over(net, cache))
+    ids = torch.cat((text, prompt(1, 20, seed=5)["input_ids"]), 1)
+    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    caches = [copy.deepcopy(cache)]
+    if "sharing" in name:
+        with pytest.raises(ValueError, match="cannot be saved"):
+            cache.save(tmp_path / "file")
+        with pytest.raises(ValueError, match="attend to what another one has stored"):
+            SparseCache(TokenConfig(), model_config=net.config).rows(2, 256)
+    else:
+        cache.save(tmp_path / "file")
+        caches.append(SparseCache.load(tmp_path / "file", model_config=net.config))
+    cache.reset()
+    for one in caches:
+        assert torch.equal(net.generate(**turn, **GO, **over(net, one)), stock.generate(**turn, **GO))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", LATENTS_OF_OTHERS)
+@pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
+def test_replayed_steps(name, offload, different_scores):
+    """Those of layers that share latents are not captured."""
+    net, stock = models_of(name)
+    runner, inputs, go = Imitation(net), prompt(2, 60, (0, 13)), {**GO, "max_new_tokens": 34}
+    runner.install()
+    shares = pytest.warns(UserWarning, match="share their keys") if "sharing" in name else nullcontext()
+    with shares:
+        text = net.generate(**inputs, **go, **over(net, new_cache(offload)))
+    runner.remove()
+    assert torch.equal(text, stock.generate(**inputs, **go))
+    assert runner.replays == (0 if "sharing" in name else 33)
+
+
+def test_an_engine_of_layers_without_a_rotary_part(different_scores):
+    net, stock = models_of("mistral_large4")
+    asked = [prompt(1, length, seed=length)["input_ids"] for length in (100, 40)]
+    with Engine(net, serving=ServingConfig(max_rows=2, max_length=256, prefix_cache=False)) as engine:
+        found = [engine.submit(ids[0], Sampling(max_tokens=20, temperature=0)) for ids in asked]
+        found = [list(handle.result(60).token_ids) for handle in found]
+    for ids, tokens in zip(asked, found, strict=True):
+        text = stock.generate(ids, attention_mask=torch.ones_like(ids), **GO)
+        assert tokens == text[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", ["dots3_note"])
+def test_planned(name):
+    """Sliding layers keep latents of their own width."""
+    net, _ = models_of(name)
+    sizes = [(one.kind, one.key_dim, one.value_dim, one.index_dim) for one in model_shape(net.config).layers]
+    assert sizes == [("sliding", 32, 12, 0), ("full", 16, 8, 16)] * 2
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if FAMILIES[name] == BY_CONFIG])
