@@ -66,7 +66,9 @@ class Step:
         committed: they are stored.
         autocast: they came from inside ``torch.autocast``.
         before: what the layer held when it was given them; None: nothing.
-        indices: columns that the model's indexer has chosen, int ``[batch, q, k]``; None: it has none.
+        indices: columns that the model's indexer has chosen, int ``[batch, q, k]``, or blocks of columns for each KV
+            head, ``[batch, H, q, k]``; None: it has none.
+        size: columns of such a block.
         shown: the mask of these, ``[batch or 1, 1, q, n]``.
         under_way: the forward pass that brings them; None: that of a captured step, or no attention yet.
     """
@@ -81,6 +83,7 @@ class Step:
     autocast: bool = False
     before: Rows | None = None
     indices: Tensor | None = None
+    size: int = 1
     shown: Tensor | None = None
     under_way: Pass = None  # type: ignore[assignment]  # there from attend() on, where no step is captured
 

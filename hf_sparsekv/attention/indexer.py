@@ -28,22 +28,28 @@ def is_ours(cache: object) -> bool:
 def forward(self, *args, **kwargs) -> Tensor:
     """Replaces an indexer's ``forward``: indices ``[batch, q, k]``, -1 where a query has fewer columns to choose from.
 
+    Or ``[batch, H, q, k]``, blocks of columns for each KV head, of an indexer that gets no mask (MiniMax M3).
+
     With another cache or attention function the original method runs.
     """
     own, given = own_forward(self), arguments(self, args, kwargs)
-    new, mask = given["hidden_states"].shape[1], given["attention_mask"]
+    new, mask = given["hidden_states"].shape[1], given.get("attention_mask")
     cache: Any = given.get("past_key_values", given.get("cache"))
     if not is_ours(cache) or self.config._attn_implementation != "sparsekv":
         return own(*args, **kwargs)
     if new == 1:
-        captured = cache.layers[self.layer_idx].step_mask()
+        captured = None if mask is None else cache.layers[self.layer_idx].step_mask()
         return own(**(given if captured is None else {**given, "attention_mask": captured}))
-    batch, past = len(given["hidden_states"]), mask.shape[-1] - new
-    each = self.n_heads + (self.head_dim if batch > 1 else 0)  # torch.matmul copies the keys of several rows
-    step = max(1, _BYTES // (4 * batch * each * mask.shape[-1]))
-    found = [own(**_piece(given, lo, min(lo + step, new), past)) for lo in range(0, new, step)]
+    if mask is None:
+        n, heads = cache.layers[self.layer_idx].get_seq_length(), self.num_heads
+    else:
+        n, heads = mask.shape[-1], self.n_heads
+    batch = len(given["hidden_states"])
+    each = heads + (self.head_dim if batch > 1 else 0)  # torch.matmul copies the keys of several rows
+    step = max(1, _BYTES // (4 * batch * each * n))
+    found = [own(**_piece(given, lo, min(lo + step, new), n - new)) for lo in range(0, new, step)]
     most = found[-1].shape[-1]
-    return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=1)
+    return torch.cat([nn.functional.pad(part, (0, most - part.shape[-1]), value=-1) for part in found], dim=-2)
 
 
 def own_forward(indexer: Any) -> Callable[..., Tensor]:
@@ -71,7 +77,8 @@ def _piece(given: dict, lo: int, hi: int, past: int) -> dict:
         if isinstance(part.get(name), Tensor):
             part[name] = part[name][:, lo:hi]
     part["position_embeddings"] = tuple(table[:, lo:hi] for table in part["position_embeddings"])
-    part["attention_mask"] = part["attention_mask"][:, lo:hi, : past + hi]
+    if "attention_mask" in part:
+        part["attention_mask"] = part["attention_mask"][:, lo:hi, : past + hi]
     return part
 
 

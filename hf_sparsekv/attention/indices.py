@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..types import AttentionParams
 from .exact import exact_attention
@@ -40,6 +41,39 @@ def index_mask(indices: Tensor, mask: Tensor | None, columns: int) -> Tensor:
     return one_more.scatter_(-1, chosen.masked_fill(chosen < 0, columns), True)[:, None, :, :columns]
 
 
+def columns_of_blocks(blocks: Tensor, size: int) -> Tensor:
+    """Columns, int64 ``[..., k * size]``, of ``blocks [..., k]`` of ``size`` columns; -1 of a block -1."""
+    blocks = blocks.long()[..., None]
+    inside = torch.arange(size, device=blocks.device)
+    return (blocks * size + inside).masked_fill(blocks < 0, -1).flatten(-2)
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, blocks: Tensor, size: int, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention of the last ``q`` columns, ``query [batch, Hq, q, Dk]``, to blocks of ``size`` columns.
+
+    ``blocks``: int ``[batch, H, q, k]``, for each KV head; -1 for none. All columns are tokens.
+    """
+    (batch, heads, n), new = key.shape[:3], query.shape[2]
+    if blocks.shape[-1] * size >= n:  # all are chosen
+        return exact_attention(query, key, value, params, dropout=dropout)
+    column = torch.arange(n, device=key.device)
+    query = query.unflatten(1, (heads, -1)).flatten(0, 1)  # [batch * H, G, q, Dk]: one mask serves a group
+    key, value = (x.flatten(0, 1)[:, None].expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    step, outs = max(1, _BYTES // (8 * batch * heads * n)), []  # of masks
+    for some, part, own in zip(query.split(step, 2), blocks.split(step, 2), column[n - new :].split(step)):
+        there = torch.zeros(*part.shape[:3], -(-n // size) + 1, dtype=torch.bool, device=key.device)
+        there.scatter_(-1, part.long().masked_fill(part < 0, there.shape[-1] - 1), True)
+        mask = there[..., :-1].repeat_interleave(size, -1)[..., :n] & (column <= own[:, None])
+        outs.append(
+            scaled_dot_product_attention(
+                some, key, value, attn_mask=mask.flatten(0, 1)[:, None], dropout_p=dropout, scale=params.scale
+            )
+        )
+    return torch.cat(outs, dim=2).unflatten(0, (batch, heads)).flatten(1, 2)
+
+
 def exact_of(step: Step) -> Callable[..., Tensor]:
     """Attention of a prompt, or of a piece of it, as :func:`.exact.exact_attention`."""
     if step.indices is not None:
@@ -50,6 +84,8 @@ def exact_of(step: Step) -> Callable[..., Tensor]:
 def _of_step(step: Step, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, **given) -> Tensor:
     """With the mask of the step, which contains those that are ``given``."""
     assert step.indices is not None
+    if step.indices.ndim == 4:
+        return block_attention(query, key, value, params, step.indices, step.size, given["dropout"])
     return indexed_attention(
         query, key, value, params, step.indices, step.shown, absorbed=step.absorbed, dropout=given["dropout"]
     )

@@ -47,18 +47,12 @@ def sparsekv_attention(
         ``[batch, q, Hq, Dv]``, and None: weights are never made.
 
     Raises:
-        ValueError: attention weights were asked for, or a position bias came with one of our caches; or the model
-            chooses blocks by itself.
+        ValueError: attention weights were asked for, or a position bias came with one of our caches.
     """
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError(
             "attn_implementation='sparsekv' never computes attention weights: drop output_attentions=True, or load "
             "the model with attn_implementation='eager'"
-        )
-    if kwargs.get("block_indices") is not None:
-        raise ValueError(
-            f"{type(module).__name__} chooses blocks by an indexer of its own, which attn_implementation='sparsekv' "
-            "does not follow: load the model with attn_implementation='sdpa'"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, softcap, s_aux, sliding_window)
@@ -76,7 +70,7 @@ def sparsekv_attention(
             if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
                 attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
         step: Any = key.step
-        step.indices = kwargs.get("indices")
+        step.indices = kwargs.get("indices", kwargs.get("block_indices"))
         if step.absorbed is not None and step.absorbed.module is not module:  # latents that another layer has stored
             step.absorbed = Absorbed(module)
             if query.shape[2] > 1:
@@ -92,6 +86,12 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
     """Other caches, sliding layers, assistants, no cache at all."""
     if (indices := kwargs.pop("indices", None)) is not None:  # a model with an indexer leaves them to us
         mask = index_mask(indices, mask, key.shape[2])
+    if (blocks := kwargs.pop("block_indices", None)) is not None:
+        own = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
+        if mask is not None and mask.ndim == 2:
+            mask = mask[:, None, None] & (torch.arange(key.shape[2], device=query.device) <= own[:, None])
+        at = kwargs.get("position_ids", own[None]).expand(len(query), -1)
+        mask = module.indexer.build_block_mask(blocks, mask, key.shape[2], query.dtype, query.device, at)
     columns = mask if mask is not None and mask.ndim == 2 else None
     if columns is None and params.softcap is None and params.sink_logits is None:
         out = sdpa_attention_forward(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..attention.indexer import take_pieces
 from ..attention.mla import absorb_mla, caller, calling_model, passes_on
 from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
@@ -21,13 +22,18 @@ passes_on(__name__)
 
 # Their attention modules give the attention function the indices, and nothing but their own latents.
 LATENT = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text")
-SERVED = (*LATENT, "qwen4_exp_text")
+SERVED = (*LATENT, "minimax_m3_vl_text", "qwen4_exp_text")
 
 
 def has_indexer(config: PreTrainedConfig | None) -> bool:
     """Whether a model of this configuration may have an indexer. ``None``, an unknown configuration, has none."""
     text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
-    return any(hasattr(text, name) for name in ("index_topk", "indexer_budget"))
+    return any(hasattr(text, name) for name in ("index_topk", "indexer_budget")) or in_blocks(text)
+
+
+def in_blocks(text_config: Any) -> bool:
+    """Whether KV heads choose blocks of tokens, each by itself (MiniMax M3), in some layers."""
+    return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
 
 
 def check_options(config: SparseConfig, text_config: PreTrainedConfig) -> None:
@@ -66,6 +72,8 @@ def chosen_tokens(text_config: Any) -> int:
     """Tokens that an indexer of such a model chooses for a query, at most."""
     if hasattr(text_config, "index_topk"):
         return text_config.index_topk
+    if in_blocks(text_config):
+        return text_config.index_topk_blocks * text_config.index_block_size
     return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block
 
 
@@ -80,6 +88,9 @@ def prepare_model(cache: Any) -> None:
     if model is not None and _served(getattr(model, "config", None)):
         absorb_mla(model)
         take_pooled(model)
+        for module in model.modules():
+            if hasattr(module, "build_block_mask"):
+                take_pieces(module)
 
 
 def _served(config: PreTrainedConfig | None) -> bool:

@@ -17,7 +17,7 @@ from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..policies.watch import BlockWatch
 from ..predictor.channels import check_config
-from .indexers import check_options, chosen_tokens
+from .indexers import check_options, chosen_tokens, in_blocks
 from .models import check_kind, stock_layers, why_dense
 
 
@@ -56,7 +56,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     text = model_config.get_text_config(decoder=True)
     cache.shared.check_model(text)
     stock = stock_layers(model_config)
-    if any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
+    if indexed := in_blocks(text) or any(isinstance(layer, DynamicIndexedLayer) for layer in stock):
         check_options(cache.config, text)
     sources = getattr(text, "kv_source_layers", range(len(stock)))  # whose latents a layer attends to
     for index, layer in enumerate(stock):
@@ -68,8 +68,13 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
         elif isinstance(layer, DynamicIndexedLayer):
             stock[index] = own_layer(cache, index, chosen_tokens(text))
             stock[index].asked_first = not hasattr(text, "index_topk")
+        elif hasattr(layer, "update_index"):
+            stock[index] = own_layer(cache, index, chosen_tokens(text))
+            stock[index].size = text.index_block_size
         elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index)
+            if indexed:  # beside layers that choose by themselves: to everything
+                stock[index].policy = cache.shared.dense(index)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     if not any(isinstance(layer, SparseLayer) for layer in stock):

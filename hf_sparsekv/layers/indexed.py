@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import cache_utils
 
 from ..attention.handle import Step
-from ..attention.indices import visible
-from ..attention.masks import columns_of
+from ..attention.indices import columns_of_blocks, visible
+from ..attention.masks import columns_of, is_whole
 from ..attention.mla import passes_on
 from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
@@ -31,6 +31,7 @@ class IndexedLayer(SparseLayer):
 
     Attributes:
         index_at: the column that the next key of each of ``policy.indexers`` belongs to.
+        size: columns that an index stands for: of a block, where heads choose blocks (MiniMax M3); else 1.
         asked_first: the indexer is called before :meth:`update` (Qwen4-Exp).
         choice: what an indexer left here for the attention of this pass, which does not get it: columns as
             ``Step.indices``, and the mask that hides some.
@@ -38,6 +39,7 @@ class IndexedLayer(SparseLayer):
 
     policy: IndexedPolicy
     index_at: list[int]
+    size = 1
     asked_first = False
     choice: tuple[Tensor, Tensor] | None = None
 
@@ -47,7 +49,7 @@ class IndexedLayer(SparseLayer):
 
     def __deepcopy__(self, memo: dict) -> IndexedLayer:
         new: Any = super().__deepcopy__(memo)
-        new.asked_first = self.asked_first
+        new.asked_first, new.size = self.asked_first, self.size
         return new
 
     @property
@@ -92,6 +94,10 @@ class IndexedLayer(SparseLayer):
         first = self.index_at[place]
         self.index_at[place] += keys.shape[1]
         return self.policy.keep_keys(keys, first, place)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """:meth:`update_indexer` as MiniMax M3 calls it, ``[batch, 1, n, D]``."""
+        return self.update_indexer(keys[:, 0])[:, None]
 
     def step_mask(self) -> Tensor | None:
         """Columns that an indexer may choose, bool ``[batch, 1, n]``; None: the model's own mask says it.
@@ -150,6 +156,8 @@ class IndexedLayer(SparseLayer):
                 "this model's indexer has chosen tokens, but the attention function did not get its indices: leave "
                 "past_key_values out"
             )
+        if step.indices.ndim == 4:
+            return self._attend_to_blocks(step, query, mask, params, dropout)
         if self._by_rows:  # the mask is that of the step that was captured, or says nothing of rows
             chosen = step.indices[:, 0].long()
             self.policy.chosen = (chosen - self._span()[1]).masked_fill(~self._seen(chosen), -1)
@@ -158,6 +166,25 @@ class IndexedLayer(SparseLayer):
         if query.shape[2] == 1:
             self.policy.chosen = visible(step.indices, mask)[:, 0]
         return super()._attend(step, query, self._columns(step, mask, query), params, dropout)
+
+    def _attend_to_blocks(
+        self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+    ) -> Tensor:
+        """As :meth:`_attend`, where each KV head has chosen blocks of columns, all of tokens."""
+        assert step.indices is not None
+        step.size = self.size
+        if self._by_rows:
+            mask = None  # see there
+        elif mask is not None and not is_whole(mask):
+            raise ValueError(
+                "this model's indexer counts its blocks from the first column, which padding would shift: give texts "
+                "of one length, without padding, or one by one"
+            )
+        if query.shape[2] == 1:
+            columns = columns_of_blocks(step.indices[:, :, 0], self.size)
+            end = self._span()[0][..., None] if self._by_rows else step.length
+            self.policy.chosen = columns.masked_fill(columns >= end, -1)
+        return super()._attend(step, query, mask, params, dropout)
 
     def _columns(self, step: Step, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """The mask of this pass as other models give it: by columns, where it was made here."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
-from ..kv.chosen_rows import ChosenRows
+from ..kv.chosen_rows import ChosenRows, attend_by_head
 from ..kv.counters import Tally
 from ..kv.ring import ring_tokens
 from ..kv.state import Held, State
@@ -37,7 +37,8 @@ class IndexedPolicy(LabelledPolicy):
         index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
             Those of ``indexers`` side by side, where layers that store nothing have indexers, too.
         positions: int64 ``[3, batch, capacity]``, by columns, if the model keeps them here (Qwen4-Exp).
-        chosen: columns for the step's query, int64 ``[batch, k]``; -1 for none. In a captured step: tokens.
+        chosen: columns for the step's query, int64 ``[batch, k]``, or for each KV head ``[batch, H, k]``; -1 for none.
+            In a captured step: tokens.
         topk: columns that the indexer chooses.
     """
 
@@ -140,10 +141,12 @@ class IndexedPolicy(LabelledPolicy):
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         tokens, number = self.chosen, None if store.capturing else store.held.tokens(store.device)
-        if number is not None:
+        if number is not None:  # rows have padding
             tokens = number.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, -1)
         if store.table_of_rows.managed:  # rows without a token have none
-            tokens = tokens.masked_fill(tokens >= store.rows[:, :1], -1)
+            tokens = tokens.masked_fill(tokens >= store.rows[:, :1].view(-1, *[1] * (tokens.ndim - 1)), -1)
+        if tokens.ndim == 3:
+            return self._attend_by_head(q, tokens, store, plan, params)
         rows = ChosenRows.of(store, tokens)
         if not store.table.shape[1]:
             return rows.attend(q, None, "all", params)
@@ -152,6 +155,20 @@ class IndexedPolicy(LabelledPolicy):
         if plan.ahead:
             self._taken = ids, None
         return self.attend_to(q, ids, rows, params, plan.paged)
+
+    def _attend_by_head(
+        self, q: Tensor, tokens: Tensor, store: LayerStore, plan: Plan, params: AttentionParams
+    ) -> Tensor:
+        """:meth:`attend` to ``tokens [batch, H, k]``, which each KV head has chosen for itself."""
+        ids = tokens.masked_fill(tokens >= store.rows[:, 1:, None], -1).int()
+        if plan.ahead:
+            self._taken = ids, None
+        if self.watch is not None:
+            self.watch.mark_tokens(ids, store.block_size, None)
+        if not plan.paged or not store.table.shape[1]:
+            return attend_by_head(store, q, tokens, ids, None, params)
+        assert self.tokens is not None
+        return attend_by_head(store, q, tokens, self.tokens.locate(ids, store), self.tokens.pages, params)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         if plan.ahead and self._taken is not None:

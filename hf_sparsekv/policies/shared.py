@@ -77,8 +77,12 @@ class Shared:
     def of_layer(self, layer_idx: int) -> Policy:
         """The selection policy of any layer."""
         if layer_idx < self.config.dense_layers:
-            return Policy(self.config, layer_idx, self.offload is not None and not self.offload.keep_dense)
+            return self.dense(layer_idx)
         return self.policy(layer_idx)
+
+    def dense(self, layer_idx: int) -> Policy:
+        """The policy of a layer that attends to everything."""
+        return Policy(self.config, layer_idx, self.offload is not None and not self.offload.keep_dense)
 
     def policy(self, layer_idx: int) -> Policy:
         """The policy of a layer after the dense ones."""

@@ -40,6 +40,11 @@ def check_kinds(cache: Batch) -> None:
             "rows that come and go need a model whose layers all attend to their whole past: sliding windows, "
             "linear attention, and layers that attend to what another one has stored, keep no rows of their own"
         )
+    if any(isinstance(layer, IndexedLayer) and layer.size > 1 for layer in cache.layers):
+        raise ValueError(
+            "this model's indexer counts its blocks from position 0, which rows that come and go cannot promise: use "
+            "generate(), with texts of one length or one by one"
+        )
     if any(isinstance(layer, IndexedLayer) and layer.asked_first for layer in cache.layers):
         raise ValueError(
             "this model keeps the positions of all tokens of a batch, as many of each row, which rows that come and go "

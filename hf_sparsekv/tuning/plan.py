@@ -10,7 +10,7 @@ import torch
 from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
 from ..attention.pooled_indexer import is_pooled
-from ..bookkeeping.indexers import check_options, chosen_tokens
+from ..bookkeeping.indexers import check_options, chosen_tokens, in_blocks
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
@@ -158,7 +158,7 @@ def model_shape(config, dtype: torch.dtype | None = None) -> ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_META_SAFE)
         cache = DynamicCache(config=text)
-        indexed = any(hasattr(layer, "update_indexer") for layer in cache.layers)
+        indexed = in_blocks(text) or any(hasattr(layer, "update_indexer") for layer in cache.layers)
         if indexed:
             check_options(TokenConfig(), text)
             for module in filter(is_pooled, model.modules()):
@@ -203,19 +203,20 @@ def _latent_shape(layer, module) -> LayerShape:
 
 
 def _index_dim(layer) -> int:
-    keys = getattr(layer, "indexer_keys", None)
+    keys = getattr(layer, "indexer_keys", getattr(layer, "idx_keys", None))
     return 0 if keys is None else keys.shape[-1]
 
 
 def _layer_shape(layer, latent: bool) -> LayerShape:
     from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-    if type(layer) in (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer) and layer.keys is not None:
+    indexed = type(layer) is DynamicIndexedLayer or hasattr(layer, "update_index")
+    if (indexed or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)) and layer.keys is not None:
         _, heads, _, key_dim = layer.keys.shape
         value_dim = layer.values.shape[3]
         if type(layer) is DynamicLayer:
             return LayerShape("full", heads, key_dim, value_dim, latent=latent)
-        if type(layer) is DynamicIndexedLayer:
+        if indexed:
             own, stock = _index_dim(layer), heads * (key_dim + value_dim) + _index_dim(layer)
             return LayerShape("full", heads, key_dim, value_dim, index_dim=own, stock=stock)
         # The token being read completes the window: one less is kept.
@@ -267,7 +268,8 @@ def plan_memory(
     dense: list[LayerShape] = []
     for index, layer in enumerate(model.layers):
         if layer.kind == "full":
-            (dense if index < config.dense_layers and not model.topk else sparse).append(layer)
+            chosen = layer.latent or layer.index_dim if model.topk else index >= config.dense_layers
+            (sparse if chosen else dense).append(layer)
     request = Request(config, offload, tuple(sparse), context, batch, item, model.query_heads)
     if model.topk and chooses(config):
         raise ValueError(

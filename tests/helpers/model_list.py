@@ -62,6 +62,7 @@ NOT_SERVED = {
     "attend to later ones": "prompt tokens see later ones",
     "reads the keys and values itself": "reads the keys itself",
     "no list of": "layers of another structure",
+    "counts its blocks from position 0": "counts blocks from position 0",
 }
 PROMPT, TOKENS = 150, 12
 ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together
@@ -150,7 +151,10 @@ OWN: dict[str, dict] = {
     },
     **{key: {"num_key_value_heads": 4, "index_topk": 16} for key in indexers.LATENT},  # with an indexer of their own
     "qwen4_exp_text": QWEN4,
-    "minimax_m3_vl_text": {"layer_types": MIXED_BLOCKS, "index_n_heads": 2, "index_head_dim": 16},
+    "minimax_m3_vl_text": {
+        **{"layer_types": MIXED_BLOCKS, "index_n_heads": 2, "index_head_dim": 16},
+        **{"index_block_size": 8, "index_topk_blocks": 4},
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {

@@ -232,6 +232,26 @@ def mistral_large4(attn: str, **changes) -> torch.nn.Module:
     return wide(tf.MistralLarge4ForConditionalGeneration._from_config(config, attn_implementation=attn))
 
 
+def minimax_m3(attn: str) -> torch.nn.Module:
+    """MiniMax M3's text model: each KV head chooses 4 blocks of 8 tokens in every second layer."""
+    config = tf.MiniMaxM3VLTextConfig(
+        **{**COMMON, "num_hidden_layers": 4},
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=8,
+        index_topk_blocks=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        rotary_dim=8,
+    )
+    torch.manual_seed(0)
+    return wide(tf.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=attn))
+
+
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 
 

@@ -13,31 +13,33 @@ import pytest
 import torch
 import transformers as tf
 from captured import Imitation
-from models import INDEXED, REFERENCE, SHARING, build, dots3_note, mistral_large4, prompt, qwen4_exp
+from models import INDEXED, REFERENCE, SHARING, build, dots3_note, minimax_m3, mistral_large4, prompt, qwen4_exp
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TokenConfig
+from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.bookkeeping.indexers import SERVED
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.tuning.plan import model_shape
+from hf_sparsekv.layers.indexed import IndexedLayer
+from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 BY_CONFIG = r"of such models axk2, .*, qwen4_exp_text are served"
 OWN_ATTENTION = "compute their attention themselves"
-BLOCKS = "chooses blocks by an indexer of its own"
 # By the folder in transformers: what makes a model of an attention function, or the text of a refusal.
 FAMILIES = {
     **{config.model_type: partial(build, name) for name, (_, config, _) in INDEXED.items()},
     "qwen4_exp": partial(qwen4_exp, kinds=["linear_attention", "qwen_sparse_attention"] * 2),
     "dots3_note": dots3_note,
+    "minimax_m3_vl": minimax_m3,
     "mistral_large4": mistral_large4,
     **dict.fromkeys(("glm5_next", "hy_v4_vl"), BY_CONFIG),
     "deepseek_v4": OWN_ATTENTION,
-    "minimax_m3_vl": BLOCKS,
 }
 LATER = ("dots3_note", "hy_v4_vl", "mistral_large4")  # than transformers 5.17
 DECODER = {name: f"{name}_text" for name in ("dots3_note", "minimax_m3_vl", "mistral_large4", "qwen4_exp")}
 HERE = [name for name in FAMILIES if name in CONFIG_MAPPING]
 MADE = {name: made for name, made in FAMILIES.items() if callable(made)}
+UNPADDED = "minimax_m3_vl"  # its indexer counts blocks from the first column
 MADE["mistral_large4, sharing"] = partial(mistral_large4, **SHARING)
 GO = {"do_sample": False, "max_new_tokens": 20}
 DOCS = Path(__file__).parents[2] / "docs/mla.md"
@@ -77,23 +79,24 @@ def test_served(name, offload, different_scores):
     """In float32 the tokens of transformers' own cache: padded, another turn, in chunks."""
     net, stock = models_of(name)
     cache, theirs = new_cache(offload, net.config), DynamicCache(config=stock.config)
-    inputs = prompt(2, 90, (0, 30))
+    inputs = prompt(2, 90, None if name == UNPADDED else (0, 30))
     text = stock.generate(**inputs, **GO, **over(stock, theirs))
     assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), text)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 40), value=1)
     turn = {"input_ids": torch.cat((text, prompt(2, 20, seed=5)["input_ids"]), 1), "attention_mask": mask}
     expected = stock.generate(**turn, **GO, **over(stock, theirs))
     assert torch.equal(net.generate(**turn, **GO, **over(net, cache)), expected)
-    assert cache.stats().sparse_calls == 2 * 19 * len(cache.sparse_layers)
+    choosing = [layer for layer in cache.sparse_layers if isinstance(layer, IndexedLayer)]
+    assert cache.stats().sparse_calls == 2 * 19 * len(choosing)
     cache.reset()
     assert torch.equal(net.generate(**inputs, **GO, prefill_chunk_size=40, **over(net, cache)), text)
 
 
-LATENTS_OF_OTHERS = ["dots3_note", "mistral_large4", "mistral_large4, sharing"]
+OF_THEIR_OWN = ["dots3_note", "minimax_m3_vl", "mistral_large4", "mistral_large4, sharing"]
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("name", LATENTS_OF_OTHERS)
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
 @pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
 def test_other_ways(name, offload, different_scores, tmp_path):
     """Without a configuration: beams, drafts, a copy, a file."""
@@ -121,12 +124,13 @@ def test_other_ways(name, offload, different_scores, tmp_path):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("name", LATENTS_OF_OTHERS)
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
 @pytest.mark.parametrize("offload", [OffloadConfig(), None], ids=["host", "device"])
 def test_replayed_steps(name, offload, different_scores):
     """Those of layers that share latents are not captured."""
     net, stock = models_of(name)
-    runner, inputs, go = Imitation(net), prompt(2, 60, (0, 13)), {**GO, "max_new_tokens": 34}
+    inputs, go = prompt(2, 60, None if name == UNPADDED else (0, 13)), {**GO, "max_new_tokens": 34}
+    runner = Imitation(net)
     runner.install()
     shares = pytest.warns(UserWarning, match="share their keys") if "sharing" in name else nullcontext()
     with shares:
@@ -147,12 +151,61 @@ def test_an_engine_of_layers_without_a_rotary_part(different_scores):
         assert tokens == text[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", ["dots3_note"])
+PLANNED = {
+    "dots3_note": [("sliding", 32, 12, 0), ("full", 16, 8, 16)] * 2,  # sliding layers keep latents of their own width
+    "minimax_m3_vl": [("full", 16, 16, 0), ("full", 16, 16, 16)] * 2,
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_planned(name):
-    """Sliding layers keep latents of their own width."""
     net, _ = models_of(name)
-    sizes = [(one.kind, one.key_dim, one.value_dim, one.index_dim) for one in model_shape(net.config).layers]
-    assert sizes == [("sliding", 32, 12, 0), ("full", 16, 8, 16)] * 2
+    shape = model_shape(net.config, torch.float32)
+    assert [(one.kind, one.key_dim, one.value_dim, one.index_dim) for one in shape.layers] == PLANNED[name]
+    for config in (TokenConfig(), TokenConfig(block_size=16, window=16)):
+        cache = SparseCache(config, OffloadConfig(), net.config)
+        with torch.no_grad():
+            net(**prompt(2, 700), **over(net, cache))
+        plan = plan_memory(shape, config, OffloadConfig(), context=700, batch=2)
+        assert {"device": plan.cache_device, "host": plan.cache_host} == cache.memory_bytes()
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["device", "host"])
+def test_blocks_of_heads(offload, monkeypatch):
+    """MiniMax M3: prompts in pieces, what steps read, other layers that attend to everything, copies on the device."""
+    net, stock = models_of("minimax_m3_vl")
+    inputs = prompt(2, 90)
+    expected = stock.generate(**inputs, **GO)
+    assert torch.equal(net.generate(**inputs, **GO), expected), "with transformers' own cache"
+    pieces, piece = [], indexer._piece
+    monkeypatch.setattr(indexer, "_piece", lambda *given: pieces.append(given) or piece(*given))
+    monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * (2 + 16) * 90)
+    monkeypatch.setattr(indices, "_BYTES", 11 * 8 * 2 * 2 * 90)
+    cache = new_cache(offload)
+    assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), expected)
+    assert len(pieces) == 2 * 13
+    stats, dense, chosen = cache.stats(), cache.sparse_layers[::2], cache.sparse_layers[1::2]
+    assert stats.dense_calls == stats.sparse_calls == 2 * 19
+    assert not any(isinstance(layer, IndexedLayer) for layer in dense)
+    last = [length % 8 for length in range(91, 110)]  # tokens of each step's own block, which is never whole but once
+    read = sum(3 * 8 + (rest or 8) for rest in last) * 2 * 2
+    for layer in chosen:
+        assert int(layer.store.counters.attended.sum()) == read
+    for length in (3, 20, 31):  # before there are more blocks than are chosen
+        few = prompt(2, length)
+        assert torch.equal(net.generate(**few, **GO, **over(net, new_cache(offload))), stock.generate(**few, **GO))
+    bare = new_cache(offload and OffloadConfig(device_pool=0))
+    assert torch.equal(net.generate(**inputs, **GO, **over(net, bare)), expected)
+
+
+def test_what_is_not_for_blocks_of_heads():
+    net, _ = models_of("minimax_m3_vl")
+    with pytest.raises(ValueError, match="which padding would shift"):
+        net.generate(**prompt(2, 90, (0, 30)), **GO, **over(net, new_cache(None)))
+    with pytest.raises(ValueError, match="counts its blocks from position 0"):
+        SparseCache(TokenConfig(), model_config=net.config).rows(2, 256)
+    with pytest.raises(ValueError, match="would only lose tokens"):
+        SparseCache(TokenConfig(token_budget=512), model_config=net.config)
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if FAMILIES[name] == BY_CONFIG])
@@ -161,7 +214,7 @@ def test_refused_by_their_configuration(name):
         SparseCache(TokenConfig(), model_config=CONFIG_MAPPING[name]())
 
 
-@pytest.mark.parametrize("name", [name for name in HERE if FAMILIES[name] in (OWN_ATTENTION, BLOCKS)])
+@pytest.mark.parametrize("name", [name for name in HERE if FAMILIES[name] == OWN_ATTENTION])
 def test_refused_by_their_attention(name):
     """With our cache, and without one, where attention to everything would be other text."""
     net = model_list.build(DECODER.get(name, name))

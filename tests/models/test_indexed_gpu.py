@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from captured import on_gpu
-from models import INDEXED, REFERENCE, build, sharp_on_gpu
+from models import INDEXED, REFERENCE, build, minimax_m3, sharp_on_gpu
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, SparseCache, TokenConfig, optimize
@@ -35,6 +35,20 @@ def test_tokens_are_those_of_transformers_own_cache(name, offload, padded):
     chunked = SparseCache(TokenConfig(**SMALL), offload)
     found = fast.generate(**inputs, **{**GO, "max_new_tokens": 20}, prefill_chunk_size=40, **over(fast, chunked))
     assert torch.equal(found, expected[:, : found.shape[1]])
+
+
+@pytest.mark.parametrize(
+    "offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)], ids=["device", "host", "bare"]
+)
+def test_blocks_of_heads(offload):
+    """MiniMax M3, whose KV heads choose blocks by themselves; from before there are more than are chosen."""
+    fast, stock = minimax_m3("sparsekv").cuda(), minimax_m3("sdpa").cuda()
+    optimize(fast, fused=False)
+    for length in (12, 150):
+        inputs, cache = on_gpu(2, length), SparseCache(TokenConfig(**SMALL), offload)
+        assert torch.equal(fast.generate(**inputs, **GO, **over(fast, cache)), stock.generate(**inputs, **GO))
+    assert runner_of(fast).replays == 2 * 59
+    assert cache.stats().needed > 0 or offload is None or offload.device_pool == 0
 
 
 def made(attn: str, dtype: torch.dtype) -> torch.nn.Module:
