@@ -35,12 +35,17 @@ class Made(Owner, Protocol):
     _record_past: bool
 
 
-def own_layer(cache: Made, index: int, topk: int | None = None) -> SparseLayer:
-    """Layer ``index`` if it is ours, else a new one; of a model whose indexer chooses ``topk`` tokens."""
+def own_layer(cache: Made, index: int, topk: int | None = None, dense: bool = False) -> SparseLayer:
+    """Layer ``index`` if it is ours, else a new one; of a model whose indexer chooses ``topk`` tokens.
+
+    ``dense``: it attends to everything.
+    """
     known = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(known, SparseLayer):
         return known
     layer = SparseLayer(cache, index) if topk is None else IndexedLayer(cache, index, topk)
+    if dense:
+        layer.policy = cache.shared.dense(index)
     if cache._joins and layer.policy.labels is not None:
         # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
         layer.policy.labels.first_only = True
@@ -72,9 +77,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
             stock[index] = own_layer(cache, index, chosen_tokens(text))
             stock[index].size = text.index_block_size
         elif type(layer) is DynamicLayer:
-            stock[index] = own_layer(cache, index)
-            if indexed:  # beside layers that choose by themselves: to everything
-                stock[index].policy = cache.shared.dense(index)
+            stock[index] = own_layer(cache, index, dense=indexed)
         elif cache._record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     if not any(isinstance(layer, SparseLayer) for layer in stock):
