@@ -75,7 +75,6 @@ _BUDGET = {"token_budget": 1024}
 _TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max", "tail": None}
 _PREDICTED = {
     "": "tokens chosen for a query of the layer before: its input",
-    "layer:mid": "tokens chosen for a query of the layer before: behind its attention",
     "layer:in": "tokens chosen for a query of the layer before: its input",
     "own": "tokens chosen for the layer's own query, in place",
 }
@@ -123,7 +122,7 @@ VARIANTS = {
                 settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
                 config=PredictiveConfig,
             )
-            for predictor in ("", "layer:mid", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
+            for predictor in ("", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
         ),
         *(
             Variant(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import get_origin
 
 from torch import nn
 
@@ -37,13 +36,7 @@ def _attends(module: nn.Module) -> bool:
     return declared_name(module) is not None and not _keeps_state(type(module))
 
 
-def returns_tuple(mixer: nn.Module) -> bool:
-    """Whether a token mixer returns a tuple. Attention also returns its weights; linear attention has none."""
-    returns = inspect.signature(inspect.unwrap(type(mixer).forward)).return_annotation
-    return _attends(mixer) or get_origin(returns) is tuple
-
-
-def mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The token mixers of a decoder layer: attention of any kind."""
     for name, child in layer.named_children():
         if hasattr(child, "layer_idx"):
@@ -52,7 +45,7 @@ def mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def attention_name(layer: nn.Module) -> str | None:
     """The name of a decoder layer's only attention module that takes a cache."""
-    names = [name for name, child in mixers(layer) if _attends(child) and hasattr(child, "config")]
+    names = [name for name, child in _mixers(layer) if _attends(child) and hasattr(child, "config")]
     return names[0] if len(names) == 1 else None
 
 

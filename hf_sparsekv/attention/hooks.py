@@ -36,7 +36,6 @@ class ForeseeingCache(Protocol):
 class _Here(threading.local):
     """State that the hooks of one thread's forward pass share."""
 
-    call: tuple | None = None  # a cache layer that waits for the stream, and its decoder layer's arguments
     before: Tensor | None = None  # input of the layer that computes; of several tokens only the last one's
     positions: dict[str, Any] | None = None  # position embeddings of this step, by the kind of layer
 
@@ -66,9 +65,6 @@ class Hooks:
         for layer in dict.fromkeys((*begins, *ends)):
             hook = self._entered(layer, ends.get(layer), begins.get(layer))
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        for point in points:
-            if point.norm is not None:
-                self._handles.append(point.norm.register_forward_pre_hook(self._half_way(point)))
         if any(point.kind for point in points):
             self._handles.append(self.points.rotary.register_forward_hook(self._turned(), with_kwargs=True))
 
@@ -90,7 +86,7 @@ class Hooks:
         here = self._here
 
         def entered(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-            before, here.before, here.call = here.before, None, None
+            before, here.before = here.before, None
             cache = given_cache(given)
             if getattr(cache, "foresight", None) is None or module is not own:
                 return
@@ -117,25 +113,9 @@ class Hooks:
                     return
                 given["position_embeddings"] = here.positions[begins.kind]
             foresight = layer.policy.foresight
-            if foresight.source == "mid":
-                here.call = layer, given
-            else:
-                layer.foresee(lambda: begins.expected(foresight.expected(stream, layer.store), given), stream)
+            layer.foresee(lambda: begins.expected(foresight.expected(stream, layer.store), given), stream)
 
         return entered
-
-    def _half_way(self, point: Point) -> Callable:
-        here, norm = self._here, point.norm
-
-        def half_way(module: nn.Module, args: tuple) -> None:
-            if here.call is None:
-                return
-            (layer, given), here.call = here.call, None
-            if module is norm and args and layer.index == point.index:
-                stream = args[0]
-                layer.foresee(lambda: point.expected(stream, given), stream)
-
-        return half_way
 
     def _turned(self) -> Callable:
         here, rotary = self._here, self.points.rotary
@@ -164,7 +144,7 @@ class Hooks:
         for layer in wanting:
             point = self.points.found.get(layer.index)
             foresight = layer.policy.foresight
-            foresight.source = None if point is None else point.source(cache.foresight)
+            foresight.source = None if point is None else place(cache.foresight)
             foresight.stream_like = None if point is None else (point.width, point.like.dtype)
         self._met.add(cache)
         cache.met = True
@@ -172,10 +152,7 @@ class Hooks:
         odd = [index for index in without if self.points.skipped.get(index) != "there is no layer before it"]
         if odd and not self._said:
             self._said = True
-            unknown = f"no place for {cache.foresight!r}"
-            if not self.points.found:
-                unknown = "no decoder layers that are known"
-            reasons = "; ".join(sorted({self.points.skipped.get(i, unknown) for i in odd}))
+            reasons = "; ".join(sorted({self.points.skipped.get(i, "no decoder layers that are known") for i in odd}))
             warnings.warn(
                 f"layers {', '.join(map(str, odd))} choose tokens by their own query, in place: right, but without "
                 f"overlap with other work ({reasons})",
@@ -186,9 +163,9 @@ class Hooks:
         """See :meth:`.points.Points.check`; it runs layers, whose hooks must not take that for a pass."""
         self._checked = True
         here = self._here
-        call, before, positions, here.call = here.call, here.before, here.positions, None  # a pass may be under way
+        before, positions = here.before, here.positions  # a pass may be under way
         self.points.check()
-        here.call, here.before, here.positions = call, before, positions
+        here.before, here.positions = before, positions
 
 
 def _waiting(point: Point | None, cache: ForeseeingCache):

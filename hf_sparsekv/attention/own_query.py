@@ -26,9 +26,9 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # rows 
 
 
 class Asked(Exception):
-    """Ends a layer's forward as soon as its query, or another wanted tensor, is known."""
+    """Ends a layer's forward as soon as its query is known."""
 
-    def __init__(self, found: Tensor, params: AttentionParams | None = None) -> None:
+    def __init__(self, found: Tensor, params: AttentionParams) -> None:
         super().__init__("a layer's forward pass was ended on purpose")
         self.found, self.params = found, params
 
@@ -151,6 +151,5 @@ def query_of(
     try:
         view.forward(stream.detach(), **given)  # another tensor object: fused layers leave notes with theirs
     except Asked as asked:
-        assert asked.params is not None
         return asked.found, asked.params
     return None

@@ -1,14 +1,8 @@
 """The layers whose query can be predicted, and where the residual stream is read for each.
 
-A decoder layer adds little to the residual stream. So layer ``l`` can predict its query from the stream at three points
-(InfiniGen uses the first):
-
-* at the input of layer ``l - 1``: close to the true query;
-* at the same point, plus the change that layer ``l - 1`` made for the row's previous token: closer;
-* after the attention of layer ``l - 1``, before its MLP: as close as the second.
-
-The first two are known early enough to select layer ``l``'s tokens while all of layer ``l - 1`` computes, the third one
-while its MLP does.
+A decoder layer adds little to the residual stream. So layer ``l`` can predict its query from the input of layer
+``l - 1`` (InfiniGen). Closer to the true query is that input plus the change that layer ``l - 1`` made for the row's
+previous token. Both are known early enough to select layer ``l``'s tokens while all of layer ``l - 1`` computes.
 
 Apart from :mod:`.hooks` because it decides what is possible for a model, without a cache or a pass.
 """
@@ -24,11 +18,9 @@ from torch import Tensor, nn
 
 from ..cache_name import GENERATE, declared_name
 from ..types import AttentionParams
-from .decoder import attention_name, layer_type, mixers, parameters, returns_tuple, stack_of
+from .decoder import attention_name, layer_type, parameters, stack_of
 from .mla import Absorbed, is_mla
-from .own_query import Asked, query_of, view_of
-
-_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")  # before the MLP: the first of these that there is
+from .own_query import query_of
 
 
 @dataclass
@@ -39,7 +31,6 @@ class Point:
         index: of its cache layer.
         layer, attention: the decoder layer, and the name of its attention module.
         before: the decoder layer before it.
-        norm: the norm before that layer's MLP, whose input is the residual stream; None if there is none.
         kind: of its position embeddings, if they differ from those of the layer before.
     """
 
@@ -47,7 +38,6 @@ class Point:
     layer: nn.Module
     attention: str
     before: nn.Module
-    norm: nn.Module | None
     kind: str | None = None
 
     @property
@@ -59,11 +49,6 @@ class Point:
     def cache_name(self) -> str:
         """The keyword by which the layer takes its cache; one that hands its keywords on takes its attention's."""
         return declared_name(self.layer) or declared_name(self.module) or GENERATE
-
-    def source(self, foresight: str) -> str | None:
-        """Where the stream is taken for what a cache asks for: ``"in_delta"``, ``"in"``, ``"mid"``, or nowhere."""
-        wanted = place(foresight)
-        return None if wanted == "mid" and self.norm is None else wanted
 
     @property
     def like(self) -> Tensor:
@@ -135,25 +120,19 @@ class Points:
             if at == 0:
                 self.skipped[index] = "there is no layer before it"
                 continue
-            norm = next((before._modules[n] for n in _NORMS if isinstance(before._modules.get(n), nn.Module)), None)
-            if isinstance(norm, nn.ModuleList):
-                self.skipped[index] = "the layer before it has several attention modules"
-                continue
-            point = Point(index, layer, name, before, norm)
+            point = Point(index, layer, name, before)
             if self.by_kind and kinds[at] != kinds[at - 1]:
                 point.kind = kinds[at]
             self.found[index] = point
 
     def check(self) -> None:
-        """Try all layers on made-up input. Drop those that fail, and norms that do not see the residual stream."""
+        """Try all layers on made-up input. Drop those that fail."""
         for index, point in list(self.found.items()):
             try:
                 stream, given = self.made_up(point)
                 ours, theirs = point.query(stream, given), point.query(stream, given, whole=True)
                 if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
                     raise RuntimeError("its query depends on keys or values")
-                if point.norm is not None and not _sees_stream(point, stream, given):
-                    point.norm = None
             except Exception as error:  # whatever a model's own code does with input that it does not expect
                 self.skipped[index] = f"its query cannot be had beforehand: {type(error).__name__}, {error}"
                 del self.found[index]
@@ -174,37 +153,3 @@ class Points:
             with torch.no_grad():
                 given["position_embeddings"] = self.rotary(stream, position, **more)
         return stream, given
-
-
-def _sees_stream(point: Point, stream: Tensor, given: dict[str, Any]) -> bool:
-    """The norm before the MLP gets the layer's input plus what attention adds: two rows differ as they did before."""
-    silent = {name: _Nothing(tuple_=returns_tuple(child)) for name, child in mixers(point.before)}
-
-    def stop(module: nn.Module, args: tuple) -> None:
-        raise Asked(args[0])
-
-    handle = point.norm.register_forward_pre_hook(stop)
-    try:
-        view = view_of(point.before, **silent)
-        with torch.no_grad():
-            view.forward(stream.detach(), **{**given, point.cache_name: None, "attention_mask": None})
-    except Asked as asked:
-        mid = asked.found
-    else:
-        return False
-    finally:
-        handle.remove()
-    if mid.shape != stream.shape:
-        return False
-    return torch.allclose(mid[0] - mid[1], stream[0] - stream[1], rtol=1e-2, atol=1e-2)
-
-
-class _Nothing:
-    """In place of a layer's attention: adds nothing."""
-
-    def __init__(self, tuple_: bool) -> None:
-        self.tuple_ = tuple_
-
-    def __call__(self, hidden_states: Tensor, *args, **kwargs):
-        out = torch.zeros_like(hidden_states)
-        return (out, None) if self.tuple_ else out

@@ -68,12 +68,11 @@ class QueryTap:
 
     @property
     def layers(self) -> dict[int, str]:
-        """Where each layer's prediction reads the stream (``"in"``, or ``"in, mid"``), or why there is none."""
+        """Where each layer's prediction reads the stream (``"in"``: the input of the layer before), or why not."""
         if self.hooks is None:
             return {}
         points = self.hooks.points
-        found = {i: "in" if point.norm is None else "in, mid" for i, point in points.found.items()}
-        return dict(sorted({**found, **points.skipped}.items()))
+        return dict(sorted({**dict.fromkeys(points.found, "in"), **points.skipped}.items()))
 
     def __repr__(self) -> str:
         if self.hooks is None:

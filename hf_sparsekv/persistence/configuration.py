@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..config import OffloadConfig, SparseConfig
-from ..policies.ahead.predictive_config import BY_LAYER
+from ..policies.ahead.predictive_config import BY_LAYER, RENAMED
 from ..policies.label_index import default_channels
 from ..policies.need_options import FIXED
 from ..predictor.channels import LabelChannels
@@ -102,4 +102,4 @@ def free_fields(config: type[SparseConfig]) -> list[str]:
 
 def keeps_queries(file: Reader) -> bool:
     """Whether the predictor of the saved cache records the queries of its steps."""
-    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)
+    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER, *RENAMED)

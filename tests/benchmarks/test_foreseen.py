@@ -282,7 +282,7 @@ def test_pairs_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path = tmp_path / "step.csv"
     args = f"--model toy --shapes 2x16k --tokens 48 --kv replayed --csv {path} --variants".split()
-    assert bench_step.main([*args, "predictive:layer:in", "predictive:layer:mid"]) == 0
+    assert bench_step.main([*args, "predictive", "predictive:layer:in"]) == 0
     assert bench_step.main([*args, "token_only", "--offload"]) == 0
     found = {(row["variant"], row["metric"]): float(row["value"]) for row in read_rows(path)}
     measured = {variant for variant, metric in found if metric == "foreseen_overlap"}

@@ -116,7 +116,7 @@ def test_models_whose_residual_stream_is_found(name):
     with predict_ahead(net) as tap:
         tap.hooks.points.check()
         found = tap.layers
-    assert all(where == "in, mid" for index, where in found.items() if index), found
+    assert all(where == "in" for index, where in found.items() if index), found
     assert found.get(0, "there is no layer before it") == "there is no layer before it"
 
 
@@ -135,8 +135,8 @@ def test_only_queries_are_projected(name, monkeypatch):
     assert products == ([24, rows] if name == "deepseek-v3" else [rows])
 
 
-def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
-    """Norms behind the attention (OLMo 2): the layer before has an input, and no place half-way."""
+def test_norms_after_the_attention():
+    """As OLMo 2 has them: the query is that of the layer's input, without a norm."""
 
     class After(torch.nn.Module):
         def __init__(self, own) -> None:
@@ -158,8 +158,6 @@ def test_a_norm_that_sees_no_residual_stream_is_not_taken_for_it():
         decode(cache, net, steps=3)
         assert [layer.policy.foresight.source for layer in cache.sparse_layers] == [None, "in", "in"]
         assert cache.stats().foreseen_calls == 2 * 3
-        with pytest.warns(UserWarning, match="layers 1, 2 choose tokens by their own query.*no place for 'layer:mid'"):
-            decode(predictive(**TIGHT, predictor="layer:mid"), net, steps=3)
 
 
 # ---------------------------------------------------------------------- the choice
@@ -201,8 +199,6 @@ class LayerOracle(Oracle):
         for at, (before, layer) in enumerate(zip(net.model.layers, net.model.layers[1:]), 1):
             before.register_forward_pre_hook(self._given(at, layer, place), with_kwargs=True)
             layer.register_forward_pre_hook(self._ended(at))
-            if place == "mid":
-                before.post_attention_layernorm.register_forward_pre_hook(self._mid(at, layer))
 
     def _given(self, at: int, layer, place: str):
         def given(module, args, kwargs):
@@ -226,12 +222,6 @@ class LayerOracle(Oracle):
                 self.added.pop(at, None)
 
         return ended
-
-    def _mid(self, at: int, layer):
-        def mid(module, args):
-            self.expected[at] = self.query(layer, args[0])
-
-        return mid
 
     def query(self, layer, stream: Tensor) -> Tensor:
         attention = layer.self_attn
@@ -266,7 +256,6 @@ CASES = {
     "query norms": ("qwen3", True, {}),
     "by its name": ("llama", True, {"predictor": "layer:in"}),
     "what the layer before has added": ("llama", True, {"predictor": "layer:in_delta"}),
-    "half-way": ("qwen3", True, {"predictor": "layer:mid"}),
     "offloaded": ("llama", True, {}),
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), {}),
     "labels of 16 bits": ("llama", True, {"label_bits": 16, "token_reduce": "mean"}),
@@ -570,13 +559,12 @@ def test_fused_layers_add_the_same(name, monkeypatch):
 # ---------------------------------------------------------------------- beside the layer before
 
 
-@pytest.mark.parametrize("place", ["in_delta", "mid"])
-def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypatch):
+def test_a_captured_step_chooses_while_the_layer_before_computes(monkeypatch):
     """The attention waits for that alone, and what is read beside it lives as long."""
     net, order = build("llama", "sparsekv"), []
     runner = Imitation(net)
     runner.install()
-    cache = predictive(True, **TIGHT, predictor=f"layer:{place}")
+    cache = predictive(True, **TIGHT, predictor="layer:in_delta")
     for at, layer in enumerate(net.model.layers):  # before it is captured: later ones would have it captured anew
         layer.mlp.register_forward_pre_hook(lambda *_, at=at: order.append(f"mlp {at}"))
     decode(cache, net, steps=1)
@@ -595,24 +583,20 @@ def test_a_captured_step_chooses_while_the_layer_before_computes(place, monkeypa
         )
     order.clear()
     go_on(cache, net, steps=1)
-    if place == "mid":
-        assert order == ["attend", "ahead", "foresee", "mlp 0", "wait", "attend", "mlp 1"]
-    else:  # what layer 0 has added is noted in the fork behind the attention that follows
-        assert order == ["ahead", "foresee", "attend", "mlp 0", "wait", "attend", "note_added", "mlp 1"]
+    # what layer 0 has added is noted in the fork after the attention that follows
+    assert order == ["ahead", "foresee", "attend", "mlp 0", "wait", "attend", "note_added", "mlp 1"]
     assert all(layer.captured is None for layer in cache.sparse_layers)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("place", ["in_delta", "mid"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replayed"])
-def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, place, monkeypatch):
+def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, monkeypatch):
     """Or, in an eager step, one that goes on: before the first layer has attended nothing is cached."""
     net = build("llama", "sparsekv")
     if captured:
         Imitation(net).install()
     else:
         predict_ahead(net)
-    cache = predictive(True, **TIGHT, predictor=f"layer:{place}")
+    cache = predictive(True, **TIGHT, predictor="layer:in_delta")
     decode(cache, net, steps=3)
     unhurt = copy.deepcopy(cache)
 
@@ -623,13 +607,10 @@ def test_a_choice_that_fails_leaves_a_cache_to_reset(captured, place, monkeypatc
         patch.setattr(LayerAheadPolicy, "foresee", full)
         with pytest.raises(torch.OutOfMemoryError):
             go_on(cache, net, steps=1)
-    if place == "in_delta" and not captured:
+    if not captured:
         torch.testing.assert_close(go_on(cache, net, steps=3), go_on(unhurt, net, steps=3), rtol=1e-4, atol=1e-4)
-    elif not captured:
-        with pytest.raises(RuntimeError, match=r"[Cc]all reset\(\)"):
-            go_on(cache, net, steps=1)
     cache.reset()
-    again, new = decode(cache, net), predictive(True, **TIGHT, predictor=f"layer:{place}")
+    again, new = decode(cache, net), predictive(True, **TIGHT, predictor="layer:in_delta")
     torch.testing.assert_close(again, decode(new, net), rtol=1e-4, atol=1e-4)
 
 
@@ -681,7 +662,7 @@ def test_hooks_go_without_a_trace():
         decode(cache, net, steps=2)
     assert cache.stats().foreseen_calls == 2
     unoptimize(net)
-    assert second.layers == {0: "there is no layer before it", 1: "in, mid"}
+    assert second.layers == {0: "there is no layer before it", 1: "in"}
     second.remove()
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
     with pytest.warns(UserWarning, match="in place"):
@@ -733,5 +714,6 @@ def test_what_a_configuration_stands_for():
     assert PredictiveConfig().prediction == "layer"
     assert PredictiveConfig(cache_rank="host").prediction == "layer"
     assert PredictiveConfig(cache_rank="cuda:1").prediction == "assembled_ridge"
+    assert PredictiveConfig(predictor="layer:mid").prediction == "layer:in_delta", "what earlier releases had"
     assert not PredictiveConfig(predictor="last").by_layer
     assert AsyncPredictiveCache(PredictiveConfig(predictor="own")).foresight is None

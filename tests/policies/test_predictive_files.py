@@ -119,7 +119,7 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ({"token_budget": 0}, "token_budget must be a positive integer"),
         (
             {"predictor": "next"},
-            "predictor must be one of 'layer', 'layer:in_delta', 'layer:mid', 'layer:in', 'own', 'last', 'ridge'",
+            "predictor must be one of 'layer', 'layer:in_delta', 'layer:in', 'own', 'last', 'ridge'",
         ),
         ({"predictor": "layer", "cache_rank": "cuda:1"}, "chooses within a step, which cache_rank='cuda:1' cannot"),
         ({"predictor": "own", "cache_rank": "cpu"}, "leave predictor out, which takes 'assembled_ridge' there"),

@@ -134,7 +134,6 @@ CASES = {
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), LAYER),
     "a small pool": ("llama", OffloadConfig(device_pool=20_000), LAYER),
     "what the layer before has added": ("qwen3", True, {**LAYER, "predictor": "layer:in_delta"}),
-    "half-way": ("qwen3", False, {**LAYER, "predictor": "layer:mid"}),
     "few channels": ("llama-mqa", False, {**LAYER, "mass": 0.7, "label_channels": 4}),
     "capped": ("llama-mha", True, {**LAYER, "mass": 0.95, "token_budget": 37}),
     "late": ("llama", False, {**LAYER, "start_length": 130}),

@@ -18,7 +18,9 @@ from ..label_options import Importance, Reduce, check_labels, check_tail
 from ..need_options import FIXED, BudgetOrMass
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
-BY_LAYER = ("layer", "layer:in_delta", "layer:mid", "layer:in", "own")
+BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
+# Slower than choosing in place at every measured shape (docs/studies/predicted-queries.md): what stands for it.
+RENAMED = {"layer:mid": "layer:in_delta"}
 
 
 def _is_device(name: object) -> bool:
@@ -38,12 +40,11 @@ class PredictiveConfig(BudgetOrMass):
         token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query. A
             second device chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose. Two
-            are a little more right. ``"layer:in_delta"`` adds what the layer added to the residual stream for the row's
-            last token (4 to 7 % more for a step). ``"layer:mid"``, the stream between attention and MLP, leaves too
-            little time to hide the choice. It takes hooks, which ``optimize()``
-            or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by their own query, in
-            place, as all do with ``"own"``. From queries of earlier steps, much less right
+            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose.
+            ``"layer:in_delta"``, a little more right, adds what the layer added to the residual stream for the row's
+            last token (4 to 7 % more for a step); ``"layer:mid"`` of earlier releases means it. It takes hooks, which
+            ``optimize()`` or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by
+            their own query, in place, as all do with ``"own"``. From queries of earlier steps, much less right
             (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
             (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
             ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
@@ -96,12 +97,12 @@ class PredictiveConfig(BudgetOrMass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.predictor, str):
+        if isinstance(self.predictor, str) and self.predictor not in RENAMED:
             one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
-        own = PREDICTOR if self.predictor is None or self.predictor in BY_LAYER else self.predictor
+        own = PREDICTOR if self.predictor is None or self.by_layer else self.predictor
         check_predictor(own, self.predictor_window, self.predictor_epsilon)
         require(
-            self.cache_rank in (None, "stream", "host") or self.predictor is None or self.predictor not in BY_LAYER,
+            self.cache_rank in (None, "stream", "host") or self.predictor is None or not self.by_layer,
             f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
             f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
         )
@@ -138,6 +139,8 @@ class PredictiveConfig(BudgetOrMass):
     @property
     def prediction(self) -> str | Predict:
         """What :attr:`predictor` stands for."""
+        if isinstance(self.predictor, str):
+            return RENAMED.get(self.predictor, self.predictor)
         if self.predictor is not None:
             return self.predictor
         return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR
