@@ -82,7 +82,7 @@ class CapturedLayer:
 
         self.query = q
         if plan.ahead or policy.launch.always:
-            replay.fork(ahead, policy.launch.layers)
+            replay.on_side_stream(ahead)
         else:
             replay.late(ahead)
         if last:

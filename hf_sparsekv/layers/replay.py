@@ -46,19 +46,12 @@ class Replay:
         self.valid, self.side, self.shared = valid, side, shared
         self.drafts: DraftRows | None = None
         self._forked = False
-        self._waiting: list[Callable[[], None]] = []
         self._behind: list[Callable[[], None]] = []
         self._late: list[Callable[[], None]] = []
         self._kept: list[Callable[[], None]] = []
 
-    def fork(self, work: Callable[[], None], layers_per_launch: int = 1) -> None:
-        """Run ``work`` on the side stream, ``layers_per_launch`` at once; :meth:`join` before the step ends."""
-        self._waiting.append(work)
-        if len(self._waiting) >= layers_per_launch:
-            self._run()
-
     def on_side_stream(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the side stream at once."""
+        """Run ``work`` on the side stream; :meth:`join` before the step ends."""
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
             self._forked = True
@@ -97,23 +90,18 @@ class Replay:
     def run_late(self) -> None:
         """The last layer has attended: what was left for later runs beside what follows, the model's head."""
         works, self._late = self._late, []
-        self._waiting += works
-        if self._waiting:
-            self._run()
-
-    def _run(self) -> None:
-        works, self._waiting = self._waiting, []
 
         def work() -> None:
             for one in works:
                 one()
 
-        self.on_side_stream(work)
+        if works:
+            self.on_side_stream(work)
 
     def join(self) -> None:
         """Launch what is waiting, and wait for all work on the side stream."""
-        if self._waiting or self._behind:
-            self._run()
+        if self._behind:
+            self.on_side_stream(lambda: None)
         self.come_back()
 
     def come_back(self) -> None:

@@ -13,13 +13,11 @@ class Launch:
     """Of one layer.
 
     Args:
-        layers: layers whose look-ahead is launched together.
         low_priority: it runs on a low-priority stream, on SMs that the step leaves idle.
         always: :meth:`.base.Policy.look_ahead` has something to do in steps that do not look ahead, too.
         each_step: replayed steps are accounted for one by one, as they come.
     """
 
-    layers: int = 1
     low_priority: bool = True
     always: bool = False
     each_step: bool = False

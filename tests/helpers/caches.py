@@ -171,9 +171,9 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive-need-earlier": predicted_need(False, predictor="ridge", **TAIL),
     "predictive-need-earlier-host": predicted_need(True, predictor="assembled_ridge"),
     "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
-    "predictive-late": _predictive(False, start_length=90, label_bits=16, layers_per_pack=2),
-    "predictive-second": _predictive(False, cache_rank="cpu", layers_per_pack=2),
-    "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32, layers_per_pack=3),
+    "predictive-late": _predictive(False, start_length=90, label_bits=16),
+    "predictive-second": _predictive(False, cache_rank="cpu"),
+    "predictive-host-dense1": _predictive(True, dense_layers=1, block_size=32),
 }
 
 # Methods that have no entry above, on the device and in host memory.

@@ -244,17 +244,6 @@ def test_only_newly_chosen_tokens_travel():
     assert bare.stats().hit_rate is None
 
 
-@pytest.mark.few
-@pytest.mark.parametrize(("layers_per_launch", "offload"), [(1, True), (2, False), (2, True), (7, True)])
-def test_packs_of_layers_do_not_show(layers_per_launch, offload):
-    nets = build("llama", "sparsekv", num_hidden_layers=5), build("llama", "sparsekv", num_hidden_layers=5)
-    runner = Imitation(nets[1])
-    runner.install()
-    found = [decode(predictive(offload, **TIGHT, layers_per_pack=layers_per_launch), steps=20, net=net) for net in nets]
-    assert torch.equal(*found)
-    assert runner.replays == 20
-
-
 def test_a_device_pool_too_small_for_the_copies_is_told():
     with pytest.warns(UserWarning, match="copies of the chosen tokens take .*, 9000 are allowed"):
         decode(cache := predictive(OffloadConfig(device_pool=9000), **TIGHT))

@@ -325,14 +325,17 @@ def test_a_captured_step_forks_by_layers_and_comes_back_whatever_happens(lines):
 def test_what_runs_beside_a_step_begins_behind_it_and_comes_back(lines):
     _, now, home, _, side = lines
     replay, ran = Replay(None, side, Shared(Policy, SparseConfig(), None)), []
-    replay.fork(lambda: ran.append(("in a pack", now[-1].name)), 2)
+    replay.late(lambda: ran.append(("late", now[-1].name)))
     replay.on_side_stream(lambda: ran.append(("at once", now[-1].name)))
+    replay.behind(lambda: ran.append(("behind", now[-1].name)))
     assert ran == [("at once", "side")]
     assert "home" in side.after_current_stream and "side" not in home.after_current_stream
     replay.come_back()
     assert "side" in home.after_current_stream and len(ran) == 1, "a failed capture does not run what is left"
     replay.join()
-    assert ran[1:] == [("in a pack", "side")]
+    assert ran[1:] == [("behind", "side")]
+    replay.run_late()
+    assert ran[2:] == [("late", "side")]
 
 
 def test_layers_wait_once_for_what_all_of_them_have_handed_over(lines):

@@ -53,7 +53,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         self.predictor = predictor_of(config)
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing after
         # the step 7.5 ms, among it 7.1; fetching yields.
-        self.launch = Launch(config.layers_per_pack, low_priority=offloaded)
+        self.launch = Launch(low_priority=offloaded)
 
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:

@@ -56,7 +56,7 @@ class PredictiveConfig(BudgetOrMass):
             chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
-        layers_per_pack: layers that begin to choose together in a captured step, where earlier steps predict.
+        layers_per_pack: without effect: layers that chose together in a captured step made it slower.
         token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TokenConfig`.
         calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
         dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says

@@ -113,7 +113,7 @@ class SecondDevicePolicy(ChosenBefore):
         self.peer = peer
         self.packs: list[Packed] = []
         # Look-ahead gives the other device each token; selections that have come are taken over between steps.
-        self.launch = Launch(config.layers_per_pack, low_priority=False, always=True, each_step=True)
+        self.launch = Launch(low_priority=False, always=True, each_step=True)
 
     def reset(self) -> None:
         with self.peer.after_all_steps():
