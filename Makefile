@@ -22,7 +22,7 @@ DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv docs notebooks small-model demo-text demo-serve test test-all test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format bench demo check-wheel clean
+.PHONY: help venv docs notebooks small-model demo-text demo-serve test test-all test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -119,10 +119,6 @@ docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an 
 
 notebooks: small-model  ## run the notebooks of docs/notebooks and keep what they print and draw
 	$(BIN)/python tools/run_notebooks.py
-
-bench: small-model  ## needles and perplexity on the small real model (appends to benchmarks/results)
-	$(BIN)/python -m benchmarks.studies.small_model needle
-	$(BIN)/python -m benchmarks.studies.small_model perplexity
 
 demo: small-model  ## two caches race over a document, in your browser (DEMO_FLAGS: see python -m demo --help)
 	@$(BIN)/python -m demo $(DEMO_FLAGS)

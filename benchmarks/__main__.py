@@ -24,15 +24,13 @@ BENCHMARKS = {
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
     "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
-    "offload": ("offload.run", False, "what it costs to keep blocks in host memory, in parts"),
 }
 HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 
 {chr(10).join(f"  {name:10} {about}" for name, (*_, about) in BENCHMARKS.items())}
 
   --help after a name shows its options; --list shows the known model shapes and variants.
-  Rows are appended to benchmarks/results. Also: python -m benchmarks.plot, python -m benchmarks.studies.NAME,
-  python -m benchmarks.probes.NAME."""
+  Rows are appended to benchmarks/results. Also: python -m benchmarks.plot, python -m benchmarks.probes.NAME."""
 
 
 def show_list() -> None:

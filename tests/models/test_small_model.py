@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.studies.small_model import forced_logits, greedy
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig
-from hf_sparsekv_eval.prefix import attention, prefill
+from hf_sparsekv_eval.prefix import attention, forced_steps, greedy_rows, prefill
 from hf_sparsekv_eval.text import needle_prompt, python_reference
 
 pytestmark = pytest.mark.small_model
@@ -49,6 +48,11 @@ def test_padded_batch_equals_dense(small):
     assert torch.equal(model.generate(**inputs, past_key_values=everything(), **go), expected)
 
 
+def forced_logits(model, cache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[n, vocab]`` of feeding ``ids [1, n]`` one at a time, float32."""
+    return torch.cat(list(forced_steps(model, cache, ids)))
+
+
 def test_bf16_is_as_close_to_float32_as_sdpa(small):
     """Teacher-forced: RMS error of the logits below 1.3 times sdpa's own in bf16; top-1 agreement with it >= 0.9."""
     model, tokenizer = small
@@ -76,6 +80,7 @@ def test_needle_is_found_without_reading_everything(small_model_dir, depth):
     prompt = needle_prompt(tokenizer, 1400, depth)
     prefix = prefill(model, prompt.ids)
     cache = OffloadedSparseCache(TokenConfig(token_budget=160, num_blocks=12))
-    text = tokenizer.decode(greedy(model, prefix, prefix.fill(cache, model), 12, {model.config.eos_token_id}))
-    assert prompt.answer in text
+    filled, end = prefix.fill(cache, model), {model.config.eos_token_id}
+    (answer,) = greedy_rows(model, prefix, filled, prefix.logits, 12, end)
+    assert prompt.answer in tokenizer.decode(answer)
     assert cache.stats().attended_share < 0.3

@@ -1,1 +1,0 @@
-"""Studies of quality on small real models and the probe models."""
