@@ -205,22 +205,6 @@ def test_its_own_query_needs_what_the_default_method_chooses(offload, pads):
     assert mine.stats().estimated_mass >= 0.9
 
 
-@KINDS
-def test_offloaded_as_resident(settings):
-    net = build("llama", "sparsekv")
-    with predict_ahead(net):
-        pools = (None, OffloadConfig(), OffloadConfig(device_pool=20_000), OffloadConfig(device_pool=0))
-        caches = [predictive(pool or False, **settings, **TAIL) for pool in pools]
-        first, *others = [logits(cache, net) for cache in caches]
-    for found in others:
-        torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-4)
-    for cache in caches[1:]:
-        assert [(w.walks, w.tokens_used) for w in cache.stats().walks] == [
-            (w.walks, w.tokens_used) for w in caches[0].stats().walks
-        ]
-    assert caches[1].stats().hit_rate > 0.4
-
-
 @pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 @KINDS

@@ -90,10 +90,6 @@ def test_what_is_long_is_quoted_shortly_and_compared_with_nothing(url, fields, m
     assert all(len(name) < 100 for name in compared)
 
 
-def test_a_misspelt_field_is_still_found(url):
-    assert "did you mean temperature?" in message(httpx.post(f"{url}/v1/completions", json={"temprature": 1}), 400)
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
