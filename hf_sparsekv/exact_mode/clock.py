@@ -15,14 +15,14 @@ class Clock:
     """Moments in the work of ``device``. Read what lies between them when it is done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
 
     def now(self) -> Any:
         """This moment in the device's work."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which need not be on the current device
         return event
 
     def between(self, begin: Any, end: Any) -> float:

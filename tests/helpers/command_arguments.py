@@ -116,7 +116,8 @@ def facts() -> dict:
             for name, (method, _) in known().items()
             if _ours(method)
         },
-        "predictors": [*BY_LAYER, *PREDICTORS, *RENAMED],
+        "predictors": [*BY_LAYER, *PREDICTORS],
+        "predictors_before": [*RENAMED],
         "families": list(ruler.FAMILIES),
         "probe families": list(ruler_probe.FAMILIES),
         "paper families": list(ruler_paper.FAMILIES),
