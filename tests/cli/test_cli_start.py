@@ -272,6 +272,12 @@ def test_a_cache_s_values_are_checked_alike(kind, name, value):
     assert said[0].stderr == said[1].stderr
 
 
+def test_a_predictor_of_earlier_releases_is_taken():
+    """It means another one, and is no longer offered."""
+    args = ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "layer:mid"]
+    assert CliRunner().invoke(light(lambda: None), args).exit_code == 0
+
+
 def test_no_bars_where_there_is_no_terminal(tiny):
     """Of libraries, that is; what is being done is a line. One writes its bars by tqdm alone, as for GGUF files."""
     more = "from tqdm.auto import tqdm\nprint([*tqdm([7], desc='a bar')])"
