@@ -33,7 +33,7 @@ def main() -> None:
 
 def _run() -> None:
     """Import the commands and let the one that is asked for do its work."""
-    if not sys.stderr.isatty():  # the bars of transformers would fill a log; ours are lines there
+    if sys.stderr is None or not sys.stderr.isatty():  # the bars of transformers would fill a log; ours are lines there
         os.environ.setdefault("TQDM_DISABLE", "1")
     from hf_sparsekv.cli.app import main as run
 

@@ -75,7 +75,8 @@ def generate(
     checks.exact_mode(exact, bool(sparse_kinds), options.offload, options.kv_dtype)
     checks.seeded(seed, temperature)
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
-    if demo and config is not None:  # it is to show what is chosen, where reading everything is as fast, too
+    # It is to show what is chosen, where reading everything is as fast, too, unless asked otherwise.
+    if demo and config is not None and config.dense_below == "auto":
         config = replace(config, dense_below=None)
     checks.prompted(prompt, prompt_file, demo)
     text = None if demo else _prompt_text(prompt, prompt_file)

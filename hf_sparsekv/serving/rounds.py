@@ -99,6 +99,7 @@ class Rounds:
         if unasked and changes == cache.changes:
             self._unasked = unasked - 1, changes
             return None
+        self._dense += unasked  # asked before they were over
         lengths = self.rows.lengths
         pace = self._paces.of(self.rows.width, sum(lengths), partial(expected, cache))
         if pace is not self._pace:
@@ -106,7 +107,8 @@ class Rounds:
         exact = [request for request in active.values() if request.exact]
         can = any(request.constraint is None for request in exact)
         if not selects(cache) or not (can or len(exact) < len(active)):
-            drafts, steps = 0, 1 + _UNASKED
+            # What others attend to may be a selection from the next step on.
+            drafts, steps = 0, 1 if len(exact) < len(active) else 1 + _UNASKED
         elif len(exact) < len(active):
             drafts, steps = pace.beside() if can else 1, 0
         else:

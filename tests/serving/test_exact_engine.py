@@ -26,6 +26,8 @@ from hf_sparsekv import (
     TokenConfig,
 )
 from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.row_batch.verifying import selects
+from hf_sparsekv.serving.rounds import Rounds
 
 pytestmark = [
     pytest.mark.filterwarnings("error:decode steps run eagerly"),
@@ -198,6 +200,25 @@ def test_sparse_requests_beside_them(captured, drafting):
     if runner is not None:
         assert runner.replays > 100
         runner.remove()
+
+
+def test_no_step_attends_to_everything_for_a_request_that_would_select(monkeypatch):
+    """Not one, when a row that is no exact one outgrows what it attends to."""
+    served, runner = imitated()
+    seen, dense_step = [], Rounds.dense_step
+
+    def noted(self, active) -> None:
+        seen.append(selects(self.rows.cache) and not all(request.exact for request in active.values()))
+        dense_step(self, active)
+
+    monkeypatch.setattr(Rounds, "dense_step", noted)
+    config = TokenConfig(**CHOOSE, token_budget=48)
+    for n in range(30, 38):  # at each place among the steps in which nothing is asked
+        answers(
+            served, config, EXACT, [(ids_of(20, 1), greedy(60, exact=True)), (ids_of(n, 2), greedy(60, exact=False))]
+        )
+    assert len(seen) > 100 and not any(seen)
+    runner.remove()
 
 
 def test_requests_that_come_and_go_and_are_cancelled(drafting):
