@@ -213,11 +213,11 @@ def test_no_step_attends_to_everything_for_a_request_that_would_select(monkeypat
 
     monkeypatch.setattr(Rounds, "dense_step", noted)
     config = TokenConfig(**CHOOSE, token_budget=48)
-    for n in range(30, 38):  # at each place among the steps in which nothing is asked
+    for n in (40, 60):  # at two places among the steps in which nothing is asked
         answers(
-            served, config, EXACT, [(ids_of(20, 1), greedy(60, exact=True)), (ids_of(n, 2), greedy(60, exact=False))]
+            served, config, EXACT, [(ids_of(20, 1), greedy(50, exact=True)), (ids_of(n, 2), greedy(50, exact=False))]
         )
-    assert len(seen) > 100 and not any(seen)
+    assert len(seen) > 40 and not any(seen)
     runner.remove()
 
 
