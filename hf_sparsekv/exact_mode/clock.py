@@ -1,6 +1,6 @@
 """Times of a device's work, without a wait: the host runs ahead of a GPU, so its own clock says little of a step.
 
-Apart from the loop because segments of ``generate()``'s own loop are timed as well.
+Apart from loops because those of ``generate()`` and of an engine time their steps alike.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import torch
 
 
 class Clock:
-    """Moments in the work of ``device``. Read what lies between them when it is done."""
+    """Measures the time between two points of a device's work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
 
-    def now(self) -> Any:
-        """This moment in the device's work."""
-        if not self._on_gpu:
+    def mark(self) -> Any:
+        """Mark a point in time: now, or on a GPU when it has done the work launched so far."""
+        if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # which need not be on the current device
+        event.record(torch.cuda.current_stream(self.device))  # which need not be on the current device
         return event
 
-    def between(self, begin: Any, end: Any) -> float:
-        """Seconds."""
-        return 1e-3 * begin.elapsed_time(end) if self._on_gpu else end - begin
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that the device has reached."""
+        return 1e-3 * begin.elapsed_time(end) if self.cuda else end - begin
+
+    def between(self, begin: Any, end: Any) -> float | None:
+        """Milliseconds between two marks; None: the GPU has not reached the second one."""
+        return None if self.cuda and not end.query() else 1e3 * self.seconds(begin, end)

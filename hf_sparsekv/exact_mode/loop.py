@@ -165,7 +165,7 @@ class Loop:
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
         had, rows, pace = text.ids.shape[1], text.ahead, self.pace
-        begin, began, before = clock.now(), time.perf_counter(), self._captures
+        begin, began, before = clock.mark(), time.perf_counter(), self._captures
         found = self._looked_up(drafts)
         if found is not None:
             drafts = found.shape[1]
@@ -173,7 +173,7 @@ class Loop:
             kwargs = self.model._update_model_kwargs_for_generation({}, dict(text.kwargs), num_new_tokens=drafts)
         else:
             ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
-        middle, between = clock.now(), self._captures
+        middle, between = clock.mark(), self._captures
         self._can_take_back(drafts + 1)
         with cache.drafts():
             out = self._pass(ids, drafts + 1, kwargs)
@@ -192,7 +192,7 @@ class Loop:
             exactness = cache.row_table.exactness
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
-            drafting = clock.between(begin, middle)
+            drafting = clock.seconds(begin, middle)
             verifying = None if self._captures > between else time.perf_counter() - began - drafting
             if found is not None:
                 pace.looked_up(drafts, added, verifying)

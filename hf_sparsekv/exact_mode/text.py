@@ -61,7 +61,7 @@ class Until(StoppingCriteriaList):
         self.done: list[Tensor] = []
 
     def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
-        self._times.append(self._clock.now())
+        self._times.append(self._clock.mark())
         done = super().__call__(input_ids, scores, **kwargs)
         before = self.done[-1] if self.done else self._ended
         self.done.append(done if before is None else done | before)
@@ -78,7 +78,7 @@ class Until(StoppingCriteriaList):
 
         Read it when the device has done them.
         """
-        taken = [self._clock.between(*both) for both in pairwise(self._times[1:])]
+        taken = [self._clock.seconds(*both) for both in pairwise(self._times[1:])]
         return statistics.median_low(taken) if taken else None
 
 

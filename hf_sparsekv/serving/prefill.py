@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from ..attention.parts import GRID
 from ..cache_name import over
 from ..cuda_graph.prompts import paused_passes
+from ..exact_mode.clock import Clock
 from ..row_batch import positions
 
 # Least tokens of a chunk if only its length bounds its time. Reading the weights and launching the kernels dominates
@@ -33,27 +33,6 @@ _NOTHING = contextlib.nullcontext()
 
 class Cancelled(Exception):
     """Ends a prefill that was cancelled."""
-
-
-class Clock:
-    """Measures milliseconds between two points of a device's work, without waiting for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
-
-    def mark(self):
-        """Mark a point in time: now, or on a GPU when it has done the work launched so far."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def between(self, begin, end) -> float | None:
-        """Milliseconds between two marks; None: the GPU has not reached the second one."""
-        if not self.cuda:
-            return 1e3 * (end - begin)
-        return begin.elapsed_time(end) if end.query() else None
 
 
 class Pace:

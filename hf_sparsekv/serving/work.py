@@ -17,12 +17,13 @@ from ..attention.parts import make_plans
 from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
 from ..cuda_graph.prompts import paused_passes
+from ..exact_mode.clock import Clock
 from ..row_batch import Batch, RowBatch, positions
 from ..row_batch.verifying import verify
 from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
 from ..tensors import sent
 from .config import ServingConfig
-from .prefill import Clock, Pace, Reading, Segments
+from .prefill import Pace, Reading, Segments
 from .prefix import Channels
 
 

@@ -23,11 +23,11 @@ class Ticks:
     def __init__(self, device) -> None:
         self._now = 0.0
 
-    def now(self) -> float:
+    def mark(self) -> float:
         self._now += 1
         return self._now
 
-    def between(self, begin: float, end: float) -> float:
+    def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
 
