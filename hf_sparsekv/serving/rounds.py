@@ -86,8 +86,8 @@ class Rounds:
         self._paces = Paces(self.most)
         self._over: float | None = None  # when the device had ended the round before this turn
         self._pace = Pace(self.most)  # of the rows as they were when it was asked last
-        self._dense = 0  # steps before it is asked for drafts again,
-        self._unasked = 0, -1  # after so many steps, as long as the cache's changes are these
+        self._dense = 0  # steps before it is asked for drafts again
+        self._unasked = 0, -1  # so many of the next steps ask nothing, as long as the cache's changes are these
 
     def drafts(self, active: Mapping[int, Request], tries: bool = True) -> int | None:
         """Drafts of the next round; None: all rows make a step that attends to everything.
@@ -97,9 +97,8 @@ class Rounds:
         cache: Any = self.rows.cache
         unasked, changes = self._unasked
         if unasked and changes == cache.changes:
-            self._unasked = unasked - 1, changes
+            self._dense, self._unasked = max(0, self._dense - 1), (unasked - 1, changes)
             return None
-        self._dense += unasked  # asked before they were over
         lengths = self.rows.lengths
         pace = self._paces.of(self.rows.width, sum(lengths), partial(expected, cache))
         if pace is not self._pace:
@@ -108,14 +107,14 @@ class Rounds:
         can = any(request.constraint is None for request in exact)
         if not selects(cache) or not (can or len(exact) < len(active)):
             # What others attend to may be a selection from the next step on.
-            drafts, steps = 0, 1 if len(exact) < len(active) else 1 + _UNASKED
+            drafts, steps, self._dense = 0, 1 if len(exact) < len(active) else 1 + _UNASKED, 0
         elif len(exact) < len(active):
             drafts, steps = pace.beside() if can else 1, 0
         else:
             drafts, steps = (0, self._dense) if self._dense else pace.next(True, tries)
+            self._dense = max(0, steps - 1)
         if not drafts:
-            unasked = min(steps - 1, _UNASKED)
-            self._dense, self._unasked = steps - 1 - unasked, (unasked, cache.changes)
+            self._unasked = min(steps - 1, _UNASKED), cache.changes
             return None
         self._dense = 0
         return min(drafts, self.rows.max_length - max(lengths[row] for row, one in active.items() if one.exact))
