@@ -56,7 +56,7 @@ class Next(NamedTuple):
 
 @dataclass
 class Seconds:
-    """What something takes: the median of the latest measurements, without the first ``warm``, which warm up.
+    """What something takes: the median of the latest measurements, without the first one if it is a ``warm_up``.
 
     Of two the lesser: something else on the machine makes it longer, never shorter.
 
@@ -65,15 +65,15 @@ class Seconds:
         least: of all measurements; None: there were none.
     """
 
-    warm: int = 1
+    warm_up: bool = True
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=6))
     usual: float | None = None
     least: float | None = None
 
     def add(self, seconds: float | None) -> None:
         """It was done once; None: not as usual, because it was captured."""
-        if self.warm or seconds is None:
-            self.warm = 0 if seconds is None else self.warm - 1
+        if self.warm_up or seconds is None:
+            self.warm_up = False
             return
         self.latest.append(seconds)
         self.usual = statistics.median_low(self.latest)
@@ -145,7 +145,7 @@ class Pace:
 
     def __init__(self, most: int, fixed: int | None = None, luck: Luck | None = None) -> None:
         self.most, self.fixed, self.luck = most, fixed, luck or Luck()
-        self.draft, self.dense = Seconds(), Seconds(warm=0)
+        self.draft, self.dense = Seconds(), Seconds(warm_up=False)
         self.verify: dict[int, Seconds] = {}  # by the width of a captured pass
         self.expected: Expected | None = None
         self.drafting = False

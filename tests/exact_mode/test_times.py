@@ -9,6 +9,7 @@ from captured import imitated
 from models import model, prompt
 
 from hf_sparsekv import sparse
+from hf_sparsekv.bookkeeping import replayed
 from hf_sparsekv.bookkeeping.replayed import Replays
 from hf_sparsekv.exact_mode import text
 from hf_sparsekv.exact_mode.pace import Pace
@@ -71,3 +72,16 @@ def test_rounds_leave_the_account_of_steps_alone(monkeypatch):
         net.generate(**prompt(3, 165, (0, 5, 61)), **GO, pad_token_id=0)
     between = [after - before for before, after in pairwise(rounds)]
     assert between.count(0) > len(between) / 2
+
+
+def test_all_kinds_of_steps_are_accounted_for(monkeypatch):
+    """Whether each is when another one comes, or all are when somebody asks."""
+    net, found = imitated("llama")[0], []
+    for kinds in (1, replayed._KINDS):
+        monkeypatch.setattr(replayed, "_KINDS", kinds)
+        with sparse(net, SETTING, exact=True, drafts=3):
+            out = net.generate(**prompt(1, 165), **GO, return_dict_in_generate=True)
+        stats = out.past_key_values.stats()
+        assert stats.drafted and stats.sparse_calls and stats.dense_calls
+        found.append((out.sequences.tolist(), stats))
+    assert found[0] == found[1]
