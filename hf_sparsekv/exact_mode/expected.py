@@ -21,7 +21,7 @@ def expected(cache: SparseCache) -> Expected | None:
     rows = max(1, sum(n > 0 for n in held.lengths))
     tokens = sum(held.sealed) * store.block_size // rows
     name = f"{rule.name}:mla" if store.latent else rule.name
-    less = crossover.faster(store.device, name, rows, tokens, width)
+    less = crossover.faster(store.device, name, rows, tokens, width, rule.q_heads // store.heads)
     if less is None:
         return None
     more = crossover.slower(store.device, rows * tokens * width)

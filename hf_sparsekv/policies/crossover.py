@@ -50,6 +50,10 @@ class Rule:
         """Tokens a row up to which dense attention is as quick; ``width``: bytes of a token, all KV heads."""
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
 
+    def times(self, factor: float) -> Rule:
+        """Of a selection that takes so many times as long."""
+        return Rule(self.fixed_bytes * factor, self.row_tokens * factor)
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -97,6 +101,11 @@ WITHOUT_CUDA_KERNELS: dict[str, Rule] = {
     "token_only": Rule(88.1e6, 198),
     "token_only:mla": Rule(147e6, 8072),
 }
+# By need every query head of a KV head covers a share of its own, so more of them take longer, which they do not in
+# attention to everything. Two numbers above by query heads of a KV head: times these. Whole steps of four (Qwen3-8B)
+# and of eight (Qwen3-32B over two H200s, Llama-3.3-70B over four: the table's test has them). More were not measured.
+BY_NEED = "progressive"
+GROUPS = {4: 1.0, 8: 2.8}
 # Of these whole steps on an H200, by their tokens.
 VERIFICATIONS = {4: Verification(20e-6, 3.4e-15), 8: Verification(25e-6, 32e-15)}
 
@@ -131,6 +140,7 @@ def dense_tokens(
     batch: int,
     width: int,
     chosen: int = 0,
+    group: int = 1,
 ) -> int:
     """Tokens in full blocks, a row, up to which a decode step attends densely for speed; 0 for never.
 
@@ -142,6 +152,7 @@ def dense_tokens(
         batch: rows.
         width: bytes of a token's keys and values, all KV heads.
         chosen: tokens that a step chooses otherwise, a row and KV head.
+        group: query heads of a KV head.
     """
     if dense_below != "auto":
         return (dense_below or 0) // batch
@@ -153,7 +164,15 @@ def dense_tokens(
     rule = lookup(torch.cuda.get_device_name(device), method)
     if rule is None and has_triton():  # without its kernels nothing that is known holds
         rule = guess(gpu(device), method)
-    return 0 if rule is None else rule.tokens(batch, width)
+    return 0 if rule is None else rule.times(_longer(method, group)).tokens(batch, width)
+
+
+def _longer(method: str | None, group: int) -> float:
+    """How many times as long a selection takes as with the query heads that its rule was measured with."""
+    if method != BY_NEED:
+        return 1.0
+    (few, least), (many, most) = GROUPS.items()
+    return least + (most - least) * (min(max(group, few), many) - few) / (many - few)
 
 
 class Crossover:
@@ -161,10 +180,11 @@ class Crossover:
 
     Args:
         name: the selection's in the table; None: it has none there.
+        q_heads: query heads of the layer.
     """
 
-    def __init__(self, name: str | None, config: SparseConfig, offloaded: bool) -> None:
-        self.name, self.config, self.offloaded = name, config, offloaded
+    def __init__(self, name: str | None, config: SparseConfig, offloaded: bool, q_heads: int) -> None:
+        self.name, self.config, self.offloaded, self.q_heads = name, config, offloaded, q_heads
         self._blocks: dict[int, int] = {}  # by rows: full blocks of each, on average
 
     def below(self, store: LayerStore) -> bool:
@@ -179,8 +199,8 @@ class Crossover:
         if blocks is None:
             config, width = self.config, store.heads * store.token_bytes
             name = f"{self.name}:mla" if store.latent else self.name  # other kernels, other numbers
-            chosen = config.budget
-            tokens = dense_tokens(config.dense_below, name, store.device, self.offloaded, rows, width, chosen)
+            chosen, group, device = config.budget, self.q_heads // store.heads, store.device
+            tokens = dense_tokens(config.dense_below, name, device, self.offloaded, rows, width, chosen, group)
             blocks = self._blocks[rows] = tokens // store.block_size
         return sum(held.sealed) <= blocks * rows
 
@@ -218,18 +238,20 @@ def slower(device: torch.device, read: int) -> dict[int, float]:
     return {n: one.fixed + read * one.per_byte * scale for n, one in known.items()}
 
 
-def faster(device: torch.device, method: str, batch: int, tokens: int, width: int) -> float | None:
+def faster(device: torch.device, method: str, batch: int, tokens: int, width: int, group: int) -> float | None:
     """Seconds by which a selecting step of one layer is expected to be faster than a dense one; None: not known.
 
     Args:
         method: the table's name of the selection.
         batch, tokens: rows, and tokens of each in full blocks.
         width: bytes of a token's keys and values, all KV heads.
+        group: query heads of a KV head.
     """
     there = gpu(device)
     rule = lookup(torch.cuda.get_device_name(device), method) or guess(there, method)
     if rule is None or there.bandwidth is None:
         return None
+    rule = rule.times(_longer(method, group))
     return (batch * tokens * width - rule.fixed_bytes - batch * width * rule.row_tokens) / (GAINS * there.bandwidth)
 
 

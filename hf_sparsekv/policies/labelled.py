@@ -53,7 +53,7 @@ class LabelledPolicy(Policy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.crossover = Crossover(self.method, self.config, self.offloaded)
+        self.crossover = Crossover(self.method, self.config, self.offloaded, q_heads)
         if self.labels is not None:
             self.labels.start(store)
         if self.need is not None:

@@ -29,7 +29,7 @@ class Selector(Drafting):
 
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.crossover = Crossover(self.method, self.config, self.offloaded)
+        self.crossover = Crossover(self.method, self.config, self.offloaded, q_heads)
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
         """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.

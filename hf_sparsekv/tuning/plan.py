@@ -335,6 +335,7 @@ def _dense_tokens(
             offloaded,
             batch,
             layer.heads * layer.width * item,
+            group=model.query_heads // layer.heads,
         )
         // config.block_size
         for layer in layers

@@ -50,7 +50,7 @@ class Shape:
             patch.object(crossover, "gpu", lambda _: H200 if self.gpu == "H200" else H100),
         ):
             device = torch.device("cuda", 0)
-            less = crossover.faster(device, self.method, self.rows, self.context, self.width)
+            less = crossover.faster(device, self.method, self.rows, self.context, self.width, group=1)
             more = crossover.slower(device, self.rows * self.context * self.width)
         assert less is not None
         return Expected(self.layers * less, {n: self.layers * seconds for n, seconds in more.items()})

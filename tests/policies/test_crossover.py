@@ -100,6 +100,18 @@ def test_never(number, offload, monkeypatch):
     assert cache.stats().sparse_calls == 4 * LAYERS
 
 
+def test_the_limit_is_that_of_the_layers_own_heads(monkeypatch):
+    """Its bytes and its query heads are what the table is asked with."""
+    asked = []
+    monkeypatch.setattr(crossover, "dense_tokens", lambda *given: asked.append(given) or 0)
+    net, cache = model("llama"), two_level(False, level="auto", lag=False)
+    net.generate(**prompt(2, 130), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    config, store = net.config, cache.layers[-1].store
+    assert config.num_attention_heads > config.num_key_value_heads
+    group = config.num_attention_heads // config.num_key_value_heads
+    assert asked and {given[4:6] + given[7:] for given in asked} == {(2, store.heads * store.token_bytes, group)}
+
+
 def test_the_same_text_as_full_attention_below():
     inputs, go = prompt(2, 130, (0, 30)), {"do_sample": False, "max_new_tokens": 60}
     expected = reference("llama").generate(**inputs, **go)

@@ -48,11 +48,12 @@ def limit(
     offloaded=False,
     device="cuda",
     facts=SILENT,
+    group=4,
 ) -> int:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(crossover, "gpu", lambda device: facts)
     monkeypatch.setattr(crossover, "has_triton", lambda: True)
-    return crossover.dense_tokens("auto", method, torch.device(device), offloaded, batch, width)
+    return crossover.dense_tokens("auto", method, torch.device(device), offloaded, batch, width, group=group)
 
 
 # ---------------------------------------------------------------------- the configuration and the planner
@@ -168,10 +169,29 @@ def test_by_need_as_whole_steps_say(monkeypatch, empty_table):
         assert rate * more == pytest.approx(dense - sparse, abs=0.02 * dense)
     assert 15_000 < limit(H200, monkeypatch, method="progressive") < 16_000, "README's 32k tokens are selected from"
     assert 1_800 < limit(H200, monkeypatch, method="progressive", batch=8) < 2_000
-    # 2 KV heads of 64 channels. One row of 28k: 24 layers took 1.25 ms by need and 1.03 dense; 32 rows 2.88 and 3.27.
-    few = 2 * 2 * 64 * 2
-    assert limit(H200, monkeypatch, method="progressive", width=few) > 100_000
-    assert limit(H200, monkeypatch, method="progressive", width=few, batch=32) < 28_000
+
+
+# Whole steps on H200s by rows and thousands of tokens, in ms: dense, by need. Qwen2.5-Coder-0.5B (d4a22ac6), Qwen3-32B
+# on one (16 layers, 293124d) and over two, Llama-3.3-70B over four (158c565).
+MANY_QUERY_HEADS = {
+    ("0.5B", 7, 2 * 2 * 64 * 2): ((1, 28, 1.03, 1.25), (32, 28, 3.27, 2.88)),
+    ("32B", 8, 8 * 2 * 128 * 2): ((1, 32, 4.69, 4.63), (1, 128, 6.13, 5.33)),
+    ("32B over two", 8, 4 * 2 * 128 * 2): ((1, 32, 11.21, 11.52), (1, 128, 14.11, 13.35), (8, 32, 19.25, 15.69)),
+    ("70B over four", 8, 2 * 2 * 128 * 2): ((1, 128, 14.59, 15.09), (8, 32, 17.62, 16.60)),
+}
+
+
+def test_more_query_heads_for_each_kv_head(monkeypatch, empty_table):
+    """Steps by need never where they lose, and everywhere where they gain more than 2 %."""
+    for (name, group, width), steps in MANY_QUERY_HEADS.items():
+        for rows, thousands, dense, sparse in steps:
+            end = limit(H200, monkeypatch, method="progressive", batch=rows, width=width, group=group)
+            selects = thousands << 10 > end
+            assert selects == (sparse < 0.98 * dense), (name, rows, thousands)
+    wide = {"method": "progressive", "width": WIDTH}
+    assert limit(H200, monkeypatch, **wide, group=1) == limit(H200, monkeypatch, **wide, group=4)
+    assert limit(H200, monkeypatch, **wide, group=16) == limit(H200, monkeypatch, **wide, group=8)
+    assert limit(H200, monkeypatch, method="token_only", group=8) == limit(H200, monkeypatch, method="token_only")
 
 
 def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):
@@ -445,10 +465,11 @@ def test_what_drafts_are_expected_to_save(monkeypatch):
     monkeypatch.setattr(crossover, "gpu", lambda device: H200_FACTS)
     rule = BUILT_IN[H200]["progressive"]
     end = rule.tokens(1, WIDTH)
-    assert crossover.faster(GPU, "progressive", 1, end, WIDTH) == pytest.approx(0.0, abs=1e-8)
-    more = crossover.faster(GPU, "progressive", 1, end + 100_000, WIDTH)
+    assert crossover.faster(GPU, "progressive", 1, end, WIDTH, 4) == pytest.approx(0.0, abs=1e-8)
+    more = crossover.faster(GPU, "progressive", 1, end + 100_000, WIDTH, 4)
     assert more == pytest.approx(100_000 * WIDTH / (crossover.GAINS * H200_FACTS.bandwidth), rel=1e-3)
-    assert crossover.faster(GPU, "no method", 1, end, WIDTH) is None
+    assert crossover.faster(GPU, "progressive", 1, end, WIDTH, 8) < 0, "more query heads take longer"
+    assert crossover.faster(GPU, "no method", 1, end, WIDTH, 4) is None
 
 
 @pytest.mark.gpu
