@@ -1,0 +1,67 @@
+"""Many measurements in one go: which job begins when, on which GPUs, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from benchmarks import jobs
+from benchmarks.jobs import Job, first_that_fits
+
+
+def job(name: str, gpus: int = 1, run: str = "true", limit: float = 60.0, least: float = 0.0) -> Job:
+    return Job(name, gpus, limit, least, run)
+
+
+def test_which_begins_next():
+    one, two, four = job("one"), job("two", 2), job("four", 4)
+    assert first_that_fits([four, two, one], 2, busy=True) == 1, "what does not fit lets others pass"
+    assert first_that_fits([four, None, one], 2, busy=True) is None, "but nothing passes a barrier"
+    assert first_that_fits([None, one], 1, busy=True) is None
+    assert first_that_fits([None, one], 4, busy=False) == 0
+
+
+def test_gpus_rows_and_logs(tmp_path, capsys):
+    """Each job has GPUs of its own; what it leaves running is killed; its failure is told."""
+    text = "echo $CUDA_VISIBLE_DEVICES $PORT; echo row > $ROWS"
+    todo = [
+        job("pair", 2, f"{text}; sleep 60 & echo $! > $ROWS.pid"),
+        job("single", 1, text),
+        None,
+        job("bad", 3, "exit 3"),
+    ]
+    assert not jobs.Jobs(["4", "5", "6"], tmp_path, float("inf"))(todo)
+    assert (tmp_path / "pair.txt").read_text() == "4,5 8100\n" and (tmp_path / "single.txt").read_text() == "6 8140\n"
+    assert (tmp_path / "pair.csv").read_text() == "row\n"
+    left = (tmp_path / "pair.csv.pid").read_text().strip()
+    assert subprocess.run(["ps", "-o", "stat=", "-p", left], capture_output=True, text=True).stdout.strip()[:1] in (
+        "",
+        "Z",
+    )
+    assert "bad ended with 3" in capsys.readouterr().out
+    assert jobs.Jobs(["4"], tmp_path, float("inf"))([job("good")])
+
+
+def test_time(tmp_path, capsys):
+    assert not jobs.Jobs(["0"], tmp_path, float("inf"))([job("slow", run="sleep 60", limit=0.2)])
+    assert not jobs.Jobs(["0"], tmp_path, 0.0)([job("late", least=5.0)])
+    told = capsys.readouterr().out
+    assert "slow was killed" in told and "late: no time is left" in told and not (tmp_path / "late.txt").exists()
+
+
+def test_the_file(monkeypatch, capsys):
+    """Its commands are whole, and what they need is asked for before anything runs."""
+    for name in ("MODEL", "VLLM"):
+        monkeypatch.delenv(name, raising=False)
+    found = jobs.known()
+    for one in found.values():
+        assert not {"{", "}"} & set(one.run.replace("${", "")), one.name
+        assert one.least < one.limit
+        assert subprocess.run(["bash", "-n", "-c", one.run], capture_output=True).returncode == 0, one.name
+    assert found["structured"].missing == ["MODEL"] and found["trace-vllm"].missing == ["VLLM"]
+    for asked, told in ((["new"], "new: one of suite"), (["structured"], "needs MODEL"), (["ray"], "needs 4 GPUs")):
+        with pytest.raises(SystemExit):
+            jobs.main([*asked, "--gpus", "0"])
+        assert told in capsys.readouterr().err
+    assert jobs.main(["--list"]) == 0
