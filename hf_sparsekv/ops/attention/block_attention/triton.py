@@ -54,7 +54,6 @@ def block_attention_kernel(
     rows,
     nb,
     binary,
-    Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -73,13 +72,15 @@ def block_attention_kernel(
     BV: tl.constexpr = padded(DV)
     if HEADS_FIRST:
         o_m = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUP * BM
-        i_row = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
+        i_head = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
+        q_heads = tl.num_programs(1) * GROUP
     else:
         o_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # later ones have more to do
-        i_row = tl.program_id(1)
+        i_head = tl.program_id(1)
+        q_heads = tl.num_programs(1)
     i_tile = o_m // TILE
-    i_batch, i_head = (i_row // Q_HEADS).to(tl.int64), (i_row % Q_HEADS).to(tl.int64)
-    i_kv = i_head // GROUP
+    i_batch, i_head = tl.program_id(2).to(tl.int64), i_head.to(tl.int64)
+    i_row, i_kv = i_batch * q_heads + i_head, i_head // GROUP
     first = 0
     if start is not None:
         first = tl.load(start + i_batch)
@@ -91,7 +92,7 @@ def block_attention_kernel(
     p_q = q.ptr + i_batch * q.batch + i_head * q.head + o_m.to(tl.int64)[:, None] * q.token + o_k[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & (o_k < DK)[None, :], other=0.0)  # [BM, BK]
 
-    i_list = i_row.to(tl.int64) * tl.cdiv(rows, TILE) + i_tile
+    i_list = i_row * tl.cdiv(rows, TILE) + i_tile
     count = tl.load(counts + i_list)
     p_ids = ids + i_list * nb
     last = past + tl.minimum(i_tile * TILE + TILE, rows) - 1
@@ -167,9 +168,9 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         TensorDescriptor.from_tensor(t, [1, 1, BLOCK, padded(t.shape[3])]) if descriptors else operand(Tokens, t)
         for t in (key, value)
     ]
-    group, grid = q_heads // key.shape[1], (triton.cdiv(r, config.rows), batch * q_heads)
+    group, grid = q_heads // key.shape[1], (triton.cdiv(r, config.rows), q_heads, batch)
     if config.heads_first:
-        grid = grid[0] * group, grid[1] // group
+        grid = grid[0] * group, q_heads // group, batch
     launch(
         block_attention_kernel,
         grid,
@@ -184,7 +185,6 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         r,
         nb,
         scale * math.log2(math.e),
-        Q_HEADS=q_heads,
         GROUP=group,
         DK=dk,
         DV=dv,

@@ -33,7 +33,6 @@ def prompt_choice_kernel(
     rows,
     nb,
     dense_from,
-    Q_HEADS: tl.constexpr,
     NB: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -44,7 +43,7 @@ def prompt_choice_kernel(
 ):
     """The list of one tile and query head."""
     begin(PDL)
-    i_row = tl.program_id(1)
+    i_row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if only is not None:  # noqa: SIM102 (Triton would look at both)
         if tl.load(only + i_row) == 0:
             return
@@ -53,7 +52,7 @@ def prompt_choice_kernel(
     i_list = i_row.to(tl.int64) * tiles + i_tile
     first = 0
     if start is not None:
-        first = tl.load(start + i_row // Q_HEADS)
+        first = tl.load(start + tl.program_id(2))
     o_at = past + i_tile * BM
     last = past + tl.minimum(i_tile * BM + BM, rows) - 1
     o_b = tl.arange(0, NB)
@@ -114,7 +113,7 @@ def prompt_choice(pooled, exact, mass, past, rows, dense_from, start=None, only=
     wide, n_exact = triton.next_power_of_2(nb), exact.shape[2] // tiles
     launch(
         prompt_choice_kernel,
-        (tiles, batch * q_heads),
+        (tiles, q_heads, batch),
         pooled,
         pooled.contiguous(),
         exact.contiguous(),
@@ -126,7 +125,6 @@ def prompt_choice(pooled, exact, mass, past, rows, dense_from, start=None, only=
         rows,
         nb,
         min(dense_from, 2**31 - 1),
-        Q_HEADS=q_heads,
         NB=max(16, wide),
         BM=TILE,
         BN=BLOCK,

@@ -70,7 +70,6 @@ def pooled_mass_kernel(
     nb,
     tiles,
     binary,
-    Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     BM: tl.constexpr,
@@ -89,7 +88,7 @@ def pooled_mass_kernel(
     begin(PDL)
     BK: tl.constexpr = padded(DK)
     begin_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # those with most to do first
-    i_batch, i_head = (tl.program_id(1) // Q_HEADS).to(tl.int64), (tl.program_id(1) % Q_HEADS).to(tl.int64)
+    i_batch, i_head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     first = 0
     if start is not None:
         first = tl.load(start + i_batch)
@@ -119,7 +118,7 @@ def pooled_mass_kernel(
     b_lse = tl.where(m_live & (b_sum > 0), b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), float("inf"))
     b_scale = 1.0 / tl.maximum(tl.sum(tl.reshape(m_live.to(tl.float32), [BM // EACH, EACH]), 1), 1.0)
 
-    p_out = out + tl.program_id(1).to(tl.int64) * tiles * nb
+    p_out = out + (i_batch * tl.num_programs(1) + i_head) * tiles * nb
     i_tile = begin_m // EACH
     for j in tl.range(lo, middle, BN, num_stages=STAGES):
         b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
@@ -129,7 +128,7 @@ def pooled_mass_kernel(
         _store_shares(p_out, tl.exp2(b_s - b_lse[:, None]), j, i_tile, tiles, nb, b_scale, EACH, BN, PER)
 
 
-@triton.jit(do_not_specialize=["past", "rows", "nb", "exact_rows"])
+@triton.jit(do_not_specialize=["past", "rows", "nb", "exact_rows", "q_heads"])
 def exact_rows_kernel(
     q,
     k,
@@ -139,8 +138,8 @@ def exact_rows_kernel(
     rows,
     nb,
     exact_rows,
+    q_heads,
     binary,
-    Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     BM: tl.constexpr,
@@ -154,7 +153,7 @@ def exact_rows_kernel(
     begin(PDL)
     BK: tl.constexpr = padded(DK)
     lo = tl.program_id(0) * MANY
-    i_batch, i_head = (tl.program_id(2) // Q_HEADS).to(tl.int64), (tl.program_id(2) % Q_HEADS).to(tl.int64)
+    i_batch, i_head = (tl.program_id(2) // q_heads).to(tl.int64), (tl.program_id(2) % q_heads).to(tl.int64)
     first = 0
     if start is not None:
         first = tl.load(start + i_batch)
@@ -194,11 +193,11 @@ def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config
     tiles, nb = tiles_of(r), blocks_of(past + r)
     pooled = torch.empty(batch, q_heads, tiles, nb, dtype=torch.float32, device=query.device)
     exact = torch.empty(batch, q_heads, tiles * (TILE // step), nb, dtype=torch.float32, device=query.device)
-    sizes = {"Q_HEADS": q_heads, "GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE}
+    sizes = {"GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE}
     binary, queries = scale * math.log2(math.e), operand(Tokens, query)
     launch(
         pooled_mass_kernel,
-        (triton.cdiv(tiles * TILE, TILE * EVERY), batch * q_heads),
+        (triton.cdiv(tiles * TILE, TILE * EVERY), q_heads, batch),
         query,
         queries,
         operand(Tokens, means),
@@ -231,6 +230,7 @@ def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config
         r,
         nb,
         tiles * (TILE // step),
+        q_heads,
         binary,
         **sizes,
         BN=BLOCK,
