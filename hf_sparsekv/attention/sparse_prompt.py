@@ -89,6 +89,7 @@ def sparse_attention(
     start: Tensor | None = None,
     first_head: int = 0,
     heads: int | None = None,
+    step: int | None = None,
 ) -> Tensor:
     """Causal softmax attention of the last ``q`` columns to the blocks of keys that hold ``mass`` of their attention.
 
@@ -102,6 +103,7 @@ def sparse_attention(
         audit: counts what is chosen.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
         first_head, heads: of a layer of ``heads`` query heads these are the ones from ``first_head`` on.
+        step: of so many queries the scores of one are exact. None: :func:`..ops._prompts.step_of` says.
 
     Returns:
         ``[batch, Hq, q, Dv]``.
@@ -111,7 +113,7 @@ def sparse_attention(
     means = key_means(key, start)
     out = query.new_empty(batch, q, q_heads, value.shape[3]).transpose(1, 2)
     wanted = torch.full((batch, q_heads), mass, dtype=torch.float32, device=query.device)
-    at_once, step = queries_at_once(batch * q_heads, q, n), step_of(n)
+    at_once, step = queries_at_once(batch * q_heads, q, n), step or step_of(n)
     for lo in range(0, q, at_once):
         some, past = query[:, :, lo : lo + at_once], n - q + lo
         rows = some.shape[2]

@@ -1,4 +1,4 @@
-"""Opens an engine: makes the model sparse, creates rows, reserves memory for all requests, and captures steps.
+"""Opens an engine: makes the model sparse, creates rows, reserves memory for all requests, compiles and captures.
 
 All ranks of a tensor parallel model open in the same way, with as many blocks as fit on every rank.
 """
@@ -32,6 +32,7 @@ from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
 from .config import ServingConfig
+from .first_prompt import compile_sparse_prompts
 from .in_flight import MOST
 from .prefix import Channels
 
@@ -124,8 +125,10 @@ def opened(
     if runner_of(model) is None:
         rows.leave(row)
     else:
+        launch_once(model, rows, row)
         capture_all(model, rows, row, serving.exact)
         capture_prompts(model, rows)
+    compile_sparse_prompts(model, cache, serving.chunk, max_length)
     held = (blocks - 1) * cache.config.block_size
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
@@ -215,6 +218,24 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
     ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     first = rows.prefill(model, ids)
     return rows.join(first), first.logits.shape[-1]
+
+
+def launch_once(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
+    """Launch what requests do beside steps and short prompts, so that none waits for a compiler; ``row`` stays.
+
+    The second piece of a prompt reads full blocks back, a row is calibrated again, and working sets are counted.
+    """
+    config = rows.cache.config
+    length = max(config.window + config.max_draft + 2 * config.block_size, rows.calibration_tokens)
+    length = min(length, rows.max_length)
+    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    read = rows.prefill(model, ids, max(3, length - config.block_size))
+    try:
+        if rows.calibration_tokens:
+            rows.calibrate(row, read)
+    finally:
+        rows.drop(read)
+    rows.working_sets()
 
 
 def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:

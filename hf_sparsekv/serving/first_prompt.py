@@ -1,0 +1,69 @@
+"""Runs the kernels of sparse prompts before the first request, which would wait for a compiler.
+
+Apart from :mod:`.opening`, because prompts of all lengths are imitated here: by one KV head and a tile of queries, over
+tensors of their own. No cache, calibration or count sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..attention.mla import Absorbed, is_mla
+from ..attention.sparse_prompt import LAST, PromptAudit, queries_at_once, sparse_attention
+from ..cache import SparseCache
+from ..ops._dispatch import use_triton
+from ..ops._prompts import BLOCK, LONG, TILE, blocks_of, step_of
+
+
+@torch.no_grad()
+def compile_sparse_prompts(model: torch.nn.Module, cache: SparseCache, chunk: int, longest: int) -> None:
+    """Run what sparse prompts of up to ``longest`` tokens launch, read in pieces of up to ``chunk``.
+
+    ``cache``: with memory for its layers, of which some prompt has been read.
+    """
+    mass = cache.config.prefill
+    if mass is None or not use_triton(torch.empty(0, device=model.device)):
+        return
+    heads = max(layer.q_heads for layer in cache.sparse_layers)
+    for group, dk, dv, dtype in sorted(shapes(model, cache), key=str):
+        for columns, step in sizes(cache.config.prefill_below, longest, chunk, heads):
+            shared = {"dtype": dtype, "device": model.device}
+            query = torch.zeros(1, TILE, group, dk, **shared).transpose(1, 2)  # as projections lie
+            key, value = (torch.zeros(1, columns, 1, dim, **shared).transpose(1, 2) for dim in (dk, dv))
+            sparse_attention(query, key, value, 1.0, mass, PromptAudit(), step=step)
+
+
+def shapes(model: torch.nn.Module, cache: SparseCache) -> set[tuple[int, int, int, torch.dtype]]:
+    """Query heads of a KV head, channels of keys and of values, and dtype, as a prompt's attention has them."""
+    absorbed = [Absorbed(module) for module in model.modules() if is_mla(module)]
+    found = set()
+    for layer in cache.sparse_layers:
+        store = layer.store
+        if store.latent:  # is expanded
+            found |= {(1, one.nope + one.rope, one.value, store.dtype) for one in absorbed}
+        else:
+            found.add((layer.q_heads // store.heads, store.split, store.width - store.split, store.dtype))
+    return found
+
+
+def sizes(least: int, longest: int, chunk: int, heads: int) -> Iterator[tuple[int, int]]:
+    """Columns and steps of pieces, one for each kernel that there is for pieces of any length.
+
+    Blocks are counted in powers of two, and of long prompts fewer queries are exact.
+
+    Args:
+        least: columns of the shortest sparse prompt. longest: of the longest one.
+        chunk: most new tokens of a piece. heads: query heads of a layer.
+    """
+    least = max(least, LAST + 1)
+    for first, last in ((least, min(longest, LONG - 1)), (max(least, LONG), longest)):
+        if first > last:
+            continue
+        new = min(chunk, first)  # of which some choose at a time, and see no later columns
+        end = first - new + min(new, queries_at_once(heads, new, last))
+        columns = BLOCK << (blocks_of(end) - 1).bit_length()
+        while columns < 2 * last:
+            yield min(columns, last), step_of(last)
+            columns *= 2
