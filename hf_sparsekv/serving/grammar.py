@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,13 +178,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[li
     Raises:
         ValueError: the tokenizer is neither byte-level nor as sentencepiece's.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    kinds = set() if backend is None else _kinds(json.loads(backend.to_str())["decoder"])
-    if "ByteLevel" in kinds:
-        spelled = _byte_level
-    elif kinds & {"ByteFallback", "Metaspace"}:
-        spelled = _sentencepiece
-    else:
+    spelled = spelling(tokenizer)
+    if spelled is None:
         raise ValueError(
             "json_schema and grammar need a tokenizer of bytes, or as sentencepiece's: this one is neither"
         )
@@ -195,6 +190,18 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[li
         if id < vocabulary:
             tokens[id] = str(added[id].content).encode() if id in added else spelled(text)
     return tokens, sorted(id for id in special if id < vocabulary)
+
+
+def spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes] | None:
+    """The bytes of a token as the vocabulary writes it; None: the tokenizer is neither byte-level nor sentencepiece's.
+
+    Added tokens stand for their content.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    kinds = set() if backend is None else _kinds(json.loads(backend.to_str())["decoder"])
+    if "ByteLevel" in kinds:
+        return _byte_level
+    return _sentencepiece if kinds & {"ByteFallback", "Metaspace"} else None
 
 
 def _kinds(decoder: Any) -> set[str]:

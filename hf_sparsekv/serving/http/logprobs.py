@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..grammar import spelling
 from ..request import Logprob
-from ..text import REPLACEMENT
+from ..text import REPLACEMENT, Detokenizer
 
 LOWEST = -9999.0  # for tokens that cannot come: JSON has no infinity
 
@@ -20,16 +21,28 @@ LOWEST = -9999.0  # for tokens that cannot come: JSON has no infinity
 class TokenTexts:
     """The text of each token by itself.
 
+    A tokenizer decodes a token alone as the first of a text, where some (Llama 2's, Mistral's) drop its space. So the
+    text is made of the token's bytes, where these are known.
+
     Args:
         tokenizer: None: tokens are shown by their numbers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._text = lru_cache(4096)(self._decode)
+        self._spelled = None if tokenizer is None else spelling(tokenizer)
+        self._hidden = frozenset() if tokenizer is None else Detokenizer(tokenizer).special
+        self._read = lru_cache(4096)(self._decode)
 
-    def _decode(self, token: int) -> str:
-        return str(token) if self._tokenizer is None else str(self._tokenizer.decode([token]))
+    def _decode(self, token: int) -> tuple[str, bytes | None]:
+        """The text, and its bytes if they are known."""
+        if self._tokenizer is None:
+            return str(token), str(token).encode()
+        if self._spelled is None or token in self._tokenizer.added_tokens_decoder:
+            text = str(self._tokenizer.decode([token]))
+            return text, None if REPLACEMENT in text else text.encode()
+        raw = self._spelled(self._tokenizer.convert_ids_to_tokens(token) or "")  # none: ids that only the model knows
+        return raw.decode(errors="replace"), raw
 
     def in_objects(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         """Of a chat: ``{"content": [{token, logprob, bytes, top_logprobs}]}``."""
@@ -40,30 +53,43 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def _object(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        # Part of a character has no text of its own, and its bytes are the tokenizer's secret.
-        raw = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+        text, raw = self._read(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if raw is None else list(raw)}
 
-    def in_lists(self, logprobs: Sequence[Logprob], offset: int) -> dict[str, Any]:
-        """Of a completion; ``offset``: characters of the tokens before."""
-        texts = [self._text(one.token_id) for one in logprobs]
+    def in_lists(self, logprobs: Sequence[Logprob], begun: int) -> tuple[dict[str, Any], int]:
+        """Of a completion; ``begun``: characters of the answer's text that begin in the tokens before.
+
+        Returns:
+            The lists, and the characters that begin up to the last of these tokens.
+        """
         offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
+        for one in logprobs:
+            inside, begins = self._place(one.token_id)
+            offsets.append(max(0, begun - inside))
+            begun += begins
+        told = {
+            "tokens": [self._read(one.token_id)[0] for one in logprobs],
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": [self._best(one) for one in logprobs],
             "text_offset": offsets,
         }
+        return told, begun
+
+    def _place(self, token: int) -> tuple[bool, int]:
+        """Whether a token begins inside of a character, and how many characters begin in it."""
+        if token in self._hidden:  # not in the text
+            return False, 0
+        text, raw = self._read(token)
+        if raw is None:
+            return False, len(text)
+        later = [byte & 0xC0 == 0x80 for byte in raw]  # bytes of UTF-8 that continue a character
+        return later[:1] == [True], len(later) - sum(later)
 
     def _best(self, one: Logprob) -> dict[str, float]:
         """By text; the drawn token is among them. Of tokens with the same text the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token_id, one.logprob)):
-            found.setdefault(self._text(token), _finite(logprob))
+            found.setdefault(self._read(token)[0], _finite(logprob))
         return found
 
 

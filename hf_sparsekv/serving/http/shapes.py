@@ -71,7 +71,7 @@ class Completion(Shape):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._offsets: Counter[int] = Counter()  # by answer: characters of the tokens so far
+        self._begun: Counter[int] = Counter()  # by answer: characters that begin in the tokens so far
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
         return self._choice(which, output.text, output.finish_reason, output.logprobs)
@@ -85,8 +85,7 @@ class Completion(Shape):
     def _choice(self, which: int, text: str, reason: str | None, logprobs: Sequence[Logprob] = ()) -> dict[str, Any]:
         told = None
         if self._logprobs is not None and logprobs:
-            told = self._logprobs.in_lists(logprobs, self._offsets[which])
-            self._offsets[which] += sum(map(len, told["tokens"]))
+            told, self._begun[which] = self._logprobs.in_lists(logprobs, self._begun[which])
         return {"index": which, "text": text, "logprobs": told, "finish_reason": reason}
 
 
