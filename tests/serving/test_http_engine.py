@@ -63,7 +63,7 @@ def test_exact_answers_are_asked_for(engine, client):
     """Those of full attention, as of this engine's budget, streamed; a server without exact mode says so."""
     with pytest.raises(Exception, match="the server with --exact") as error:
         client.completions.create(model="m", prompt="the", extra_body={"exact": True})
-    assert error.value.status_code == 400
+    assert error.value.status_code == 400 and error.value.param == "exact"
     options = {"model": "m", "prompt": PROMPTS[1] * 3, "max_tokens": 40, "temperature": 0}
     expected = client.completions.create(**options, extra_body={"exact": False}).choices[0].text
     settings = {**SMALL, "dense_below": 0, "token_budget": 16}

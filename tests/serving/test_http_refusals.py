@@ -65,6 +65,7 @@ BOTH = [
     *(({"n": n}, "n", "n must be an integer from 1 to 128") for n in (0, 129, True, "2")),
     *(({"logit_bias": one}, "logit_bias", "token ids") for one in ({"a": 1}, {"-1": 1}, {"": 1}, {"٣": 1})),
     *(({"logit_bias": one}, "logit_bias", "from -100 to 100") for one in ({"3": 101}, {"3": "1"}, {"3": None})),
+    ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "has token 7 twice"),
     ({"logit_bias": [1]}, "logit_bias", "must be an object, got a list"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "1,024 tokens at most, got 1,025"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
@@ -139,6 +140,10 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ([{"role": "user", "content": 3}], "must be text or a list of parts"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "'image_url': this server"),
         ([{"role": "user", "content": ["a"]}], "a part without a type"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}],
+            "a field 'txt', which no template",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "text must be a string, got null"),
         ([{"role": "user", "content": "\ud83d"}], "surrogate"),
         ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls must be a list"),

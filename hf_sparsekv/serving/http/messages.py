@@ -17,6 +17,7 @@ MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for e
 # Fields of a message. Besides role and content: the speaker's name, and fields of an answer that OpenAI's client sends
 # back. Templates may ignore them; a template must know every other field.
 MESSAGE_LABELS = {"role", "content", "name", "tool_call_id", "tool_calls", "refusal", "reasoning_content"}
+PART_LABELS = {"type", "text", "cache_control", "annotations"}  # text, and what clients say about it
 EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
 
 
@@ -83,6 +84,10 @@ def _content(content: object, where: str) -> str:
             raise ApiError(400, f"{where} has {what}: this server reads text only", "messages")
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where}: text must be a string, got {json_kind(part.get('text'))}", "messages")
+        for name, value in part.items():
+            if name not in PART_LABELS and value is not None and not empty(value):
+                why = f"{where} has a part with a field {shown(name)}, which no template gets: leave it out"
+                raise ApiError(400, why, "messages", "unsupported_parameter")
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -20,7 +20,13 @@ from .tools import ToolReader
 
 LIKELY = 8  # characters a token: a text longer than this times the context is tokenised in pieces first
 COUNTED = 1 << 18  # characters of a piece
-FIELDS = {"logit_bias": "logit_bias", "json_schema": "response_format", "grammar": "tool_choice"}  # settings, clients
+# Settings that an engine refuses, and the fields that clients have for them.
+FIELDS = {
+    "logit_bias": "logit_bias",
+    "json_schema": "response_format",
+    "grammar": "tool_choice",
+    "exact": "exact",
+}
 CUT = 16  # tokens that a piece may have more because it is cut out
 
 

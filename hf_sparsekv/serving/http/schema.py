@@ -300,6 +300,8 @@ def _biases(given: object) -> dict[int, Any]:
     for token, bias in given.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 12):
             raise ApiError(400, f"logit_bias must have token ids, got {shown(token)}", "logit_bias")
+        if int(token) in found:  # "1" and "01"
+            raise ApiError(400, f"logit_bias has token {int(token)} twice", "logit_bias")
         found[int(token)] = bias
     return found
 
