@@ -41,6 +41,8 @@ def calibrate(
     texts = [_read(path) for path in text_file]
     if not output.absolute().parent.is_dir():
         raise CommandError(f"cannot write {output}: there is no directory {output.absolute().parent}")
+    if output.is_dir():
+        raise CommandError(f"cannot write {output}: it is a directory, give the name of a file in it")
     where = loading.pick_device(device)
     with messages.status(f"loading {model}"):
         tokenizer, loaded = loading.load(model, torch_dtype(dtype), where)

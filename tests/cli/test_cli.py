@@ -345,6 +345,7 @@ def test_calibrate_errors(tiny, tmp_path):
     short.write_text("abc")
     out = tmp_path / "out"
     assert "too short to calibrate on" in error("calibrate", tiny, "--text-file", short, "--output", out)
+    assert "it is a directory" in error("calibrate", "no/such", "--text-file", short, "--output", tmp_path)
     assert "cannot read" in error("calibrate", tiny, "--text-file", tmp_path / "none", "--output", out)
     assert "there is no directory" in error("calibrate", tiny, "--text-file", short, "--output", tmp_path / "x" / "y")
     short.write_bytes(b"\xff\xfe\xff")
