@@ -7,6 +7,7 @@ configuration or a model shows (a budget that does not fit the blocks) is told b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -18,6 +19,7 @@ from . import values
 from .values import guess
 
 DENSE = "dense"
+SEEDS = -(2**63), 2**64 - 1  # that torch takes
 
 
 def _require(ok: bool, message: str) -> None:
@@ -43,8 +45,11 @@ def compared(cache: str, compare: str | None) -> None:
 
 
 def seeded(seed: int | None, temperature: float) -> None:
-    """``generate --seed``."""
+    """``generate --seed`` and ``--temperature``."""
+    _require(math.isfinite(temperature), f"--temperature must be a finite number, got {temperature}")
     _require(seed is None or temperature > 0, "--seed has no meaning without a --temperature above 0")
+    low, high = SEEDS
+    _require(seed is None or low <= seed <= high, f"--seed must have 64 bits, from {low} to {high}, got {seed}")
 
 
 def exact_mode(exact: bool, sparse: bool, offload: bool | None, kv_dtype: str | None) -> None:

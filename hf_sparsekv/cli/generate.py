@@ -130,13 +130,19 @@ def _check_exact(cache: SparseCache) -> None:
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
-    if prompt is None:
-        try:
-            prompt = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise CommandError(f"{path} is not UTF-8 text") from None
-        except OSError as error:
-            raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    shown = "--prompt" if path is None else "standard input" if str(path) == "-" else path
+    try:
+        if prompt is None:
+            if str(path) == "-":
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+                prompt = sys.stdin.read()
+            else:
+                prompt = path.read_text(encoding="utf-8")
+        prompt.encode()  # Python takes other bytes of the command line as half surrogate pairs
+    except UnicodeError:
+        raise CommandError(f"{shown} is not UTF-8 text") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {shown}: {error.strerror}") from error
     if not prompt.strip():
         raise CommandError("the prompt is empty")
     return prompt

@@ -150,6 +150,17 @@ def test_prompt_file_and_standard_input(tiny, tmp_path):
     assert from_file.stdout == from_input.stdout == run("generate", tiny, "--prompt", "abc abc abc", *options).stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "given", "what"),
+    (
+        (("--prompt-file", "-"), b"abc \xff", "standard input"),
+        (("--prompt", "abc \udcff"), None, "--prompt"),  # as Python has a byte of the command line that is no UTF-8
+    ),
+)
+def test_what_is_no_utf_8_is_told(tiny, options, given, what):
+    assert f"{what} is not UTF-8 text" in run("generate", tiny, *options, input=given, status=1).stderr
+
+
 def test_seeded_sampling_repeats(tiny):
     options = ("--prompt", "abc", "--max-new-tokens", 12, "--temperature", 1.5)
     one, same, other = (run("generate", tiny, *options, "--seed", seed).stdout for seed in (1, 1, 2))
@@ -284,6 +295,8 @@ def test_generate_errors(tiny, options, message):
         (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens"),
         (("--prompt", "a", "--cache", "paged"), "--cache"),
         (("--prompt", "a", "--seed", 3), "--seed has no meaning without a --temperature above 0"),
+        (("--prompt", "a", "--temperature", 1, "--seed", 2**64), f"--seed must have 64 bits, from {-(2**63)} to"),
+        (("--prompt", "a", "--temperature", "inf"), "--temperature must be a finite number, got inf"),
         (("--prompt", "a", "--device", "tpu0x"), "is no device"),
         (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
         ((*PROGRESSIVE, "--token-budget", 5), "--token-budget has no meaning with --cache progressive"),
