@@ -78,7 +78,7 @@ def prompted(prompt: object, prompt_file: object, demo: bool) -> None:
     _require(given == 1, "give either --prompt or --prompt-file, or --demo, which has a text of its own")
 
 
-def served(cache: str, max_length: int | None, api_key: str | None) -> None:
+def served(cache: str, max_length: int | None, api_key: str | None, model_id: str | None) -> None:
     """``serve``."""
     _require(cache != DENSE, "serve has sparse caches only: leave --cache dense out")
     _require(max_length is None, "--max-length has no meaning here: --context says how long requests may be")
@@ -86,6 +86,16 @@ def served(cache: str, max_length: int | None, api_key: str | None) -> None:
         api_key is None or bool(api_key.strip()),
         "--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out",
     )
+    _require(model_id is None or bool(model_id.strip()), "--model-id is empty: give a name, or leave it out")
+
+
+def sizes(device_kv: str | None, host_kv: str | None, max_body: str) -> tuple[int | None, int | None, int]:
+    """``serve``'s sizes in bytes."""
+    memory = {"--device-kv": device_kv, "--host-kv": host_kv}
+    device, host = (None if given is None else values.memory(name, given) for name, given in memory.items())
+    body = values.memory("--max-body", max_body, 1000, "MiB")
+    _require(body > 0, "--max-body is nothing: no request would be taken")
+    return device, host, body
 
 
 def origins(given: Sequence[str] | None) -> None:
@@ -286,14 +296,12 @@ def check(command: str, given: Mapping[str, Any], facts: Mapping[str, Any]) -> N
         seeded(given["seed"], given["temperature"])
         prompted(given["prompt"], given["prompt_file"], given["demo"])
     elif command == "serve":
-        served(given["cache"], given["max_length"], given["api_key"])
+        served(given["cache"], given["max_length"], given["api_key"], given["model_id"])
         cache_options(given["cache"], given, facts)
         host_kept(given["offload"], given["device_kv"], given["host_kv"])
         exact_requests(given)
         origins(given["cors_origin"])
-        for name in ("device_kv", "host_kv", "max_body"):
-            if given[name] is not None:
-                values.parse_bytes(given[name])
+        sizes(given["device_kv"], given["host_kv"], given["max_body"])
     elif command == "plan":
         planned(given["cache"], (*facts["methods"], DENSE))
         cache_options(given["cache"], given, facts)

@@ -32,11 +32,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def memory(option: str, text: str) -> int:
-    """A size of memory in bytes; a small number alone is a unit forgotten."""
+def memory(option: str, text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
+    """A size of memory in bytes; a number alone below ``least`` is a ``unit`` forgotten."""
     size_in_bytes = parse_bytes(text)
-    if text.strip().isdecimal() and size_in_bytes < 1 << 20:
-        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}GiB", param_hint=option)
+    if text.strip().isdecimal() and size_in_bytes < least:
+        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}", param_hint=option)
     return size_in_bytes
 
 

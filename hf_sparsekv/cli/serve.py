@@ -24,9 +24,8 @@ import torch
 import typer
 
 from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served
+from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
 
-from ..config import OffloadConfig
 from ..gguf_file import is_gguf
 from . import loading
 from . import options as opt
@@ -172,7 +171,7 @@ def serve(
     asked = {"offload": options.offload, "device_kv": device_kv, "host_kv": host_kv, "kv_dtype": options.kv_dtype}
     exact_requests({**asked, "exact": exact, "tensor_parallel": tensor_parallel})
     rank = _rank() if tensor_parallel else 0
-    served(cache.value, options.max_length, api_key)
+    served(cache.value, options.max_length, api_key, model_id)
     config = options.config(cache)
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
@@ -193,8 +192,9 @@ def serve(
     origins(cors_origin)
     if log_requests:
         _log_requests()
-    offload = _offload(options, device_kv, host_kv)
-    body = values.parse_bytes(max_body)
+    host_kept(options.offload, device_kv, host_kv)
+    device_bytes, host_bytes, body = sizes(device_kv, host_kv, max_body)
+    offload = opt.offload_config(options, device_pool=device_bytes, max_host_bytes=host_bytes)
     if tensor_parallel:
         _begin_ranks(place)
         if rank:
@@ -425,12 +425,6 @@ def _check_installed() -> None:
             f"serve needs {', '.join(missing)}: install the extra, `pip install '.[serve]'` in a checkout, or "
             f"`pip install {' '.join(missing)}`"
         )
-
-
-def _offload(options: opt.CacheOptions, device_kv: str | None, host_kv: str | None) -> OffloadConfig | None:
-    host_kept(options.offload, device_kv, host_kv)
-    device, host = (None if given is None else values.parse_bytes(given) for given in (device_kv, host_kv))
-    return opt.offload_config(options, device_pool=device, max_host_bytes=host)
 
 
 def _listen(host: str, port: int) -> socket.socket:
