@@ -10,6 +10,7 @@ import functools
 import inspect
 import threading
 import warnings
+from typing import Any
 
 import torch
 from transformers import GenerationMixin
@@ -41,6 +42,21 @@ from .replay import Replayer, Steady
 
 _MAX_GRAPHS = 8  # per cache: plans x shapes that alternate; the least recently used one is evicted first
 _KINDS = 5  # kinds of steps of one width: dense as all is selected or as it is as fast, sparse, two of verifications
+_UNCOPIED = "_sparsekv_uncopied"  # an optimised model's attribute
+
+
+class _Uncopied:
+    """Raises where an optimised model is copied with all that it has.
+
+    The forwards that replace the model's own are functions over its modules. A copy would call these: it would compute
+    with the weights of the model that it was made from.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an optimised model cannot be copied, because the copy would compute with this model's weights: call "
+            "hf_sparsekv.unoptimize(model) before, or copy it outside of sparse()"
+        )
 
 
 class StepRunner:
@@ -99,6 +115,7 @@ class StepRunner:
             return runner(*args, **kwargs)
 
         forward._sparsekv_runner = self
+        self.model.__dict__[_UNCOPIED] = _Uncopied()
         self.model.forward = forward
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
@@ -125,6 +142,7 @@ class StepRunner:
             self.model.forward = self.original
         else:
             self.model.__dict__.pop("forward", None)
+        self.model.__dict__.pop(_UNCOPIED, None)
 
     # ------------------------------------------------------------------ a call
 

@@ -365,6 +365,20 @@ def test_modules_are_as_they_were():
     assert not any(hasattr(module, "_sparsekv_watches") and module._sparsekv_watches for module in copied.modules())
 
 
+def test_an_optimised_model_is_not_copied():
+    """Its copy would compute with the weights of the model that it was made from."""
+    net = build("llama", "sparsekv")
+    optimize(net)
+    with pytest.raises(TypeError, match=r"cannot be copied.*unoptimize\(model\)"):
+        copy.deepcopy(net)
+    before = net(torch.tensor([[5, 6]])).logits
+    other = copy.deepcopy(unoptimize(net))
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    assert not other(torch.tensor([[5, 6]])).logits.any()
+    assert torch.equal(net(torch.tensor([[5, 6]])).logits, before)
+
+
 def test_two_may_watch_the_same_modules():
     net = build("llama", "sparsekv")
     whole, part = ModelWatch(net), ModelWatch(net.model)
