@@ -5,6 +5,7 @@ Apart from :mod:`.generating`, which says who wants it, and for how long.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Sequence
@@ -77,6 +78,12 @@ class Use:
     sources: list[CacheSource] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     name: str = field(default_factory=lambda: threading.current_thread().name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Use:
+        """Of a copy of the model. No ``with`` ends it there, so it lasts: ``disable()`` ends it."""
+        new = memo[id(self)] = Use(copy.deepcopy(self.settings, memo), lasting=True)
+        new.sources = copy.deepcopy(self.sources, memo)
+        return new
 
 
 class CacheSource:

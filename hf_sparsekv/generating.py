@@ -238,7 +238,7 @@ def enable(
 def disable(model: torch.nn.Module) -> torch.nn.Module:
     """Undo :func:`enable`: the model is as it was before, but for :func:`sparse` contexts that are open.
 
-    Nothing happens if the model is not enabled.
+    Nothing happens if the model is not enabled. A deep copy made inside :func:`sparse` counts as enabled.
 
     Returns:
         ``model``.

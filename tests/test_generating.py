@@ -497,6 +497,23 @@ def test_a_copy_made_inside_works_by_itself(net):
         assert torch.equal(other.generate(**prompt(2, 90, (0, 30)), **GO), expected())
 
 
+def test_disable_ends_what_a_copy_made_inside_has_taken_along(net):
+    with sparse(net, FEW), sparse(net, EVERYTHING):
+        other = copy.deepcopy(net)
+    kinds = []
+    for _ in range(2):
+        out = other.generate(**prompt(2, 90, (0, 30)), return_dict_in_generate=True, **GO)
+        assert torch.equal(out.sequences, expected())  # the inner settings
+        kinds.append(type(out.past_key_values))
+        with as_it_was(net):
+            hf_sparsekv.disable(other)
+    assert kinds == [SparseCache, DynamicCache]
+    assert other.__dict__.keys() == net.__dict__.keys()
+    assert other.config._attn_implementation == net.config._attn_implementation == "sdpa"
+    with as_it_was(other), sparse(other, EVERYTHING):
+        assert other.config._attn_implementation == "sparsekv"
+
+
 # ---------------------------------------------------------------------- arguments
 
 
