@@ -514,6 +514,18 @@ def test_disable_ends_what_a_copy_made_inside_has_taken_along(net):
         assert other.config._attn_implementation == "sparsekv"
 
 
+def test_a_copy_made_inside_where_queries_are_expected(net):
+    """The hooks of the copy do nothing: its layers select by their own query, and a warning says so."""
+    with sparse(net, PredictiveConfig(**SMALL, token_budget=32)):
+        other = copy.deepcopy(net)
+    inputs = prompt(2, 90, (0, 30))
+    with pytest.warns(UserWarning, match="in place"):
+        out = other.generate(**inputs, return_dict_in_generate=True, **GO)
+    assert out.past_key_values.stats().sparse_calls > 0
+    hf_sparsekv.disable(other)
+    assert torch.equal(other.generate(**inputs, **GO), expected())
+
+
 # ---------------------------------------------------------------------- arguments
 
 

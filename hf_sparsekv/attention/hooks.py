@@ -39,6 +39,10 @@ class _Here(threading.local):
     before: Tensor | None = None  # input of the layer that computes; of several tokens only the last one's
     positions: dict[str, Any] | None = None  # position embeddings of this step, by the kind of layer
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Here:
+        """Of a copy of the model, which no forward pass runs through."""
+        return _Here()
+
 
 class Hooks:
     """The hooks on one model.
