@@ -119,12 +119,12 @@ class NeedRace(Race):
             self.oracle.follow(self.plain, ours.config.prediction.partition(":")[2] or "in")
 
     def agree(self) -> None:
-        """The same number of tokens, but for shares on the border of two bins: the oracle has float64."""
+        """The same number of tokens, but for one or two on the border of two bins: the oracle has float64."""
         stats = self.ours.stats()
-        assert stats.attended_tokens == pytest.approx(self.oracle.attended, rel=1e-3)
+        assert stats.attended_tokens == pytest.approx(self.oracle.attended, rel=1e-3, abs=2)
         used, walks = (sum(getattr(w, name) for w in stats.walks) for name in ("tokens_used", "walks"))
         assert walks == len(self.oracle.used)
-        assert used == pytest.approx(sum(self.oracle.used), rel=1e-3)
+        assert used == pytest.approx(sum(self.oracle.used), rel=1e-3, abs=2)
         assert len(set(self.oracle.used)) > 5
 
 
