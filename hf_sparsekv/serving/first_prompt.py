@@ -41,7 +41,7 @@ def shapes(model: torch.nn.Module, cache: SparseCache) -> set[tuple[int, int, in
     found = set()
     for layer in cache.sparse_layers:
         store = layer.store
-        if store.latent:  # is expanded
+        if store.latent:  # a prompt attends to expanded keys, each head to its own
             found |= {(1, one.nope + one.rope, one.value, store.dtype) for one in absorbed}
         else:
             found.add((layer.q_heads // store.heads, store.split, store.width - store.split, store.dtype))
@@ -54,8 +54,10 @@ def sizes(least: int, longest: int, chunk: int, heads: int) -> Iterator[tuple[in
     Blocks are counted in powers of two, and of long prompts fewer queries are exact.
 
     Args:
-        least: columns of the shortest sparse prompt. longest: of the longest one.
-        chunk: most new tokens of a piece. heads: query heads of a layer.
+        least: columns of the shortest sparse prompt.
+        longest: of the longest one.
+        chunk: most new tokens of a piece.
+        heads: query heads of a layer.
     """
     least = max(least, LAST + 1)
     for first, last in ((least, min(longest, LONG - 1)), (max(least, LONG), longest)):

@@ -128,8 +128,8 @@ def opened(
         launch_once(model, rows, row)
         capture_all(model, rows, row, serving.exact)
         capture_prompts(model, rows)
-    compile_sparse_prompts(model, cache, serving.chunk, max_length)
     held = (blocks - 1) * cache.config.block_size
+    compile_sparse_prompts(model, cache, serving.chunk, min(max_length, held))
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
 
