@@ -51,8 +51,8 @@ class Rule:
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
 
     def times(self, factor: float) -> Rule:
-        """Of a selection that takes so many times as long."""
-        return Rule(self.fixed_bytes * factor, self.row_tokens * factor)
+        """Of a selection that takes so many times as long; what rows save does not grow."""
+        return Rule(self.fixed_bytes * factor, max(self.row_tokens, self.row_tokens * factor))
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def dense_tokens(
 
 
 def _longer(method: str | None, group: int) -> float:
-    """How many times as long a selection takes as with the query heads that its rule was measured with."""
+    """How many times as long a selection takes as with four query heads a KV head, or fewer: rules are for these."""
     if method != BY_NEED:
         return 1.0
     (few, least), (many, most) = GROUPS.items()

@@ -192,6 +192,8 @@ def test_more_query_heads_for_each_kv_head(monkeypatch, empty_table):
     assert limit(H200, monkeypatch, **wide, group=1) == limit(H200, monkeypatch, **wide, group=4)
     assert limit(H200, monkeypatch, **wide, group=16) == limit(H200, monkeypatch, **wide, group=8)
     assert limit(H200, monkeypatch, method="token_only", group=8) == limit(H200, monkeypatch, method="token_only")
+    saves, takes = Rule(1e6, -100.0), Rule(1e6, 100.0)
+    assert saves.times(2.0) == Rule(2e6, -100.0) and takes.times(2.0) == Rule(2e6, 200.0)
 
 
 def test_an_entry_too_deep_to_write_again_goes(monkeypatch, empty_table):
