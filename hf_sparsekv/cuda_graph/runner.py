@@ -115,8 +115,8 @@ class StepRunner:
             return runner(*args, **kwargs)
 
         forward._sparsekv_runner = self
-        self.model.__dict__[_UNCOPIED] = _Uncopied()
         self.model.forward = forward
+        self.model.__dict__[_UNCOPIED] = _Uncopied()
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
             absorb(module)
@@ -137,12 +137,12 @@ class StepRunner:
         if self.fusion is not None:
             self.fusion.undo()
             self.fusion = None
+        self.model.__dict__.pop(_UNCOPIED, None)
         # Last: after an interrupt, a second call finds the runner and does the rest.
         if self.had_own:
             self.model.forward = self.original
         else:
             self.model.__dict__.pop("forward", None)
-        self.model.__dict__.pop(_UNCOPIED, None)
 
     # ------------------------------------------------------------------ a call
 
