@@ -7,6 +7,7 @@ its mask takes, if that is longer. Apart from :mod:`.drawn`, which knows tokens 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,8 +89,8 @@ class Grammars:
             raise ValueError(f"{name} {MISSING}") from None
         with self._lock:
             if self._tokens is None:
-                self._tokens = ll_tokenizer(self._tokenizer, self._vocabulary, self._eos)
                 self._executor = LLExecutor()
+                self._tokens = ll_tokenizer(self._tokenizer, self._vocabulary, self._eos)
         try:
             if sampling.json_schema is None:
                 text = LLMatcher.grammar_from_lark(sampling.grammar)
@@ -226,6 +227,6 @@ def _byte_level(text: str) -> bytes:
 
 
 def _sentencepiece(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
+        return bytes([int(byte[1], 16)])
     return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

@@ -99,10 +99,12 @@ def test_log_probabilities(engine, client):
     assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert chat(client).choices[0].logprobs is None
     options = {"model": "m", "prompt": "the cat", "max_tokens": 6, "temperature": 0, "logprobs": 2}
-    found = client.completions.create(**options).choices[0].logprobs
+    answer = client.completions.create(**options).choices[0]
+    found = answer.logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 6
     assert [max(best.values()) for best in found.top_logprobs] == found.token_logprobs
-    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+    assert all(answer.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens))
+    assert found.text_offset == sorted(found.text_offset) and len(set(found.text_offset)) > 3
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
     assert [token for part in parts if part for token in part.tokens] == found.tokens
     assert [at for part in parts if part for at in part.text_offset] == found.text_offset

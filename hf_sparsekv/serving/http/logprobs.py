@@ -31,6 +31,7 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._spelled = None if tokenizer is None else spelling(tokenizer)
+        self._added = frozenset() if tokenizer is None else frozenset(tokenizer.added_tokens_decoder)
         self._hidden = frozenset() if tokenizer is None else Detokenizer(tokenizer).special
         self._read = lru_cache(4096)(self._decode)
 
@@ -38,7 +39,7 @@ class TokenTexts:
         """The text, and its bytes if they are known."""
         if self._tokenizer is None:
             return str(token), str(token).encode()
-        if self._spelled is None or token in self._tokenizer.added_tokens_decoder:
+        if self._spelled is None or token in self._added:
             text = str(self._tokenizer.decode([token]))
             return text, None if REPLACEMENT in text else text.encode()
         raw = self._spelled(self._tokenizer.convert_ids_to_tokens(token) or "")  # none: ids that only the model knows
