@@ -3,11 +3,10 @@
     python -m benchmarks.jobs --list
     python -m benchmarks.jobs suite steps-32b-2 , traces --out runs/today --seconds 900
 
-Jobs begin in the order given, as soon as enough GPUs are free; one that does not fit yet lets later ones pass. ``,``
-waits for all before it. A job that would not end within ``--seconds`` by its ``least`` does not begin, and one that
-takes longer than its ``limit`` is killed with all its processes. Output goes to OUT/NAME.txt, rows to OUT/NAME.csv
-($ROWS in a command). Environment: MODEL, a directory with a real model; VLLM, a folder that holds vLLM; jobs that need
-one that is not set do not run.
+Jobs begin in the order given, as soon as enough GPUs are free. One that does not fit yet lets later ones pass. ``,``
+waits for all before it. A job that would not end within ``--seconds`` by its ``least`` does not begin. One that takes
+longer than its ``limit`` is killed with all its processes. Output goes to OUT/NAME.txt, rows to OUT/NAME.csv ($ROWS in
+a command). Some commands need a variable: MODEL, a directory with a real model, or VLLM, a folder that holds vLLM.
 """
 
 from __future__ import annotations
@@ -56,6 +55,8 @@ class Job:
 
 @dataclass
 class Running:
+    """A job that has begun."""
+
     job: Job
     process: subprocess.Popen
     gpus: tuple[str, ...]
@@ -102,13 +103,17 @@ class Jobs:
         """True if all of them have ended well."""
         self.out.mkdir(parents=True, exist_ok=True)
         todo, good = list(todo), True
-        while todo or self.running:
-            good &= self._reap()
-            place = first_that_fits(todo, len(self.free), bool(self.running))
-            if place is None:
-                time.sleep(0.1)
-            elif (job := todo.pop(place)) is not None:
-                good &= self._begin(job)
+        try:
+            while todo or self.running:
+                good &= self._reap()
+                place = first_that_fits(todo, len(self.free), bool(self.running))
+                if place is None:
+                    time.sleep(0.1)
+                elif (job := todo.pop(place)) is not None:
+                    good &= self._begin(job)
+        finally:  # an interrupt: what jobs have started would go on, in sessions of their own
+            self.end = 0.0
+            self._reap()
         return good
 
     def _begin(self, job: Job) -> bool:
@@ -181,4 +186,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())

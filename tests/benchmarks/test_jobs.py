@@ -34,11 +34,7 @@ def test_gpus_rows_and_logs(tmp_path, capsys):
     assert not jobs.Jobs(["4", "5", "6"], tmp_path, float("inf"))(todo)
     assert (tmp_path / "pair.txt").read_text() == "4,5 8100\n" and (tmp_path / "single.txt").read_text() == "6 8140\n"
     assert (tmp_path / "pair.csv").read_text() == "row\n"
-    left = (tmp_path / "pair.csv.pid").read_text().strip()
-    assert subprocess.run(["ps", "-o", "stat=", "-p", left], capture_output=True, text=True).stdout.strip()[:1] in (
-        "",
-        "Z",
-    )
+    assert gone((tmp_path / "pair.csv.pid").read_text().strip())
     assert "bad ended with 3" in capsys.readouterr().out
     assert jobs.Jobs(["4"], tmp_path, float("inf"))([job("good")])
 
@@ -48,6 +44,23 @@ def test_time(tmp_path, capsys):
     assert not jobs.Jobs(["0"], tmp_path, 0.0)([job("late", least=5.0)])
     told = capsys.readouterr().out
     assert "slow was killed" in told and "late: no time is left" in told and not (tmp_path / "late.txt").exists()
+
+
+def test_an_interrupt_ends_what_runs(tmp_path, monkeypatch):
+    def interrupt(seconds):
+        if (tmp_path / "long.csv").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.Jobs(["0"], tmp_path, float("inf"))([job("long", run="sleep 60 & echo $! > $ROWS; wait")])
+    assert gone((tmp_path / "long.csv").read_text().strip())
+
+
+def gone(process: str) -> bool:
+    """It has ended; nobody may have waited for it yet."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", process], capture_output=True, text=True).stdout.strip()
+    return shown[:1] in ("", "Z")
 
 
 def test_the_file(monkeypatch, capsys):
