@@ -33,9 +33,10 @@ def parse_bytes(text: str) -> int:
 
 
 def memory(option: str, text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
-    """A size of memory in bytes; a number alone below ``least`` is a ``unit`` forgotten."""
+    """A size of memory in bytes; a number alone below ``least`` is a ``unit`` forgotten, but for 0."""
     size_in_bytes = parse_bytes(text)
-    if text.strip().isdecimal() and size_in_bytes < least:
+    alone = re.fullmatch(r"[\d.]+", text.strip())
+    if alone and 0 < float(text) < least:
         raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}", param_hint=option)
     return size_in_bytes
 

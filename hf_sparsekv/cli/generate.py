@@ -134,8 +134,9 @@ def _prompt_text(prompt: str | None, path: Path | None) -> str:
     try:
         if prompt is None:
             if str(path) == "-":
-                sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
-                prompt = sys.stdin.read()
+                if sys.stdin is None:
+                    raise CommandError("standard input is closed")
+                prompt = sys.stdin.buffer.read().decode()  # whatever the locale says
             else:
                 prompt = path.read_text(encoding="utf-8")
         prompt.encode()  # Python takes other bytes of the command line as half surrogate pairs

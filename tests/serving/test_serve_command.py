@@ -151,6 +151,7 @@ def run(*args: str, **env: str):
         (["--max-body", "16"], "16 bytes? Write the unit, too: 16MiB"),
         (["--max-body", "0MiB"], "no request would be taken"),
         (["--device-kv", "24"], "24 bytes? Write the unit, too: 24GiB"),
+        (["--device-kv", "8.5"], "8.5 bytes? Write the unit, too: 8.5GiB"),
         (["--host-kv", "24"], "24 bytes? Write the unit, too: 24GiB"),
         (["--model-id", ""], "--model-id is empty"),
         (["--context", "x"], "is no length"),
