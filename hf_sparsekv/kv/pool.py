@@ -248,6 +248,13 @@ class BlockPool:
             copies = torch.stack((source, target.int()), dim=1)
             block_copy(kv.contiguous(), self.kv.flatten(0, 1), copies, copies.new_full((1,), len(copies)))
 
+    def launch_once(self) -> None:
+        """Launch the kernel of :meth:`write` over no block, so that later ones need not wait for a compiler."""
+        if self.direct:
+            kv = self.kv.new_empty((1, *self.kv.shape[1:]), device=self.device)
+            nothing = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
+            block_copy(kv, self.kv.flatten(0, 1), nothing, nothing.new_zeros(1))
+
     def note(self, physical_ids: Tensor, **fields: Tensor) -> None:
         """Fill named fields of physical blocks: ``[n, ...]`` on the device."""
         for name, value in fields.items():

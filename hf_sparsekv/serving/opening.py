@@ -223,7 +223,8 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
 def launch_once(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     """Launch what requests do beside steps and short prompts, so that none waits for a compiler; ``row`` stays.
 
-    The second piece of a prompt reads full blocks back, a row is calibrated again, and working sets are counted.
+    The second piece of a prompt reads full blocks back, a row is calibrated again, and working sets are counted. Blocks
+    that do not follow each other, as those of requests that left do, go to host memory by a kernel.
     """
     config = rows.cache.config
     length = max(config.window + config.max_draft + 2 * config.block_size, rows.calibration_tokens)
@@ -236,6 +237,8 @@ def launch_once(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     finally:
         rows.drop(read)
     rows.working_sets()
+    for layer in rows.cache.sparse_layers:
+        layer.store.pool.launch_once()
 
 
 def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = False) -> None:

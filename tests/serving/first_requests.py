@@ -31,6 +31,8 @@ from hf_sparsekv import Engine, OffloadConfig, ServingConfig, TokenConfig, ops
 from hf_sparsekv.attention import mla, sparse_prompt
 from hf_sparsekv.fusion import layers
 from hf_sparsekv.fusion.fuse import fuse
+from hf_sparsekv.kv.block_writer import BlockWriter
+from hf_sparsekv.kv.pool import BlockPool
 from hf_sparsekv.ops import _cuda, _dispatch, _prompts
 from hf_sparsekv.serving import first_prompt
 
@@ -107,6 +109,8 @@ def imitated_gpu() -> Iterator[None]:
         for module in (_dispatch, first_prompt):
             stack.enter_context(mock.patch.object(module, "use_triton", lambda t: True))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda t, *_: True))
+        stack.enter_context(mock.patch.object(BlockPool, "direct", property(lambda pool: pool.host is not None)))
+        stack.enter_context(mock.patch.object(BlockWriter, "copy_stream", None))
         yield
 
 
