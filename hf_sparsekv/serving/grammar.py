@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .logit_edits import WORD, Allowed
@@ -21,7 +22,7 @@ from .request import NotFollowed
 from .sampling import Sampling
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars
 MISSING = "needs llguidance: install the extra `structured`, or `pip install llguidance`"
@@ -42,16 +43,13 @@ class Constraint:
         self.unread: list[Any] = []
         self.error: NotFollowed | None = None
 
-    def read(self) -> LLMatcher:
-        """The matcher, after the tokens in flight."""
+    def fill(self, words: Tensor) -> None:
+        """Write which tokens may come next, int32 ``[words]`` on the host; after the end or an error only the end."""
         unread, self.unread = self.unread, []
         for token in unread:
             if not self._matcher.is_stopped():  # a row may run a step too many
                 self._matcher.consume_token(token())
-        return self._matcher
-
-    def check(self) -> None:
-        """Note whether the last mask failed; the mask allows only the end then."""
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
         if self.error is None and self._matcher.is_error():
             self.error = NotFollowed(f"the grammar is too large for a step: {_first(self._matcher)}")
 
@@ -69,7 +67,6 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
         self._lock = threading.Lock()  # guards the attributes below
         self._tokens: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def constraint(self, sampling: Sampling) -> Constraint | None:
@@ -84,12 +81,11 @@ class Grammars:
         if self._tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer: give the engine one")
         try:
-            from llguidance import LLExecutor, LLMatcher
+            from llguidance import LLMatcher
         except ImportError:
             raise ValueError(f"{name} {MISSING}") from None
         with self._lock:
             if self._tokens is None:
-                self._executor = LLExecutor()
                 self._tokens = ll_tokenizer(self._tokenizer, self._vocabulary, self._eos)
         try:
             if sampling.json_schema is None:
@@ -117,19 +113,13 @@ class Grammars:
         return made
 
     def allowed(self, constraints: Mapping[int, Constraint], device: torch.device) -> Allowed | None:
-        """Masks of a batch by the places that have a grammar; it waits for their last tokens. None: there are none.
-
-        Rows' masks are computed side by side, on up to four fifths of the cores.
-        """
+        """Masks of a batch by the places that have a grammar; it waits for their last tokens. None: there are none."""
         if not constraints:
             return None
-        assert self._executor is not None  # made with the first constraint
         pinned = device.type == "cuda"
         words = torch.empty(len(constraints), -(-self._vocabulary // WORD), dtype=torch.int32, pin_memory=pinned)
-        matchers = [(constraint.read(), row) for row, constraint in enumerate(constraints.values())]
-        self._executor.unsafe_compute_mask_ptr(matchers, words.data_ptr(), words[0].nbytes, len(words))
-        for constraint in constraints.values():
-            constraint.check()
+        for row, constraint in zip(words, constraints.values()):
+            constraint.fill(row)
         places = torch.tensor(list(constraints), pin_memory=pinned)
         return Allowed(places.to(device, non_blocking=True), words.to(device, non_blocking=True))
 
