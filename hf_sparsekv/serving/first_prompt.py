@@ -7,8 +7,10 @@ tensors of their own. No cache, calibration or count sees them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..attention.mla import Absorbed, is_mla
 from ..attention.sparse_prompt import LAST, PromptAudit, queries_at_once, sparse_attention
@@ -18,7 +20,7 @@ from ..ops._prompts import BLOCK, LONG, TILE, blocks_of, step_of
 
 
 @torch.no_grad()
-def compile_sparse_prompts(model: torch.nn.Module, cache: SparseCache, chunk: int, longest: int) -> None:
+def compile_sparse_prompts(model: PreTrainedModel, cache: SparseCache, chunk: int, longest: int) -> None:
     """Run what sparse prompts of up to ``longest`` tokens launch, read in pieces of up to ``chunk``.
 
     ``cache``: with memory for its layers, of which some prompt has been read.
@@ -29,16 +31,19 @@ def compile_sparse_prompts(model: torch.nn.Module, cache: SparseCache, chunk: in
     heads = max(layer.q_heads for layer in cache.sparse_layers)
     for group, dk, dv, dtype in sorted(shapes(model, cache), key=str):
         for columns, step in sizes(cache.config.prefill_below, longest, chunk, heads):
-            shared = {"dtype": dtype, "device": model.device}
-            query = torch.zeros(1, TILE, group, dk, **shared).transpose(1, 2)  # as projections lie
-            key, value = (torch.zeros(1, columns, 1, dim, **shared).transpose(1, 2) for dim in (dk, dv))
+            query = torch.zeros(1, TILE, group, dk, dtype=dtype, device=model.device).transpose(
+                1, 2
+            )  # as projections lie
+            key, value = (
+                torch.zeros(1, columns, 1, dim, dtype=dtype, device=model.device).transpose(1, 2) for dim in (dk, dv)
+            )
             sparse_attention(query, key, value, 1.0, mass, PromptAudit(), step=step)
 
 
 def shapes(model: torch.nn.Module, cache: SparseCache) -> set[tuple[int, int, int, torch.dtype]]:
     """Query heads of a KV head, channels of keys and of values, and dtype, as a prompt's attention has them."""
-    absorbed = [Absorbed(module) for module in model.modules() if is_mla(module)]
-    found = set()
+    absorbed: list[Any] = [Absorbed(module) for module in model.modules() if is_mla(module)]
+    found: set[tuple[int, int, int, torch.dtype]] = set()
     for layer in cache.sparse_layers:
         store = layer.store
         if store.latent:  # a prompt attends to expanded keys, each head to its own

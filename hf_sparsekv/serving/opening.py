@@ -215,9 +215,13 @@ def first_row(model: PreTrainedModel, rows: RowBatch, max_length: int) -> tuple[
     config = rows.cache.config
     # Leaves room for one step of each width: see capture_all().
     length = max(1, min(config.window + config.max_draft + 2 * config.block_size, max_length - len(rows.widths)))
-    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    ids = _some_ids(model, length)
     first = rows.prefill(model, ids)
     return rows.join(first), first.logits.shape[-1]
+
+
+def _some_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+    return torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
 
 
 def launch_once(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
@@ -229,7 +233,7 @@ def launch_once(model: PreTrainedModel, rows: RowBatch, row: int) -> None:
     config = rows.cache.config
     length = max(config.window + config.max_draft + 2 * config.block_size, rows.calibration_tokens)
     length = min(length, rows.max_length)
-    ids = torch.arange(length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    ids = _some_ids(model, length)
     read = rows.prefill(model, ids, max(3, length - config.block_size))
     try:
         if rows.calibration_tokens:

@@ -42,7 +42,9 @@ class TokenTexts:
         if self._spelled is None or token in self._added:
             text = str(self._tokenizer.decode([token]))
             return text, None if REPLACEMENT in text else text.encode()
-        raw = self._spelled(self._tokenizer.convert_ids_to_tokens(token) or "")  # none: ids that only the model knows
+        raw = self._spelled(
+            str(self._tokenizer.convert_ids_to_tokens(token) or "")
+        )  # none: ids that only the model knows
         return raw.decode(errors="replace"), raw
 
     def in_objects(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
