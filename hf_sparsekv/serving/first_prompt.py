@@ -23,7 +23,7 @@ from ..ops._prompts import BLOCK, LONG, TILE, blocks_of, step_of
 def compile_sparse_prompts(model: PreTrainedModel, cache: SparseCache, chunk: int, longest: int) -> None:
     """Run what sparse prompts of up to ``longest`` tokens launch, read in pieces of up to ``chunk``.
 
-    ``cache``: with memory for its layers, of which some prompt has been read.
+    ``cache``: one that has read a prompt, so that its layers have memory.
     """
     mass = cache.config.prefill
     if mass is None or not use_triton(torch.empty(0, device=model.device)):
@@ -68,7 +68,7 @@ def sizes(least: int, longest: int, chunk: int, heads: int) -> Iterator[tuple[in
     for first, last in ((least, min(longest, LONG - 1)), (max(least, LONG), longest)):
         if first > last:
             continue
-        new = min(chunk, first)  # of which some choose at a time, and see no later columns
+        new = min(chunk, first)  # a part of them chooses at a time, and sees no later columns
         end = first - new + min(new, queries_at_once(heads, new, last))
         columns = BLOCK << (blocks_of(end) - 1).bit_length()
         while columns < 2 * last:

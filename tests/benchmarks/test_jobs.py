@@ -58,7 +58,7 @@ def test_an_interrupt_ends_what_runs(tmp_path, monkeypatch):
 
 
 def gone(process: str) -> bool:
-    """It has ended; nobody may have waited for it yet."""
+    """It has ended, even if its parent has not waited for it yet."""
     shown = subprocess.run(["ps", "-o", "stat=", "-p", process], capture_output=True, text=True).stdout.strip()
     return shown[:1] in ("", "Z")
 
