@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
         from . import hostile
 
         return hostile.main(rest)
-    if command in ("open", "closed") and rest and rest[0].startswith(("http://", "https://")):
+    if command in ("open", "closed") and any(part.startswith(("http://", "https://")) for part in rest):
         from . import urls
 
         return urls.main(command, rest)

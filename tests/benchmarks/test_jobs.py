@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -78,3 +82,28 @@ def test_the_file(monkeypatch, capsys):
             jobs.main([*asked, "--gpus", "0"])
         assert told in capsys.readouterr().err
     assert jobs.main(["--list"]) == 0
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each Python command of a job, with its job's name."""
+    found = []
+    for one in jobs.known().values():
+        text = re.sub(r"\$\(.*?\)", "1", one.run.replace("\\\n", " "))
+        for part in re.split(r"&&|[\n;|]|(?<!>)&", text):
+            if (found_command := re.search(r"python3 (-m (?:benchmarks|hf_sparsekv)\b.*)", part)) is not None:
+                found.append((one.name, re.split(r"\d?>", found_command[1])[0]))
+    return found
+
+
+def test_commands_are_understood(monkeypatch, capsys):
+    """``--help`` at a command's end is reached only where all before it is understood."""
+    asked = {command: name for name, command in commands()}
+    assert len(asked) > 20 and {"served-by-2-ranks", "lost-rank", "prompts-35-sparse"} <= set(asked.values())
+    for command, name in asked.items():
+        _, module, *rest = shlex.split(command)
+        own = " ".join(rest).partition(" -- ")[0]
+        monkeypatch.setattr(sys, "argv", [module, *own.split(), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        told = capsys.readouterr()
+        assert ended.value.code == 0 and "usage:" in told.out.lower(), (name, command, told.err)
