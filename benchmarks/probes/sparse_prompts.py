@@ -5,13 +5,15 @@
 
 Milliseconds, TFLOP/s of what is computed, and the gain over the fastest dense kernel, which reads the same tensors.
 Lists are drawn: half of a tile's blocks are those of its neighbours as well. Each configuration's result is compared
-with the others'. ``--piece`` takes the last so many queries, over everything before them.
+with the others'. ``--piece`` takes the last so many queries, over everything before them. Others' kernels run beside
+ours where there are any: cuDNN's if `nvidia-cudnn-frontend` is installed, vLLM's if the variable VLLM names its folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable
 
@@ -34,6 +36,7 @@ from hf_sparsekv.types import AttentionParams
 
 from ..drawn_lists import drawn_lists
 from ..shapes import parse_tokens
+from . import others_prompts
 
 CONFIGS = [
     Config(many=many, descriptors=descriptors, warps=8, stages=stages)
@@ -73,6 +76,16 @@ def timed(run: Callable[[], object], times: int = 5) -> float:
     return statistics.median(found)
 
 
+def far(one: Tensor, other: Tensor) -> float:
+    """How much they differ, relatively."""
+    return float((one - other).float().norm() / other.float().norm())
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    return f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+
+
 def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
     """Milliseconds of torch's dense kernels, and of exact prompts as they are."""
     q, n, found = query.shape[2], key.shape[2], {}
@@ -89,6 +102,15 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
                 found[name] = timed(run, 3)
             except RuntimeError as error:
                 print(f"  {name}: {str(error).splitlines()[0]}")
+    if "VLLM" in os.environ:
+        try:
+            run = others_prompts.flash_3(query, key, value)
+            off = far(run(), exact_attention(query, key, value, params))
+            found["flash 3"] = timed(run, 3)
+            if not off < 1e-2:
+                print(f"  flash 3 DIFFERS by {off:.1e}")
+        except Exception as error:
+            print(f"  flash 3: {reason(error)}")
     return found
 
 
@@ -113,20 +135,44 @@ def attention(query: Tensor, key: Tensor, value: Tensor, densities: list[float],
         first = None
         for config in configs:
             run = lambda: block_attention(query, key, value, ids, counts, dim**-0.5, n - q, config=config)  # noqa: B023, E731
-            try:
-                out = run()
-                ms = timed(run)
-            except Exception as error:  # a configuration that does not fit this GPU, or that Triton refuses
-                print(f"    {named(config)}: {type(error).__name__} {str(error).splitlines()[0][:100]}", flush=True)
-                continue
+            out = row(named(config), run, work, least, first)
             first = out if first is None else first
-            off = float((out - first).float().norm() / first.float().norm())
-            print(
-                f"    {named(config)}: {ms:8.2f} ms {work / ms / 1e9:6.0f} TFLOP/s, {least / ms:5.2f} x dense"
-                + (f", DIFFERS by {off:.1e}" if not off < 1e-2 else ""),
-                flush=True,
-            )
             del out
+        if others_prompts.installed("cudnn"):
+            beside_others(query, key, value, ids, counts, least)
+
+
+def row(
+    name: str, run: Callable[[], Tensor], work: float, least: float, first: Tensor | None, skip: int = 0
+) -> Tensor | None:
+    """Time and print one kernel; its result, None if it refuses. ``first`` is compared from query ``skip`` on."""
+    try:
+        out = run()
+        ms = timed(run)
+    except Exception as error:  # what does not fit this GPU, or is refused
+        print(f"    {name}: {reason(error)}", flush=True)
+        return None
+    off = 0.0 if first is None else far(out[:, :, skip:], first[:, :, skip:])
+    print(
+        f"    {name}: {ms:8.2f} ms {work / ms / 1e9:6.0f} TFLOP/s, {least / ms:5.2f} x dense"
+        + (f", DIFFERS by {off:.1e}" if not off < 1e-2 else ""),
+        flush=True,
+    )
+    return out
+
+
+def beside_others(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, counts: Tensor, least: float) -> None:
+    """Ours and cuDNN's kernels at equal lists, on the grids that they have."""
+    q, dim, n = *query.shape[2:], key.shape[2]
+    for keys in (BLOCK, TILE):
+        mask = others_prompts.whole_blocks(ids, counts, n, n - q, keys)
+        mine = others_prompts.lists_of(mask.repeat_interleave(keys // BLOCK, -1))
+        work = 4 * dim * TILE * keys * int(mask.sum())
+        print(f"    whole blocks of {keys} keys alone, equal lists")
+        run = lambda: block_attention(query, key, value, *mine, dim**-0.5, n - q)  # noqa: B023, E731
+        first = row("  ours", run, work, least, None)
+        for name, run in others_prompts.block_kernels(query, key, value, mask, keys):
+            row(f"  {name}", run, work, least, first, TILE)
 
 
 def estimates(query: Tensor, key: Tensor, value: Tensor, configs: list[MassConfig]) -> None:
