@@ -1,4 +1,4 @@
-"""Attention to chosen blocks by others' kernels: cuDNN's two, and FlashAttention 3 as vLLM builds it.
+"""Attention to chosen blocks by others' kernels: cuDNN's three, and FlashAttention 3 as vLLM builds it.
 
 Apart from the probe because their packages are optional: each is imported when it is asked for. cuDNN's kernels have no
 causal mask beside a list of blocks. So they get blocks that all queries of a tile see whole, and ours gets the same.
@@ -74,6 +74,19 @@ def packed(mask: Tensor) -> Tensor:
     return (bits * (1 << torch.arange(8, device=mask.device))).sum(-1).to(torch.uint8)[None]
 
 
+def endpoints(mask: Tensor, q: int, n: int) -> Tensor:
+    """Of each query's ranges of keys, ascending, after an empty one: int32 ``[Hq, 1 + 2 * most, q]``.
+
+    Args:
+        mask: of blocks of ``TILE`` keys.
+    """
+    edges = torch.nn.functional.pad(mask, (1, 1)).diff(dim=-1)
+    at = torch.arange(edges.shape[-1], dtype=torch.int32, device=mask.device) * TILE
+    at = torch.where(edges, at, n).clamp_max(n).sort(-1).values[..., : int(edges.sum(-1).max())]
+    at = torch.nn.functional.pad(at, (1, 0)).transpose(1, 2)
+    return at.repeat_interleave(TILE, 2)[..., :q].contiguous()
+
+
 def listed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys: int, splits: int) -> Run:
     """cuDNN's kernel in CuTe that takes lists; its tiles of queries are as long as its blocks of keys."""
     from cudnn import BSA
@@ -118,6 +131,16 @@ def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Run:
     return run
 
 
+def ranged(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Run:
+    """cuDNN's kernel in CuTe that takes ranges of keys, of which it makes lists of tiles of 128 x 128."""
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    ends = endpoints(mask, query.shape[2], key.shape[2])
+    plan = create_mask_plan(ends, *rows, pack_gqa=False, build_backward=False)
+    return lambda: flex_attn_func(*rows, mask_plan=plan).transpose(1, 2)
+
+
 def block_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys: int) -> Iterator[tuple[str, Run]]:
     """Names and calls; the first call builds, and may refuse."""
 
@@ -129,3 +152,4 @@ def block_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys:
         yield f"cuDNN, lists, {splits} split(s)", later(listed, keys, splits)
     if keys == TILE:
         yield "cuDNN, block mask", later(masked)
+        yield "cuDNN, ranges", later(ranged)

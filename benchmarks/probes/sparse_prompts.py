@@ -83,7 +83,7 @@ def far(one: Tensor, other: Tensor) -> float:
 
 def reason(error: Exception) -> str:
     """What an error says, in one line."""
-    return f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__} {' '.join(str(error).split())[:400]}"
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:

@@ -56,7 +56,7 @@ def test_equal_lists_give_equal_results(q, n, keys, monkeypatch):
     )
     named = dict(others_prompts.block_kernels(query, key, value, mask, keys))
     lists = [run for name, run in named.items() if "lists" in name]
-    assert len(lists) == len(others_prompts.SPLITS) and len(named) == len(lists) + (keys == TILE)
+    assert len(lists) == len(others_prompts.SPLITS) and len(named) == len(lists) + 2 * (keys == TILE)
     for run in lists:
         torch.testing.assert_close(run()[:, :, TILE:], expected)
 
@@ -66,6 +66,20 @@ def test_equal_lists_give_equal_results(q, n, keys, monkeypatch):
     column = column.clamp_max(bits.shape[3] * 8 - 1)
     chosen = (bits[0][:, tile][..., column // 8] >> (column % 8).to(torch.uint8)) & 1
     torch.testing.assert_close(attended(query, key, value, chosen.bool())[:, :, TILE:], expected)
+
+
+@pytest.mark.parametrize("q, n", [(512, 512), (320, 832), (384, 484)])
+def test_ranges_cover_the_same_blocks(q, n):
+    _, (ids, counts) = drawn(q, n)
+    mask = others_prompts.whole_blocks(ids, counts, n, n - q, TILE)
+    mask[0] = True  # the last block, which may be a part, too
+    ends = others_prompts.endpoints(mask, q, n).long()
+    assert ends.shape[::2] == (HEADS, q) and ends.shape[1] % 2 == 1 and ends.is_contiguous()
+    assert (ends.diff(dim=1) >= 0).all() and not ends[:, 0].any() and ends.max() == n
+    column = torch.arange(n)[:, None, None, None]
+    covered = ((ends[:, 1::2] <= column) & (column < ends[:, 2::2])).any(2).movedim(0, 2)
+    expected = mask.repeat_interleave(TILE, 1)[:, :q].repeat_interleave(TILE, 2)[..., :n]
+    assert torch.equal(covered, expected)
 
 
 @pytest.mark.parametrize("keys", [BLOCK, TILE])
