@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..attention.exact import exact_attention
 from ..attention.handle import Step
 from ..attention.indices import exact_of
 from ..attention.sparse_prompt import LAST, WIDEST, PromptAudit, sparse_attention
@@ -41,10 +40,7 @@ def attention_of(
         or (params.sliding_window is not None and params.sliding_window < step.length)
         or (torch.is_grad_enabled() and query.requires_grad)
     )
-    if exactly:
-        return exact
-    attend = partial(_attend, step, config.prefill, audit, query.shape[1])
-    return attend if step.absorbed is None else partial(step.absorbed.attention, attend=attend)
+    return exact if exactly else partial(_sparse_or_exact, step, config.prefill, audit)
 
 
 def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
@@ -62,11 +58,10 @@ def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
         raise ValueError(f"prefill=... is not for this model, which {why}: leave prefill out")
 
 
-def _attend(
+def _sparse_or_exact(
     step: Step,
     mass: float,
     audit: PromptAudit,
-    heads: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,17 +70,38 @@ def _attend(
     columns: Tensor | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
-    first: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Sparse attention, or exact attention under masks that are more than padding in front.
-
-    Args:
-        first: which row and query head of the layer's are the first ones here.
-    """
-    row, head = first
+    """Sparse attention, or exact attention under masks that are more than padding in front."""
     start = None if columns is None else step.under_way.starts(columns)
     if mask is not None or dropout or (columns is not None and start is None):
-        return exact_attention(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
+        return exact_of(step)(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
+    attend = partial(_attend, mass, audit, start, query.shape[1])
+    if step.absorbed is None:
+        return attend(query, key, value, params)
+    return step.absorbed.attention(query, key, value, params, columns=columns, attend=attend)
+
+
+def _attend(
+    mass: float,
+    audit: PromptAudit,
+    start: Tensor | None,
+    heads: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: AttentionParams,
+    *,
+    first: tuple[int, int] = (0, 0),
+    **masks: object,
+) -> Tensor:
+    """Sparse attention of some rows and heads.
+
+    Args:
+        start: of all rows.
+        first: which row and query head of the layer's are the first ones here.
+        masks: what ``start`` says already.
+    """
+    row, head = first
     if start is not None and len(start) > len(query):
         start = start[row : row + len(query)].clone()  # its own address, aligned
     return sparse_attention(

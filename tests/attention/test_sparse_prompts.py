@@ -98,6 +98,23 @@ def test_latents_are_chosen_from(monkeypatch):
         assert all(share >= 0.4 for share in layer.heads if share is not None)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_rows_of_latents_begin_where_their_padding_ends(rows, monkeypatch):
+    """Some rows at a time, as all of them together do."""
+    net, inputs, found = model("glm4-moe-lite"), prompt(3, 700, (0, 63, 300)), []
+    each = 700 * (12 + 8 + 10) * 4  # bytes of a row's keys and values of one head
+    for size in (mla._PIECE, rows * each):
+        monkeypatch.setattr(mla, "_PIECE", size)
+        cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill": 0.4}), offload=None)
+        found.append((net(**inputs, past_key_values=cache).logits, cache.stats().prompts))
+    (out, prompts), (again, other) = found
+    live = inputs["attention_mask"].bool()
+    torch.testing.assert_close(again[live], out[live], atol=1e-4, rtol=1e-4)
+    assert [layer.densities for layer in other] == [layer.densities for layer in prompts]
+    assert all(layer.density < 1 for layer in prompts)
+
+
 @torch.no_grad()
 def test_what_is_counted():
     """Of rows with padding; a copy counts on, a reset begins again."""
