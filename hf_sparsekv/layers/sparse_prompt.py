@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def attention_of(
         or step.length < config.prefill_below
         or query.shape[2] <= max(LAST, few - 1)
         or (params.sliding_window is not None and params.sliding_window < step.length)
-        or (torch.is_grad_enabled() and query.requires_grad)
+        or query.dtype == torch.float64  # which the operators would round
+        or _learns(step, query)
     )
     return exact if exactly else partial(_sparse_or_exact, step, config.prefill, audit)
 
@@ -56,6 +58,17 @@ def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
         why = f"has heads of more than {WIDEST} channels"
     if why is not None:
         raise ValueError(f"prefill=... is not for this model, which {why}: leave prefill out")
+
+
+def _learns(step: Step, query: Tensor) -> bool:
+    """A gradient has to reach what attends or is attended to, or what expands latents: the operators pass none on."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [query, step.k, step.v]
+    if step.absorbed is not None:
+        module: Any = step.absorbed.module
+        tensors += module.kv_b_proj.parameters()
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _sparse_or_exact(

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from caches import CACHES, FULL
-from models import model, plain_text, prompt
+from models import build, model, plain_text, prompt
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
@@ -293,13 +293,37 @@ def test_wrong_values():
         sparse(model("llama"), exact=True, prefill=0.9)
 
 
-def test_gradients_are_exact():
-    net, inputs = model("llama"), prompt(1, 400)
-    cache = OffloadedSparseCache(TokenConfig(**SOME), offload=None)
-    loss = net(**inputs, past_key_values=cache).logits.square().mean()
-    expected = net(**inputs, past_key_values=DynamicCache(config=net.config)).logits.square().mean()
-    torch.testing.assert_close(loss, expected)
-    assert loss.requires_grad
+@pytest.mark.parametrize(
+    ("name", "learns"),
+    [
+        ("llama", ""),
+        ("llama", "k_proj"),
+        ("llama", "v_proj"),
+        ("glm4-moe-lite", "kv_a_proj_with_mqa"),
+        ("glm4-moe-lite", "kv_b_proj"),
+    ],
+)
+def test_gradients_are_exact(name, learns):
+    """Of all weights, and of those alone that no query depends on."""
+    net, inputs, found = build(name, "sparsekv", num_hidden_layers=1), prompt(1, 400), []
+    for key, parameter in net.named_parameters():
+        parameter.requires_grad_(learns in key)
+    for cache in (OffloadedSparseCache(TokenConfig(**SOME), offload=None), DynamicCache(config=net.config)):
+        net.zero_grad()
+        net(**inputs, past_key_values=cache).logits.square().mean().backward()
+        found.append([parameter.grad for parameter in net.parameters() if parameter.requires_grad])
+        assert not isinstance(cache, OffloadedSparseCache) or not cache.stats().prompts
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_float64_is_exact():
+    """The operators compute in float32."""
+    net, inputs = build("llama", "sparsekv").double(), prompt(1, 400)
+    cache = OffloadedSparseCache(TokenConfig(**{**SOME, **ALL}), offload=None)
+    expected = net(**inputs, past_key_values=DynamicCache(config=net.config)).logits
+    torch.testing.assert_close(net(**inputs, past_key_values=cache).logits, expected, rtol=1e-9, atol=1e-9)
     assert not cache.stats().prompts
 
 
