@@ -27,18 +27,21 @@ class PromptAudit:
         table: float64 ``[Hq, 8]`` on the layer's device: rows audited, the sum of their covered mass, blocks attended
             to, blocks that could be seen; how often the head chose, chose again, and became dense; and the least
             covered mass of a row, 1 without any. None: there was no such prompt.
+        passes: how many pieces of prompts were sparse.
     """
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
+        self.passes = 0
 
     def clear(self) -> None:
-        self.table = None
+        self.table, self.passes = None, 0
 
     @no_inference_mode
     def merge(self, other: PromptAudit) -> None:
         """Count what another of the same layer has counted, too."""
         mine, more = self.table, other.table
+        self.passes += other.passes
         if mine is None or more is None:
             self.table = mine if more is None else more.clone()
         else:

@@ -242,12 +242,12 @@ class SparseLayer(Owned, CacheLayerMixin):
                     read_ahead(after.store, after.policy, step)
                 self._commit(step, query, step.under_way.valid)
             columns = None if store.held.valid is None else store.held.valid_columns(store.device)
+            sparse = self.audit.passes
             with torch.no_grad():
                 out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
-                store.counters.exact += 1
+                store.counters.exact += self.audit.passes == sparse
                 store.counters.masked += query.shape[2] == 1 and whole is not None
-            if torch.is_grad_enabled():
-                out = NoGradient.apply(out, query)
+            out = NoGradient.apply(out, query) if torch.is_grad_enabled() else out
         if own:
             self.next_step.after_prompt(self.store, self.policy, query, absorbed)
             end_pass(owner, self.index)

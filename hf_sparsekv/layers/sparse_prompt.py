@@ -88,6 +88,7 @@ def _sparse_or_exact(
     start = None if columns is None else step.under_way.starts(columns)
     if mask is not None or dropout or (columns is not None and start is None):
         return exact_of(step)(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
+    audit.passes += 1
     attend = partial(_attend, mass, audit, start, query.shape[1])
     if step.absorbed is None:
         return attend(query, key, value, params)

@@ -71,8 +71,8 @@ def prompt_stats(tables: Mapping[int, Tensor]) -> tuple[PromptStats, ...]:
         made.append(
             PromptStats(
                 layer=layer,
-                density=sum(chosen) / sum(seen),
-                densities=tuple(taken / visible for taken, visible in zip(chosen, seen)),
+                density=_ratio(sum(chosen), sum(seen)),
+                densities=tuple(map(_ratio, chosen, seen)),
                 audited=int(sum(audited)),
                 covered=sum(mass) / sum(audited) if sum(audited) else None,
                 heads=tuple(held / n if n else None for held, n in zip(mass, audited)),
@@ -84,6 +84,11 @@ def prompt_stats(tables: Mapping[int, Tensor]) -> tuple[PromptStats, ...]:
             )
         )
     return tuple(made)
+
+
+def _ratio(taken: float, visible: float) -> float:
+    """1 where there was nothing to see: of nothing but padding, of heads that an error kept from choosing."""
+    return taken / visible if visible else 1.0
 
 
 def mean_density(prompts: Sequence[PromptStats]) -> float | None:

@@ -139,6 +139,41 @@ def test_what_is_counted():
     assert other.stats().prompts == stats.prompts
 
 
+@pytest.mark.parametrize(("hidden", "exact"), [(None, 0), (slice(690, 700), 2)], ids=["sparse", "exact"])
+@torch.no_grad()
+def test_sparse_pieces_are_no_exact_calls(hidden, exact):
+    """Padding within makes a later piece exact."""
+    cache, inputs = CACHES["device-default"](**SOME), prompt(2, 1000)
+    if hidden is not None:
+        inputs["attention_mask"][1, hidden] = 0
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    model("llama")(ids[:, :500], attention_mask=mask[:, :500], past_key_values=cache)
+    model("llama")(ids[:, 500:], attention_mask=mask, past_key_values=cache)
+    assert cache.stats().exact_calls == exact
+    assert [layer.choices for layer in cache.stats().prompts] == [2 if exact else 4] * 2
+
+
+@torch.no_grad()
+def test_an_interrupt_between_heads(monkeypatch):
+    """Statistics tell of what was chosen, though some heads have seen nothing."""
+    from hf_sparsekv.attention import sparse_prompt
+
+    def attend(*args, **named):
+        if done:
+            raise KeyboardInterrupt
+        done.append(0)
+        return real(*args, **named)
+
+    real, done = sparse_prompt.block_attention, []
+    monkeypatch.setattr(mla, "_PIECE", 1)  # a head at a time
+    monkeypatch.setattr(sparse_prompt, "block_attention", attend)
+    cache = CACHES["device-default"](**SOME)
+    with pytest.raises(KeyboardInterrupt):
+        model("glm4-moe-lite")(**prompt(1, 700), past_key_values=cache)
+    (layer,) = cache.stats().prompts
+    assert layer.densities[0] < 1 and layer.densities[2:] == (1.0, 1.0)
+
+
 @torch.no_grad()
 def test_rows_that_join_are_counted():
     cache = CACHES["device-default"](**SOME)
