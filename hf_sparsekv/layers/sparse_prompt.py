@@ -21,6 +21,11 @@ from ..types import AttentionParams
 LEAST = 1024  # new tokens; fewer are exact, as launches would cost more than they save. Not measured yet
 
 
+def least_new(config: SparseConfig) -> int:
+    """New tokens of the shortest piece of a prompt that is sparse."""
+    return max(LAST + 1, min(config.prefill_below, LEAST))
+
+
 def attention_of(
     step: Step, config: SparseConfig, index: int, audit: PromptAudit, query: Tensor, params: AttentionParams
 ) -> Callable[..., Tensor]:
@@ -33,11 +38,10 @@ def attention_of(
     if config.prefill is None:
         return exact
     _check(step, query, params)
-    few = min(config.prefill_below, LEAST)
     exactly = (
         index < config.dense_layers
         or step.length < config.prefill_below
-        or query.shape[2] <= max(LAST, few - 1)
+        or query.shape[2] < least_new(config)
         or (params.sliding_window is not None and params.sliding_window < step.length)
         or query.dtype == torch.float64  # which the operators would round
         or _learns(step, query)

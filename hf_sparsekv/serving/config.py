@@ -24,7 +24,8 @@ class ServingConfig:
         max_wait_s: longest expected wait in seconds; the engine refuses a request that would wait longer. None: no
             limit.
         prefill_ms: target of GPU milliseconds for prefill between two decode steps. The least is one layer of a chunk,
-            or 512 tokens without ``layer_segments``. While other prompts wait, prefill takes up to four times as long.
+            or without ``layer_segments`` 512 tokens, 1,024 of a sparse prompt. While other prompts wait, prefill takes
+            up to four times as long.
             A prompt that fits that time is read while a longer one waits. ``inf``: read a whole chunk at a time, and
             prompts one after the other.
         chunk: most tokens of a prompt that a forward pass reads, 3 or more. (A single token would be a decode step.)

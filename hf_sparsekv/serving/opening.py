@@ -24,6 +24,7 @@ from ..cuda_graph.optimize import runner_of
 from ..cuda_graph.prompts import EAGER, PIECES, QUICK, SIZES
 from ..exact_mode.install import Exact
 from ..generating import settings_of, sparse
+from ..layers.sparse_prompt import least_new
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch, positions
@@ -106,6 +107,8 @@ def opened(
     if serving.exact:
         _check_exact(cache, ranks)
         check_exact(model.config)
+    if cache.config.prefill is not None:
+        _check_prompts(cache.config, serving, max_length)
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
@@ -132,6 +135,22 @@ def opened(
     compile_sparse_prompts(model, cache, serving.chunk, min(max_length, held))
     limit = "the memory holds" if held < max_length else "max_length allows"
     return Opened(serving, cache, rows, blocks, min(max_length, held), limit, vocabulary)
+
+
+def _check_prompts(config: SparseConfig, serving: ServingConfig, max_length: int) -> None:
+    """Raise ``ValueError`` if prompts are read in pieces too short to be sparse; warn if all prompts are too short."""
+    least = least_new(config)
+    if serving.chunk < least:
+        raise ValueError(
+            f"prefill={config.prefill} asks for sparse prompts, but chunk={serving.chunk} reads pieces of fewer than "
+            f"{least} tokens, which are exact: give ServingConfig(chunk=8192) or more, or leave prefill out"
+        )
+    if max_length <= max(config.prefill_below, least):
+        warnings.warn(
+            f"no prompt of this engine is sparse: they have fewer than max_length={max_length} tokens, and are exact "
+            f"up to prefill_below={config.prefill_below}. Leave prefill out, or give another of these",
+            stacklevel=5,
+        )
 
 
 def _check_exact(cache: SparseCache, ranks: Ranks | None) -> None:

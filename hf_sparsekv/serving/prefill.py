@@ -43,9 +43,10 @@ class Pace:
     Args:
         config: the model's configuration.
         sparse_from: prompts are sparse from so many tokens on. None: all are exact.
+        sparse_least: and their pieces from so many new ones on.
     """
 
-    def __init__(self, config, sparse_from: int | None = None) -> None:
+    def __init__(self, config, sparse_from: int | None = None, sparse_least: int = 0) -> None:
         hidden, layers = config.hidden_size, config.num_hidden_layers
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or hidden // heads
@@ -54,17 +55,23 @@ class Pace:
         self.token = 2 * (2 * hidden * heads * dim + 2 * hidden * heads * dim + 3 * hidden * inner)  # flops, nearly
         self.pair = 4 * heads * dim
         self.sparse_from = math.inf if sparse_from is None else sparse_from
+        self.sparse_least = sparse_least
         self.per_ms: float | None = None  # flops per millisecond
         self.spent_ms = 0.0  # total of all chunks
         self._marks: list[tuple] = []
 
     def work(self, tokens: int, past: int) -> float:
         """Flops of a layer that reads ``tokens`` after ``past``."""
-        return tokens * (self.token + self._pair(past + tokens) * (past + tokens / 2))
+        pair = self.pair if tokens < self.sparse_least else self._pair(past + tokens)
+        return tokens * (self.token + pair * (past + tokens / 2))
 
     def _pair(self, length: int) -> float:
         """Flops of a query and a key, in the mean over keys, where so many tokens are read."""
         return self.pair if length < self.sparse_from else SPARSE * self.pair
+
+    def least(self, past: int) -> int:
+        """Tokens of the shortest chunk after so many, if only its length bounds its time: sparse wherever it can be."""
+        return max(LEAST, self.sparse_least) if past + self.sparse_least >= self.sparse_from else LEAST
 
     def learn(self, tokens: int, past: int, layers: int, ms: float) -> None:
         """Update the speed: ``layers`` layers of such a chunk took ``ms``."""
@@ -279,7 +286,7 @@ class Reading:
         if self.by_layers:
             tokens, layers = self._pass()
             return min(self.pace.layers_in(ms, tokens, self.past), layers)
-        tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, LEAST)
+        tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, self.pace.least(self.past))
         tokens = min(tokens, self.chunk, self.left)
         return tokens - (self.left - tokens == 1)  # none is a single token
 

@@ -18,6 +18,7 @@ from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
 from ..cuda_graph.prompts import paused_passes
 from ..exact_mode.clock import Clock
+from ..layers.sparse_prompt import least_new
 from ..row_batch import Batch, RowBatch, positions
 from ..row_batch.verifying import verify
 from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
@@ -50,7 +51,8 @@ class Work:
         self.clock = Clock(self.device)
         text = model.config.get_text_config(decoder=True)
         config = rows.cache.config
-        self.pace = Pace(text, None if config.prefill is None else config.prefill_below)
+        sparse = () if config.prefill is None else (config.prefill_below, least_new(config))
+        self.pace = Pace(text, *sparse)
         layers = decoder_layers(model, text.num_hidden_layers)
         self.segments = Segments(layers, partial(unnoticed, model))  # its hooks do nothing in captured steps
         self.reading: Reading | None = None

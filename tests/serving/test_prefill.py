@@ -106,6 +106,17 @@ def test_sparse_prompts_take_less_of_the_time():
         )
 
 
+def test_short_chunks_are_exact():
+    """So no chunk of a prompt that may be sparse is shorter, and shorter ones are not thought to be."""
+    from transformers import LlamaConfig
+
+    exact, sparse = Pace(LlamaConfig()), Pace(LlamaConfig(), 16_384, 1024)
+    assert sparse.work(1000, 100_000) == exact.work(1000, 100_000) > sparse.work(1024, 100_000)
+    assert [exact.least(past) for past in (0, 100_000)] == [LEAST, LEAST]
+    assert [sparse.least(past) for past in (0, 15_359, 15_360, 100_000)] == [LEAST, LEAST, 1024, 1024]
+    assert Pace(LlamaConfig(), 0, 257).least(0) == LEAST
+
+
 def test_an_error_in_a_pass_is_told_once():
     segments = Segments([])
 

@@ -65,6 +65,41 @@ def test_the_audit_is_that_of_all_requests(offload, monkeypatch):
         assert one.audited > 0 and one.covered >= 0.4
 
 
+@pytest.mark.parametrize(
+    "serving",
+    [{"layer_segments": False, "prefill_ms": 0.01}, {"chunk": 1024}],
+    ids=["few tokens a turn", "short pieces"],
+)
+def test_pieces_are_long_enough_to_be_sparse(serving, monkeypatch):
+    """With the usual least length of a sparse piece, 1,024 tokens."""
+    monkeypatch.setattr(meter, "EACH_S", 0.0)
+    net = build("llama", "sparsekv", max_position_embeddings=4096)
+    config = TokenConfig(**SMALL, prefill=0.4, prefill_below=1024)
+    with Engine(net, None, config, None, ServingConfig(max_rows=1, max_length=2100, **serving)) as engine:
+        engine.submit(ids_of(2048, 1), greedy(2)).result(60)
+        quiet(engine)
+        engine.stats()
+        wait_until(lambda: engine.stats().prompts)
+        assert [layer.density < 1 for layer in engine.stats().prompts] == [True, True]
+
+
+@pytest.mark.parametrize(("below", "chunk"), [(16384, 1023), (1024, 512), (0, 256), (600, 599)])
+def test_pieces_that_would_all_be_exact(below, chunk):
+    config = TokenConfig(prefill=0.98, prefill_below=below)
+    with pytest.raises(ValueError, match=rf"chunk={chunk} reads pieces of fewer than .* tokens, which are exact"):
+        Engine(build("llama", "sparsekv"), None, config, None, ServingConfig(chunk=chunk))
+
+
+def test_prompts_that_would_all_be_exact():
+    config = TokenConfig(**SMALL, prefill=0.98, prefill_below=700)
+    net, serving = build("llama", "sparsekv"), ServingConfig(max_rows=1, max_length=700)
+    with (
+        pytest.warns(UserWarning, match="no prompt of this engine is sparse"),
+        Engine(net, None, config, None, serving),
+    ):
+        pass
+
+
 RANKS = """
 import os, sys
 import torch.distributed as dist
