@@ -22,6 +22,13 @@ def version() -> str:
 
 def main() -> None:
     """Entry point of the console script."""
+    from .ending import ending
+
+    with ending():
+        _main()
+
+
+def _main() -> None:
     if sys.argv[1:] == ["--version"]:  # not even typer
         print(f"hf-sparsekv {version()}")
         return

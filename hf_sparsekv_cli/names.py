@@ -12,6 +12,8 @@ import sys
 import typer
 from typer.core import TyperGroup
 
+from .ending import interrupted
+
 NAME = "hf-sparsekv"
 HELP = "Sparse, offloadable KV caches for Hugging Face Transformers."
 
@@ -41,7 +43,8 @@ class Group(TyperGroup):
                 typer.echo(f" {usage(error)}", err=True)
             sys.exit(error.exit_code)
         except typer.Abort:
-            typer.echo("aborted", err=True)
+            if not interrupted():
+                typer.echo("aborted", err=True)
             sys.exit(1)
         sys.exit(status if isinstance(status, int) else 0)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_sparsekv_cli.elsewhere import bench
+from hf_sparsekv_cli.ending import ending
 from hf_sparsekv_cli.names import HELP, NAME, Group
 from hf_sparsekv_eval.cli.evaluate import app as evaluate
 from hf_sparsekv_eval.cli.lm_eval import lm_eval
@@ -58,4 +59,5 @@ for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name=NAME)
+    with ending():
+        app(prog_name=NAME)

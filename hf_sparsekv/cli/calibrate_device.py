@@ -80,6 +80,16 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
     with messages.status("measuring") as status:
         timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)
     rules, verified = fit(timings, width), fit_verifications(timings, width)
+    saved = None
+    if rules and not dry_run:  # first: printing ends the command if nobody reads it
+        about = {
+            "heads": f"{q_heads}x{heads}",
+            "dim": dim,
+            "dtype": str(dtype).removeprefix("torch."),
+            **_origin(),
+            "timings_us": [{"batch": t.batch, "tokens": t.tokens, "dense": t.dense, **t.sparse} for t in timings],
+        }
+        saved = crossover.save(name, rules, about, verified)
     _show(name, timings, rules, width)
     for tokens, one in verified.items():
         results.print(
@@ -89,16 +99,8 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
         )
     if not rules:
         raise CommandError("no method gains on dense attention with the length: there is nothing to write")
-    if dry_run:
-        return
-    about = {
-        "heads": f"{q_heads}x{heads}",
-        "dim": dim,
-        "dtype": str(dtype).removeprefix("torch."),
-        **_origin(),
-        "timings_us": [{"batch": t.batch, "tokens": t.tokens, "dense": t.dense, **t.sparse} for t in timings],
-    }
-    results.print(str(crossover.save(name, rules, about, verified)), markup=False)
+    if saved is not None:
+        results.print(str(saved), markup=False)
 
 
 def measure(

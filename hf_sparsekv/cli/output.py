@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
+from hf_sparsekv_cli.ending import interrupted
+
 ALL = 0.9995  # share of the context that is shown as 100.0 %
 SECONDS = 10  # between two lines of progress where there is no terminal
 
@@ -109,6 +111,8 @@ def one_line_errors(command: Callable) -> Callable:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except Exception as error:
+            if interrupted():  # a library has made another error of it
+                raise KeyboardInterrupt from error
             if state.debug:
                 raise
             messages.print(f"[red]error:[/] {_escape(_one_line(error))}")

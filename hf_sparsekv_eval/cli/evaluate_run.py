@@ -244,8 +244,9 @@ class Run(Loaded):
 
     def report(self, measures, paired=()) -> None:
         """Write and print the tables; ``paired``: measures whose difference from full attention is among them."""
-        results.print(self.results.write(measures, self.title, paired), markup=False)
+        table = self.results.write(measures, self.title, paired)
+        if self.rows is not None:  # first: printing ends the command if nobody reads it
+            append_rows(self.rows, self.results.rows(measures, self.short))
+        results.print(table, markup=False)
         say_vacuous(self.caches, self.results.figures(measures))
         note(f"written to {self.out}: results.md, results.csv, results.json, samples.jsonl")
-        if self.rows is not None:
-            append_rows(self.rows, self.results.rows(measures, self.short))
