@@ -20,6 +20,7 @@ from .demo import demo
 from .doctor import doctor
 from .fetch import fetch
 from .generate import generate
+from .options import spelling
 from .plan import plan
 from .serve import serve
 
@@ -49,7 +50,7 @@ def _common(
 
 
 for command in (generate, serve, plan, calibrate, calibrate_device, doctor, fetch, demo):
-    app.command()(output.one_line_errors(command))
+    app.command()(output.one_line_errors(command, spelling(command)))
 app.add_typer(evaluate)
 # Arguments after these names belong to the benchmark or to lm-eval.
 for command, name in ((bench, "bench"), (lm_eval, "lm-eval")):

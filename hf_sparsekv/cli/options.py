@@ -250,6 +250,45 @@ def offload_config(options: CacheOptions, **more: int | None) -> OffloadConfig |
     return OffloadConfig(kv_dtype=kv_dtype, **more) if options.offload else None
 
 
+# Arguments of an engine, beside those of its cache, and the options of `serve` that give them.
+ENGINE = {
+    **{name: name for name in ("max_rows", "max_waiting", "max_wait_s", "prefill_ms", "prefix_cache")},
+    **{"max_length": "context", "max_tokens": "batch_tokens", "device_pool": "device_kv", "max_host_bytes": "host_kv"},
+}
+
+
+def spelling(command: Callable) -> Callable[[str], str]:
+    """A function that writes arguments of Python in a message as this command's options.
+
+    ``max_length=4096`` becomes ``--context 4096``, ``ServingConfig(prefix_cache=False)`` ``--no-prefix-cache``, and
+    ``TokenConfig()`` ``--cache token``. What the command has no option for stays.
+    """
+    own = inspect.signature(command).parameters
+    if "token_budget" not in own:  # an evaluation's caches are given by Python's names
+        return lambda message: message
+    fields = {name for method in methods().values() for name in method.config.__dataclass_fields__}
+    options = {name: name for name in own if name in fields | {"offload", "kv_dtype", "exact"}}
+    options |= {name: option for name, option in ENGINE.items() if "max_rows" in own}
+    kinds = {method.config.__name__: name for name, method in reversed(called().items())}
+    names = "|".join(sorted(options, key=len, reverse=True))
+    value = r"""\.\.\.|"[^"]*"|'[^']*'|[^\s,;:()]*[^\s,;:().]"""
+    given = re.compile(rf"\b[A-Z]\w*Config\(({names})=({value})\)|(?<![\w'\"/.(-])({names})=({value})")
+    alone = re.compile(rf"(?<![\w'\"/.=-])({'|'.join(one for one in options if '_' in one)})(?![\w'\"/=(.-])")
+    kind = re.compile(rf"\b({'|'.join(kinds)})\(\)")
+
+    def option(match: re.Match[str]) -> str:
+        name, value = (match[1], match[2]) if match[1] else (match[3], match[4])
+        if value in ("True", "False"):
+            return spell(options[name] if value == "True" else f"no_{options[name]}")
+        return f"{spell(options[name])} {'' if value == '...' else value.strip(chr(34) + chr(39))}".rstrip()
+
+    def spelled(message: str) -> str:
+        message = kind.sub(lambda match: f"--cache {kinds[match[1]]}", given.sub(option, message))
+        return alone.sub(lambda match: spell(options[match[1]]), message)
+
+    return spelled
+
+
 def torch_dtype(dtype: DType) -> torch.dtype | None:
     """``--dtype`` as torch takes it; None for auto."""
     return None if dtype is DType.auto else getattr(torch, dtype.value)

@@ -97,15 +97,16 @@ class CommandError(Exception):
     """Something the user can put right; the message is shown as one line."""
 
 
-def one_line_errors(command: Callable) -> Callable:
+def one_line_errors(command: Callable, spelled: Callable[[str], str] = str) -> Callable:
     """Turn any exception of ``command`` into one line on standard error and exit status 1.
 
-    Wrong usage is typer's business and exits with 2. ``--debug`` lets the traceback through.
+    Wrong usage is typer's business and exits with 2. ``--debug`` lets the traceback through. ``spelled`` writes errors
+    and warnings with the names of the command's options.
     """
 
     @functools.wraps(command)
     def run(*args, **kwargs):
-        warnings.showwarning = _show_warning
+        warnings.showwarning = functools.partial(_show_warning, spelled)
         try:
             return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -115,7 +116,7 @@ def one_line_errors(command: Callable) -> Callable:
                 raise KeyboardInterrupt from error
             if state.debug:
                 raise
-            messages.print(f"[red]error:[/] {_escape(_one_line(error))}")
+            messages.print(f"[red]error:[/] {_escape(spelled(_one_line(error)))}")
             raise typer.Exit(1) from error
 
     return run
@@ -132,8 +133,8 @@ def _escape(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    messages.print(f"[yellow]warning:[/] {_escape(' '.join(str(message).split()))}")
+def _show_warning(spelled, message, category, filename, lineno, file=None, line=None) -> None:
+    messages.print(f"[yellow]warning:[/] {_escape(spelled(' '.join(str(message).split())))}")
 
 
 def note(text: str) -> None:

@@ -94,7 +94,7 @@ def serve(
     log_requests: Annotated[
         bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
     ] = False,
-    max_rows: Annotated[int, _of_requests(min=1, help="That decode together.")] = 32,
+    max_rows: Annotated[int, _of_requests(min=1, max=4096, help="That decode together.")] = 32,
     context: Annotated[
         int | None,
         _of_requests(

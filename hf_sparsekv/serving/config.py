@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from ..option_checks import is_int, require
 from .sampling import is_finite
 
+MOST_ROWS = 4096  # in each step, the host does something for each
+
 
 @dataclass(frozen=True)
 class ServingConfig:
     """Limits and scheduling of an :class:`.Engine`.
 
     Attributes:
-        max_rows: most requests in the batch at a time, including those that are held back.
+        max_rows: most requests in the batch at a time, including those that are held back; 4,096 at most. Each takes a
+            millisecond of the engine's start.
         max_length: most tokens of a prompt and its answer together. None: the model's context.
         max_tokens: most tokens of all requests in the batch together. Each request counts with the longest answer that
             it asked for. The engine reserves memory for so many tokens: on the GPU, or in host memory if the cache is
@@ -62,6 +65,7 @@ class ServingConfig:
                 (optional and value is None) or (is_int(value) and value >= lowest),
                 f"{name} must be an integer >= {lowest}{' or None' if optional else ''}, got {value!r}",
             )
+        require(self.max_rows <= MOST_ROWS, f"max_rows must be at most {MOST_ROWS}, got {self.max_rows}")
         require(
             self.max_wait_s is None or (is_finite(self.max_wait_s) and self.max_wait_s >= 0),
             f"max_wait_s must be None or a number >= 0, got {self.max_wait_s!r}",

@@ -276,7 +276,7 @@ def test_chat_template_is_applied(tiny):
         (("--prompt", "abc", "--channel-file", "/nowhere.st"), "channel file /nowhere.st does not exist"),
         (
             ("--prompt", TEXT, "--label-channels", 64, "--dense-layers", 0),
-            "label_channels=64 exceeds the model's head dimension 16",
+            "--label-channels 64 exceeds the model's head dimension 16",
         ),
     ),
 )

@@ -1,0 +1,80 @@
+"""Errors of Python's arguments are told with the options that a command has for them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import fields
+
+import pytest
+from command_line import error, run
+
+from hf_sparsekv import ServingConfig
+from hf_sparsekv.cli import generate, loading, output, plan, serve
+from hf_sparsekv.cli.options import ENGINE, spelling
+from hf_sparsekv.serving.config import MOST_ROWS
+from hf_sparsekv_eval.cli.evaluate import needle
+
+SERVE, GENERATE, PLAN = serve.serve, generate.generate, plan.plan
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "told"),
+    [
+        (SERVE, "max_length=9999 is over the context of 2048", "--context 9999 is over the context of 2048"),
+        (SERVE, "names no context: give ServingConfig(max_length=...)", "names no context: give --context"),
+        (SERVE, "of max_length=9: give ServingConfig(max_length=4) if", "of --context 9: give --context 4 if"),
+        (SERVE, "max_tokens=8 asks for 3 blocks", "--batch-tokens 8 asks for 3 blocks"),
+        (SERVE, "Give ServingConfig(prefix_cache=False) if", "Give --no-prefix-cache if"),
+        (SERVE, "or raise OffloadConfig(max_host_bytes=...)", "or raise --host-kv"),
+        (SERVE, "slower; see OffloadConfig(device_pool=...)", "slower; see --device-kv"),
+        (SERVE, "exact=True is not for lag=True. Use TokenConfig()", "--exact is not for --lag. Use --cache token"),
+        (SERVE, "prefill_ms must be a number > 0, got nan", "--prefill-ms must be a number > 0, got nan"),
+        (SERVE, "give max_draft=1 or more", "give max_draft=1 or more"),  # no option
+        (GENERATE, "label_channels=64 exceeds", "--label-channels 64 exceeds"),
+        (GENERATE, "raise OffloadConfig(max_host_bytes=...)", "raise OffloadConfig(max_host_bytes=...)"),  # no option
+        (GENERATE, "cache_rank='cuda:1': no such GPU", "--cache-rank cuda:1: no such GPU"),
+        (PLAN, "max_length=5 is less than the context", "--max-length 5 is less than the context"),
+        (needle, "token_budget=5 is", "token_budget=5 is"),  # as its --cache names it
+        *((SERVE, text, text) for text in ("/max_length=4/max_rows is", "'max_length' of", "config.max_length is")),
+    ],
+)
+def test_arguments_are_told_as_options(command, message, told):
+    assert spelling(command)(message) == told
+
+
+def test_options_of_the_engine_are_options_of_serve():
+    options = inspect.signature(SERVE).parameters
+    assert set(ENGINE.values()) <= options.keys()
+    limits = {one.name for one in fields(ServingConfig)} - {"chunk", "layer_segments", "working_set", "exact"}
+    assert limits <= ENGINE.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", "9999"), "error: --context 9999 is over the model's context of 2048 tokens"),
+        (("--context", "1k", "--batch-tokens", 10**12), "error: --batch-tokens 1000000000000 asks for "),
+    ],
+)
+def test_serve_names_its_options(tiny, options, message):
+    assert error("serve", tiny, "--port", 0, *options).startswith(message)
+
+
+def test_more_rows_than_can_be_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
+    said = run("serve", "x", "--max-rows", MOST_ROWS + 1, status=2).stderr
+    assert "--max-rows" in said and str(MOST_ROWS) in said
+    with pytest.raises(ValueError, match=f"max_rows must be at most {MOST_ROWS}, got {MOST_ROWS + 1}"):
+        ServingConfig(max_rows=MOST_ROWS + 1)
+    ServingConfig(max_rows=MOST_ROWS)
+
+
+def test_warnings_are_told_as_options(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        command = output.one_line_errors(
+            lambda: warnings.warn("see OffloadConfig(device_pool=...)", stacklevel=1), spelling(SERVE)
+        )
+        command()
+    assert capsys.readouterr().err == "warning: see --device-kv\n"
