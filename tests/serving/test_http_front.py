@@ -48,6 +48,28 @@ def test_the_front_and_the_page_need_no_key_and_nothing_from_elsewhere(url):
     assert httpx.get(f"{url}/v1/models").status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 200) for path in ("/", "/docs", "/health", "/ready", "/metrics", "/v1/models", "/v1/models/m")),
+        *((path, 404) for path in ("/v1/models/other", "/nothing")),
+        *((path, 405) for path in ("/v1/completions", "/v1/chat/completions")),
+    ],
+)
+def test_head_is_get_without_a_body(client, path, status):
+    """As load balancers ask."""
+    head, whole = client.head(path), client.get(path)
+    assert (head.status_code, whole.status_code, head.content) == (status, status, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert "x-request-id" in head.headers and whole.content
+    if path != "/metrics":  # which counts the requests
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_head_needs_the_key_as_get_does(url):
+    assert [httpx.head(f"{url}{path}").status_code for path in ("/health", "/v1/models")] == [200, 401]
+
+
 def test_each_answer_has_an_id_which_the_log_knows(client, caplog):
     with caplog.at_level(logging.INFO, logger="hf_sparsekv.serving.http"):
         mine = client.post("/v1/completions", json={"prompt": "ab"}, headers={"X-Request-ID": "mine.7:a-b"})

@@ -83,15 +83,16 @@ def create_app(
     # No redirects that add or remove a slash: they would contain the client's Host header.
     app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api = _Api(engine, model_id, max_body, max_answer, ignore_unknown_fields)
-    app.get("/")(api.welcome)
-    app.get("/docs")(api.docs)
+    seen = partial(app.api_route, methods=["GET", "HEAD"])  # load balancers ask by HEAD
+    seen("/")(api.welcome)
+    seen("/docs")(api.docs)
     app.post("/v1/chat/completions")(api.chat)
     app.post("/v1/completions")(api.completions)
-    app.get("/v1/models")(api.models)
-    app.get("/v1/models/{name:path}")(api.model)
-    app.get("/health")(api.health)
-    app.get("/ready")(api.ready)
-    app.get("/metrics")(api.metrics)
+    seen("/v1/models")(api.models)
+    seen("/v1/models/{name:path}")(api.model)
+    seen("/health")(api.health)
+    seen("/ready")(api.ready)
+    seen("/metrics")(api.metrics)
     app.exception_handler(ApiError)(_tell)
     app.exception_handler(HTTPException)(_tell_http)
     app.exception_handler(Exception)(_tell_any)
@@ -101,7 +102,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=told,
         )
