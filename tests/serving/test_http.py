@@ -291,3 +291,18 @@ def test_variables_of_the_template(engine):
             body = {"messages": HI, "chat_template_kwargs": {"enable_thinking": value}, "max_tokens": 1}
             assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
             assert tokenizer.decode(engine.prompts[-1]) == text
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(engine):
+    """As vLLM has it. A template that does not know it would leave it out: that is refused, or the client is told."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{{ 'effort ' ~ reasoning_effort }}"
+    with FakeEngine(tokenizer) as engine, serving(create_app(engine, "m", ignore_unknown_fields=True)) as url:
+        body = {"messages": HI, "max_tokens": 1, "reasoning_effort": "low"}
+        asked = [httpx.post(f"{url}/v1/chat/completions", json={**body, **more}) for more in ({}, {"stream": True})]
+        assert [tokenizer.decode(prompt) for prompt in engine.prompts] == ["effort low"] * 2
+        assert not any("x-ignored-fields" in one.headers for one in asked)
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        left_out = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert left_out.headers["x-ignored-fields"] == "reasoning_effort"
+        assert tokenizer.decode(engine.prompts[-1]) == "hi the cat"

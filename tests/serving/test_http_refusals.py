@@ -186,6 +186,17 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "no variable of a template"),
         ({"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs", "no variable of a template"),
         ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs", "no variable of a template"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "is not known to this model's chat template"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "must be text, as low, medium or high, got 3"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+            "different things: give one",
+        ),
+        ({"reasoning": {"effort": "low"}}, "reasoning", "is no field of this endpoint: give reasoning_effort"),
+        ({"enable_thinking": False}, "enable_thinking", ': give chat_template_kwargs, as {"enable_thinking": false}'),
+        ({"thinking": False}, "thinking", ': give chat_template_kwargs, as {"thinking": false}'),
+        ({"verbosity": "low"}, "verbosity", ": say in the prompt how long"),
     ],
 )
 def test_chat(client, fields, param, says):

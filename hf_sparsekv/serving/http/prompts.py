@@ -61,6 +61,7 @@ class Prompts:
         self._check_count(len(asked.prompts or (None,)), asked.n)
         try:
             if asked.messages is not None:
+                asked = self._with_effort(asked)
                 prompts, default = [self._rendered(asked)], self._max_answer
                 if "tools" in asked.template:
                     tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
@@ -110,6 +111,22 @@ class Prompts:
             if tokens > most:
                 why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
                 raise ApiError(400, why, "prompt")
+
+    def _with_effort(self, asked: schema.Asked) -> schema.Asked:
+        """A conversation without a ``reasoning_effort`` that its template does not know, if that may be; or 400."""
+        tokenizer = self._engine.tokenizer
+        if schema.EFFORT not in asked.template or tokenizer is None or not tokenizer.chat_template:
+            return asked
+        if schema.EFFORT in tokenizer.get_chat_template(tools=asked.template.get("tools")):
+            return asked
+        if self._ignore_unknown:
+            template = {name: value for name, value in asked.template.items() if name != schema.EFFORT}
+            return replace(asked, template=template, ignored=(*asked.ignored, schema.EFFORT))
+        why = (
+            f"{schema.EFFORT} is not known to this model's chat template, which would leave it out. Some templates "
+            'have a variable to turn reasoning off: chat_template_kwargs {"enable_thinking": false}'
+        )
+        raise ApiError(400, why, schema.EFFORT, "unsupported_parameter")
 
     def _rendered(self, asked: schema.Asked) -> list[int]:
         tokenizer = self._engine.tokenizer

@@ -30,7 +30,15 @@ BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "l
 BOTH |= {*LABELS, *SAMPLING}
 COMPLETION = BOTH | {"prompt"}
 CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
-CHAT |= {"chat_template_kwargs"}
+EFFORT = "reasoning_effort"  # a variable of some templates
+CHAT |= {"chat_template_kwargs", EFFORT}
+# Fields of other servers and of OpenAI's newer models, which are not known here, and what to do instead.
+INSTEAD = {
+    "reasoning": f"give {EFFORT}",
+    "enable_thinking": 'give chat_template_kwargs, as {"enable_thinking": false}',
+    "thinking": 'give chat_template_kwargs, as {"thinking": false}',
+    "verbosity": "say in the prompt how long the answer should be",
+}
 MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
@@ -320,7 +328,10 @@ def _check_fields(body: Mapping[str, Any], known: set[str], ignore_unknown: bool
         else:
             names = known | REFUSED.keys()
             near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
-            hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
+            if name in INSTEAD and EFFORT in known:  # of chats
+                hint = f": {INSTEAD[name]}"
+            else:
+                hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
             raise ApiError(400, f"{name[:80]!r} is no field of this endpoint{hint}", name[:80], "unknown_parameter")
     return tuple(ignored)
 
@@ -371,6 +382,14 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
                 "chat_template_kwargs",
             )
     all_whole(given, "chat_template_kwargs")
+    if EFFORT in body:
+        effort = body[EFFORT]
+        if not isinstance(effort, str):
+            raise ApiError(400, f"{EFFORT} must be text, as low, medium or high, got {json_kind(effort)}", EFFORT)
+        all_whole(effort, EFFORT)
+        if given.get(EFFORT, effort) != effort:
+            raise ApiError(400, f"{EFFORT} and chat_template_kwargs say different things: give one", EFFORT)
+        given = {**given, EFFORT: effort}
     tools = body.get("tools")
     if not tools or body.get("tool_choice") == "none":
         return given
