@@ -88,13 +88,13 @@ def gpus() -> str:
 
 
 def default_steps() -> str:
-    """Milliseconds of a captured step with the defaults."""
+    """Milliseconds of a captured step with a fixed budget."""
     rows, columns, lines = read("step.csv", GPU), DATA["default_steps"], []
     for text in DATA["preset_shapes"]:
         found = [newest_row(since_defaults(rows, name), name, "step_ms", *shape(text)) for _, name in columns]
         cells = (UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found)
         lines.append((spelled(text), *cells, commits_of(found)))
-    return table(("1024 tokens, ms a captured step", *(about for about, _ in columns), "commit"), lines)
+    return table(("ms a captured step", *(about for about, _ in columns), "commit"), lines)
 
 
 def two_levels() -> str:
