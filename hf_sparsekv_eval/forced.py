@@ -1,6 +1,6 @@
 """Teacher-forced evaluation: held-out text goes in token by token, as if the model had written it.
 
-Prefill is exact with every cache, so only decode steps tell caches apart. Perplexity is that of the held-out text;
+Prompts are exact by default, so only decode steps tell caches apart. Perplexity is that of the held-out text;
 agreement compares each step's distribution with full attention's, and is the most sensitive number there is.
 """
 

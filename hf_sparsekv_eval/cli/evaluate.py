@@ -207,7 +207,7 @@ def perplexity(
     *,
     options: RunOptions,
 ) -> None:
-    """Perplexity of held-out text after a context, through decode steps (prefill is exact with every cache)."""
+    """Perplexity of held-out text after a context, through decode steps (prompts are exact unless asked)."""
     sizes, step = parse_lengths(lengths), stride or tokens
     settings = {"tokens": tokens, "stride": step, "text": text_file and str(text_file)}
     with Run("perplexity", model, options, **settings) as run:
