@@ -178,5 +178,8 @@ def checked(wanted: type[SparseConfig] | None, config: SparseConfig | None, offl
         if not isinstance(config, wanted):
             raise TypeError(f"config must be a {wanted.__name__}, got {type(config).__name__}")
     if offload is not None and not isinstance(offload, OffloadConfig):
-        raise TypeError(f"offload must be an OffloadConfig or None, got {type(offload).__name__}")
+        raise TypeError(
+            f"offload must be an OffloadConfig or None, got {type(offload).__name__}: "
+            "OffloadConfig() is host memory, None the model's device"
+        )
     return config

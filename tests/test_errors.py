@@ -198,7 +198,7 @@ def test_config_types(filled, tmp_path):
     for wrong in (OffloadConfig(), SparseConfig()):
         with pytest.raises(TypeError, match=f"config must be a TokenConfig, got {type(wrong).__name__}"):
             OffloadedSparseCache(wrong)
-    with pytest.raises(TypeError, match="offload must be an OffloadConfig or None, got bool"):
+    with pytest.raises(TypeError, match=r"offload must be an OffloadConfig or None, got bool: OffloadConfig\(\)"):
         OffloadedSparseCache(TokenConfig(), offload=True)
     filled.save(tmp_path / "cache")
     for make in (OffloadedSparseCache, lambda **how: SparseCache.load(tmp_path / "cache", **how)):
