@@ -174,13 +174,13 @@ class CacheStats:
         if self.working_set_bytes:
             line += f", working set {readable(sum(self.working_set_bytes))}"
         if self.tokens_per_walk is not None:
-            line += f", {self.tokens_per_walk:.0f} tokens a walk for an estimated mass of {self.estimated_mass:.2%}"
+            line += f", {self.tokens_per_walk:.0f} tokens chosen for an estimated mass of {self.estimated_mass:.2%}"
         if self.late:
             line += f", {self.late} of {self.sparse_calls} selections late"
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
-            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the walks ended by max_tokens"
+            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the selections ended by max_tokens"
         if self.crossover_calls and self.sparse_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
             line += f"; {share:.0%} of the layer calls were dense because that is as fast there (dense_below)"

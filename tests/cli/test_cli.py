@@ -109,7 +109,7 @@ def test_generate_progressively(tiny):
     )
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-tokens", 300)
     assert any(line.startswith("progressive") for line in result.stderr.splitlines())
-    assert re.search(r"[\d.]+ tokens a walk for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
+    assert re.search(r"[\d.]+ tokens chosen for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
     options = ("--cache", "progressive", "--threshold", 1)
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--compare", "dense")
     assert "both gave the same 8 tokens" in result.stderr

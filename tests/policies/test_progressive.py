@@ -221,7 +221,7 @@ def test_statistics():
     assert 0.55 < walk.least_mass <= walk.mass <= 1
     assert stats.estimated_mass == walk.mass
     assert stats.tokens_per_walk == walk.tokens_used / walk.walks
-    assert "tokens a walk for an estimated mass of" in str(stats)
+    assert "tokens chosen for an estimated mass of" in str(stats)
     assert stats.covered_mass is None
     cache.reset()
     assert cache.stats().walks[0].walks == 0
