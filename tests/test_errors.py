@@ -309,6 +309,26 @@ def test_other_attention_is_right_and_warns_once(name, attn):
     assert len(mine) == 1 and "attn_implementation='sparsekv'" in mine[0]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_attention_is_refused_before_anything_is_stored(name):
+    """In the first forward pass and in later ones; the cache is as it was."""
+    net, cache = build(name, "sdpa"), two_level(**TIGHT)
+    refused = pytest.raises(ValueError, match=r"cannot read a sparse cache: .*attn_implementation='sparsekv'")
+    net.set_attn_implementation("flex_attention")
+    with refused:
+        net.generate(IDS, max_new_tokens=3, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    net.set_attn_implementation("sparsekv")
+    whole = net.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    net.set_attn_implementation("flex_attention")
+    with refused:
+        net(whole[:, -1:], past_key_values=cache)
+    assert cache.get_seq_length() == whole.shape[1] - 1
+    net.set_attn_implementation("sparsekv")
+    net(whole[:, -1:], past_key_values=cache)
+    assert cache.get_seq_length() == whole.shape[1]
+
+
 # ---------------------------------------------------------------------- one cache, different tensors
 
 

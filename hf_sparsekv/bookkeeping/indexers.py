@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -16,7 +17,7 @@ from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
 from ..layers.indexed import IndexedLayer
 from ..policies.indexed import chooses
-from .models import check_kind, need_config
+from .models import check_attention, check_kind, need_config
 
 passes_on(__name__)
 
@@ -81,7 +82,12 @@ def prepare_model(cache: Any) -> None:
     """The first forward pass of a cache begins: have attention modules give it latents, indexers what they choose.
 
     Modules with latents expand before they call the cache. (Later releases than transformers 5.17: after.)
+
+    Raises:
+        ValueError: the model's attention function, in any forward pass, compiles what it is given.
     """
+    if not torch.compiler.is_compiling():  # refused later, by its own error
+        check_attention(getattr(calling_model(), "config", None), cache)
     if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()

@@ -28,6 +28,20 @@ def check_kind(config) -> None:
         )
 
 
+def check_attention(config: Any, cache: Any) -> None:
+    """Raise for a model whose attention function compiles what it is given, which is no tensor in sparse layers.
+
+    Before anything is stored: the cache is as it was. Other functions get real tensors, and a warning says so.
+    """
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
+    compiled = getattr(text, "_attn_implementation", None) == "flex_attention"
+    if compiled and (not cache.layers or cache.sparse_layers):  # layers are not known yet, or some are sparse
+        raise ValueError(
+            "attn_implementation='flex_attention' is compiled, and cannot read a sparse cache: load the model with "
+            "attn_implementation='sparsekv', or call model.set_attn_implementation('sparsekv')"
+        )
+
+
 def prefix_tuning(cache: Cache) -> int:
     """In place of ``Cache.max_cache_len``, which PEFT's prefix tuning asks before it puts another cache in its place.
 
