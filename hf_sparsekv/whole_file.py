@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the place cannot be written to; the error names ``path``.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # /dev/null would become a file
+        raise OSError(errno.EINVAL, "a device or pipe, which no file may replace", str(path))
     part, file = _open_temporary(path)
     try:
         with file:

@@ -106,3 +106,12 @@ def test_errors_name_the_path(tmp_path):
     with pytest.raises(IsADirectoryError, match=f"'{path}'$"), replacing(path):
         pass
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_no_file_takes_the_place_of_a_device_or_pipe(tmp_path):
+    """As ``--output /dev/null`` would."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=f"a device or pipe, which no file may replace: '{pipe}'$"), replacing(pipe):
+        pytest.fail("a file was begun")
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
