@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,18 @@ def check(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Errors of a file that ends too soon, which its readers do not expect, say so."""
+    try:
+        yield
+    except (struct.error, IndexError, ValueError) as error:
+        if isinstance(error, ValueError) and "cannot reshape array" not in str(error):  # numpy's, of half a tensor
+            raise
+        text = f"{path} cannot be read as a GGUF file, perhaps as it is not whole: fetch it again ({error})"
+        raise ValueError(text) from error
+
+
+@contextmanager
 def read_once() -> Iterator[None]:
     """Have ``gguf`` read each file once in here.
 
@@ -83,7 +96,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 
     check(path)
     path = Path(path)
-    with read_once():
+    with _whole(path), read_once():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.dtype = torch.bfloat16
     return config
@@ -106,7 +119,7 @@ def load(path: str | os.PathLike[str], dtype: torch.dtype | None, device: torch.
     from transformers import AutoModelForCausalLM, GgufConfig
 
     check(path)
-    with read_once():
+    with _whole(path), read_once():
         config = load_config(path)
         tokenizer, ends = _tokenizer(Path(path), config)
         config.dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -128,7 +141,7 @@ def load(path: str | os.PathLike[str], dtype: torch.dtype | None, device: torch.
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a file, as :func:`load` gives it."""
     check(path)
-    with read_once():
+    with _whole(path), read_once():
         return _tokenizer(Path(path), load_config(path))[0]
 
 

@@ -129,6 +129,9 @@ def test_errors_name_what_to_do(tiny, tmp_path, monkeypatch):
     assert f"Name the file: {path}" in error("plan", path.parent, "--context", 10)
     (tmp_path / "bad.gguf").write_bytes(b"PK\3\4")
     assert "is no GGUF file" in error("plan", tmp_path / "bad.gguf", "--context", 10)
+    for length in (5, 100, path.stat().st_size // 2):
+        (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:length])
+        assert "cut.gguf cannot be read as a GGUF file" in error("generate", tmp_path / "cut.gguf", "--prompt", "a")
     (tmp_path / "model.bin").write_bytes(b"")
     assert "or a .gguf file" in error("plan", tmp_path / "model.bin", "--context", 10)
     with pytest.raises(loading.CommandError, match="takes no GGUF file"):
