@@ -431,7 +431,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """Bound, and not yet listening: clients are refused while the model is loaded."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, proto)  # asyncio looks at proto: without it, tokens wait for each other
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

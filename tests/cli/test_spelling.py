@@ -70,6 +70,20 @@ def test_more_rows_than_can_be_are_refused_at_once(monkeypatch):
     ServingConfig(max_rows=MOST_ROWS)
 
 
+def test_an_ipv6_address_may_have_brackets(monkeypatch):
+    """As in a URL; without IPv6, which a machine may lack."""
+    asked, before = [], serve.socket.getaddrinfo
+
+    def named(host, *args, **kwargs):
+        asked.append(host)
+        return before("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(serve.socket, "getaddrinfo", named)
+    for host in ("[::1]", "::1"):
+        serve._listen(host, 0).close()
+    assert asked == ["::1", "::1"]
+
+
 def test_warnings_are_told_as_options(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
