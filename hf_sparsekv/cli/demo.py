@@ -37,7 +37,8 @@ def demo(
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(help="Default: the first free one from 7860 on.", show_default=False)
+        int | None,
+        typer.Option(min=0, max=65535, help="Default: the first free one from 7860 on.", show_default=False),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open a browser.")] = False,
     share: Annotated[

@@ -195,6 +195,7 @@ def test_an_unknown_command_is_told_at_once(args, line):
         (["calibrate-device", "--heads", "9x2"], "query heads a multiple of KV heads"),
         (["calibrate-device", "--transfer"], "--transfer is gone: leave it out"),
         (["demo", "--port", "x"], "Invalid value for '--port'"),
+        (["demo", "--port", "99999"], "Invalid value for '--port'"),
         (["eval", "ruler", "x", "--families", "qa_1"], "give --data DIRECTORY"),
         (["eval", "ruler", "x", "--lengths", "4q"], "'4q' is no length"),
         (["eval", "needle", "x", "--samples", "3:2"], "--samples 3:2: give how many"),
