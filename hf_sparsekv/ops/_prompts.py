@@ -14,6 +14,7 @@ STEP = 16  # of so many queries the last one's scores are computed exactly
 LONG = 1 << 16  # columns from which on these are twice as many queries: estimates take as long as attention there
 POOL = 16  # keys of a mean
 EVERY = 4  # of so many queries the last one is compared with means: more cost more than they find
+SINKS = 4  # first tokens of a row, whose blocks it always attends to: with padding in front they may lie in two
 NEAR = 2  # whole blocks before a tile's own ones, which it always attends to
 
 

@@ -12,6 +12,7 @@ from hf_sparsekv.ops._prompts import (
     LONG,
     NEAR,
     POOL,
+    SINKS,
     STEP,
     TILE,
     blocks_of,
@@ -72,6 +73,7 @@ CASES = {
     "after a past": Case(256, past=640, dk=64, dv=64),
     "after an odd past": Case(200, past=333, later=70),
     "two rows, padding": Case(330, batch=2, start=(0, 150)),
+    "first tokens in two blocks": Case(300, past=384, batch=2, start=(61, 127), share=0.1),
     "nothing but padding in a tile": Case(300, past=64, batch=2, start=(70, 330)),
     "heads of 48": Case(260, past=128, dk=48, dv=40),
     "heads of 80": Case(200, past=64, dk=80, dv=80, start=(70,)),
@@ -251,13 +253,21 @@ def test_means_leave_padding_out():
     torch.testing.assert_close(key_means(key)[1, 0, 1], key[1, 0, POOL : 2 * POOL].mean(0))
 
 
-def test_the_first_block_and_near_ones_are_always_chosen():
+def test_the_first_tokens_blocks_and_near_ones_are_always_chosen():
     case = Case(256, past=1024, share=0.01)
     *_, (pooled, exact) = estimated(case, Here())
     ids, counts, _ = choice.prompt_choice(pooled, exact, torch.full((1, 2), 0.01), case.past, case.rows, 10**9)
     for tile in range(2):
         own = (case.past + tile * TILE) // BLOCK
         assert ids[0, 0, tile, : counts[0, 0, tile]].tolist() == [0, *range(own - NEAR, own + TILE // BLOCK)]
+    for start in (60, 61, 63, 64, 127):
+        first = torch.tensor([start], dtype=torch.int32)
+        ids, counts, _ = choice.prompt_choice(
+            pooled, exact, torch.full((1, 2), 1e-9), case.past, case.rows, 10**9, first
+        )
+        sinks = range(start // BLOCK, (start + SINKS - 1) // BLOCK + 1)
+        own = case.past // BLOCK
+        assert ids[0, 0, 0, : counts[0, 0, 0]].tolist() == [*sinks, *range(own - NEAR, own + TILE // BLOCK)]
     assert torch.equal(seen_blocks(1024, 256, None, torch.device("cpu")), torch.tensor([[18, 20]]))
 
 

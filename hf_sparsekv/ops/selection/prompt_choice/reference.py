@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._prompts import BLOCK, NEAR, TILE
+from ..._prompts import BLOCK, NEAR, SINKS, TILE
 
 Choice = tuple[Tensor, Tensor, Tensor]
 
@@ -24,9 +24,9 @@ def prompt_choice(
     """Blocks in order of their estimate until ``mass`` of it is covered.
 
     Each tile holds one of its exact rows back, in turn, to say what is truly covered. The others' mean share and the
-    share by means of keys are scaled to a sum of 1; the estimate is the larger one, scaled likewise. The first block,
-    ``NEAR`` whole blocks before the tile and its own ones are always chosen, and count first. Of equal blocks all are
-    chosen or none.
+    share by means of keys are scaled to a sum of 1; the estimate is the larger one, scaled likewise. The blocks of the
+    row's first ``SINKS`` tokens, ``NEAR`` whole blocks before the tile and its own ones are always chosen, and count
+    first. Of equal blocks all are chosen or none.
 
     Args:
         pooled, exact: what ``prompt_mass`` gives.
@@ -51,7 +51,8 @@ def prompt_choice(
     block = torch.arange(nb, device=device)
     own = first[:, None, None] // BLOCK  # the block that the row begins in
     allowed = (block >= own) & (block * BLOCK <= last[:, None]) & (last >= first[:, None])[..., None]
-    forced = allowed & ((block == own) | (block >= begin[:, None] // BLOCK - NEAR))
+    sinks = block <= (first[:, None, None] + SINKS - 1) // BLOCK
+    forced = allowed & (sinks | (block >= begin[:, None] // BLOCK - NEAR))
     forced = (forced | (allowed & (last >= dense_from)[:, None]))[:, None]
     allowed = allowed[:, None]  # [batch or 1, 1, tiles, blocks]
 

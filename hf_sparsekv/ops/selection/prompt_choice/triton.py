@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..._overlap import begin, launch
-from ..._prompts import BLOCK, NEAR, TILE
+from ..._prompts import BLOCK, NEAR, SINKS, TILE
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def prompt_choice_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     NEAR: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The list of one tile and query head."""
@@ -58,7 +59,7 @@ def prompt_choice_kernel(
     o_b = tl.arange(0, NB)
     own = first // BN
     m_b = (o_b < nb) & (o_b >= own) & (o_b * BN <= last) & (last >= first)
-    m_sure = m_b & ((o_b == own) | (o_b >= o_at // BN - NEAR))
+    m_sure = m_b & ((o_b <= (first + SINKS - 1) // BN) | (o_b >= o_at // BN - NEAR))
     wanted = tl.load(mass + i_row)
 
     b_rows = tl.zeros([NB], tl.float32)
@@ -131,6 +132,7 @@ def prompt_choice(pooled, exact, mass, past, rows, dense_from, start=None, only=
         ROWS=n_exact,
         STEP=TILE // n_exact,
         NEAR=NEAR,
+        SINKS=SINKS,
         num_warps=4 if wide <= 1024 else 8 if wide <= 4096 else 16,
     )
     return into
