@@ -59,9 +59,10 @@ class PrefixCache(SparseCache):
             cache = prefix.start(OffloadedSparseCache(config))
             out = model.generate(ids, past_key_values=cache)  # ``ids``: the document's, and a question's
 
-    Such a cache holds the same as after a prefill of its own, except perhaps its label channels. These are calibrated
-    on the context's first 512 tokens (with latents: on queries from all over a long chunk). The first selection depends
-    on the last pass of several tokens, so do not prefill a last chunk of one token. Copies of the prefix itself
+    Such a cache holds the same as after an exact prefill of its own, except perhaps its label channels. The context is
+    read exactly, whatever the started cache's ``prefill`` says of later prompts. Channels are calibrated on the
+    context's first 512 tokens (with latents: on queries from all over a long chunk). The first selection depends on the
+    last pass of several tokens, so do not prefill a last chunk of one token. Copies of the prefix itself
     (``copy.deepcopy``) share its blocks and decode with full attention, in steps that :func:`optimize` captures. Use
     them as the dense baseline.
 
