@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.handle import Step
 from ..attention.indices import exact_of
-from ..attention.sparse_prompt import LAST, WIDEST, PromptAudit, sparse_attention
+from ..attention.sparse_prompt import LAST, WIDEST, WIDEST_FLOAT32, PromptAudit, sparse_attention
 from ..config import SparseConfig
 from ..types import AttentionParams
 
@@ -43,7 +43,7 @@ def attention_of(
         or step.length < config.prefill_below
         or query.shape[2] < least_new(config)
         or (params.sliding_window is not None and params.sliding_window < step.length)
-        or query.dtype == torch.float64  # which the operators would round
+        or too_precise(query)
         or _learns(step, query)
     )
     return exact if exactly else partial(_sparse_or_exact, step, config.prefill, audit)
@@ -62,6 +62,12 @@ def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
         why = f"has heads of more than {WIDEST} channels"
     if why is not None:
         raise ValueError(f"prefill=... is not for this model, which {why}: leave prefill out")
+
+
+def too_precise(query: Tensor) -> bool:
+    """The operators would round it, or their kernels would be slower than exact attention."""
+    wide = query.is_cuda and query.shape[3] > WIDEST_FLOAT32
+    return query.dtype == torch.float64 or (query.dtype == torch.float32 and wide)
 
 
 def _learns(step: Step, query: Tensor) -> bool:

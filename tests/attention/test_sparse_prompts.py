@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
+from hf_sparsekv.layers.sparse_prompt import too_precise
 from hf_sparsekv.ops._prompts import BLOCK, STEP, TILE
 from hf_sparsekv.telemetry.prompt_stats import PromptStats, described
 from hf_sparsekv.types import AttentionParams
@@ -360,6 +362,21 @@ def test_float64_is_exact():
     expected = net(**inputs, past_key_values=DynamicCache(config=net.config)).logits
     torch.testing.assert_close(net(**inputs, past_key_values=cache).logits, expected, rtol=1e-9, atol=1e-9)
     assert not cache.stats().prompts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "gpu", "exact"),
+    [
+        (torch.float64, 16, False, True),
+        (torch.float32, 256, False, False),
+        (torch.float32, 64, True, False),
+        (torch.float32, 80, True, True),
+        (torch.bfloat16, 256, True, False),
+    ],
+)
+def test_what_kernels_are_not_for_is_exact(dtype, channels, gpu, exact):
+    query = SimpleNamespace(dtype=dtype, shape=(1, 2, 300, channels), is_cuda=gpu)
+    assert too_precise(query) is exact
 
 
 @pytest.mark.gpu

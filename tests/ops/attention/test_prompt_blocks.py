@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from hf_sparsekv.attention.sparse_prompt import WIDEST_FLOAT32
 from hf_sparsekv.ops._prompts import (
     BLOCK,
     LONG,
@@ -106,10 +107,16 @@ def readable(case: Case, start, device) -> torch.Tensor:
     return (seen & (last >= first[:, None])[..., None])[:, None]
 
 
+def skip_if_exact(case: Case, place) -> None:
+    if place.device == "cuda" and place.dtype == torch.float32 and case.dk > WIDEST_FLOAT32:
+        pytest.skip("on a GPU, such heads in float32 are read exactly")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_mass(place, name):
     """What tiles see of it; log-sum-exps are compared as masses."""
     case = CASES[name]
+    skip_if_exact(case, place)
     query, key, _, start, expected = estimated(case, place)
     given = [t if t is None else t.cpu() for t in (query, key, key_means(key, start), start)]
     expected = mass.prompt_mass(*given[:3], case.scale, case.past, given[3], case.step)
@@ -171,6 +178,9 @@ def test_attention(place, name, how):
     if place.dtype == torch.float32 and place.device == "cuda" and HOWS[how].many * HOWS[how].stages > 2:
         pytest.skip("pieces of float32 of this many do not fit the shared memory")
     case = CASES[name]
+    skip_if_exact(case, place)
+    if place.device == "cuda" and case.dk > 128 and HOWS[how].many > 1:
+        pytest.skip("two blocks of such heads do not fit the shared memory, and one is taken")
     query, key, value, start, (pooled, exact) = estimated(case, place)
     wanted = torch.full(pooled.shape[:2], case.share, device=place.device)
     lists = choice.prompt_choice(pooled, exact, wanted, case.past, case.rows, case.dense_from, start)[:2]
