@@ -16,8 +16,8 @@ from ..tensors import no_inference_mode
 
 LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
 WIDEST = 256  # channels of a head that the kernels hold
-# In float32, whose products are not the tensor cores': with more, a thread spills 7 to 40 KB (compiled for sm_90), which
-# takes gigabytes of the GPU's memory and minutes to compile.
+# In float32, whose products are not the tensor cores': with more, a thread spills 7 to 40 KB (compiled for sm_90). That
+# takes gigabytes of the GPU's memory, and minutes to compile.
 WIDEST_FLOAT32 = 64
 SPREAD = 1.5  # times the share that audited rows may miss in the mean: the root mean square that they may
 _BYTES = 1 << 28  # of the estimates of the tiles that are taken at once
