@@ -50,7 +50,7 @@ def check(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
     """Errors of a file that ends too soon, which its readers do not expect, say so."""
     try:
         yield
