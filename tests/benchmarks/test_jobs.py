@@ -69,7 +69,7 @@ def gone(process: str) -> bool:
 
 def test_the_file(monkeypatch, capsys):
     """Its commands are whole, and what they need is asked for before anything runs."""
-    for name in ("MODEL", "VLLM"):
+    for name in jobs.NEEDS:
         monkeypatch.delenv(name, raising=False)
     found = jobs.known()
     for one in found.values():
