@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..attention.mla import Absorbed, is_mla
 from ..attention.sparse_prompt import LAST, PromptAudit, queries_at_once, sparse_attention
 from ..cache import SparseCache
+from ..layers.sparse_prompt import too_precise
 from ..ops._dispatch import use_triton
 from ..ops._prompts import BLOCK, LONG, TILE, blocks_of, step_of
 
@@ -31,9 +32,10 @@ def compile_sparse_prompts(model: PreTrainedModel, cache: SparseCache, chunk: in
     heads = max(layer.q_heads for layer in cache.sparse_layers)
     for group, dk, dv, dtype in sorted(shapes(model, cache), key=str):
         for columns, step in sizes(cache.config.prefill_below, longest, chunk, heads):
-            query = torch.zeros(1, TILE, group, dk, dtype=dtype, device=model.device).transpose(
-                1, 2
-            )  # as projections lie
+            # As projections lie.
+            query = torch.zeros(1, TILE, group, dk, dtype=dtype, device=model.device).transpose(1, 2)
+            if too_precise(query):
+                break
             key, value = (
                 torch.zeros(1, columns, 1, dim, dtype=dtype, device=model.device).transpose(1, 2) for dim in (dk, dv)
             )
