@@ -1,4 +1,4 @@
-"""How a command ends when it is interrupted, when nobody reads its output, or when that cannot be written.
+"""How a command ends when it is interrupted, when its output has no reader, or cannot be written.
 
 Apart from :mod:`.arguments` because ``--version`` and ``python -m hf_sparsekv`` end the same way. Libraries handle a
 broken pipe and an interrupt in ways of their own (typer, rich and transformers do), so neither is left to them.
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-UNREAD = 141  # 128 + SIGPIPE: what a shell shows of other tools whose output nobody reads
+UNREAD = 141  # 128 + SIGPIPE: what a shell shows of other tools whose reader has gone
 
 
 class _Ended(BaseException):
-    """Standard output cannot be written. No ``Exception``, so that nobody but :func:`ending` handles it."""
+    """Standard output cannot be written. No ``Exception``, so that :func:`ending` alone handles it."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -65,7 +65,7 @@ def interrupted() -> bool:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Run a command in this, and the process ends quietly: with 130 after Ctrl-C, with 141 if nobody reads it."""
+    """Run a command in this, and the process ends quietly: with 130 after Ctrl-C, with 141 without a reader."""
     if _interrupts:  # within another one
         yield
         return

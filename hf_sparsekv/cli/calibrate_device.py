@@ -81,7 +81,7 @@ def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: 
         timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)
     rules, verified = fit(timings, width), fit_verifications(timings, width)
     saved = None
-    if rules and not dry_run:  # first: printing ends the command if nobody reads it
+    if rules and not dry_run:  # first: printing ends the command if its reader has gone
         about = {
             "heads": f"{q_heads}x{heads}",
             "dim": dim,

@@ -27,6 +27,7 @@ from hf_sparsekv_cli import values
 from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
 
 from ..gguf_file import is_gguf
+from ..serving.config import MOST_ROWS
 from . import loading
 from . import options as opt
 from .output import CommandError, messages, note
@@ -94,7 +95,7 @@ def serve(
     log_requests: Annotated[
         bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
     ] = False,
-    max_rows: Annotated[int, _of_requests(min=1, max=4096, help="That decode together.")] = 32,
+    max_rows: Annotated[int, _of_requests(min=1, max=MOST_ROWS, help="That decode together.")] = 32,
     context: Annotated[
         int | None,
         _of_requests(

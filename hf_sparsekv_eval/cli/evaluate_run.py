@@ -245,7 +245,7 @@ class Run(Loaded):
     def report(self, measures, paired=()) -> None:
         """Write and print the tables; ``paired``: measures whose difference from full attention is among them."""
         table = self.results.write(measures, self.title, paired)
-        if self.rows is not None:  # first: printing ends the command if nobody reads it
+        if self.rows is not None:  # first: printing ends the command if its reader has gone
             append_rows(self.rows, self.results.rows(measures, self.short))
         results.print(table, markup=False)
         say_vacuous(self.caches, self.results.figures(measures))
