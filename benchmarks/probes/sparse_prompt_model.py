@@ -1,6 +1,6 @@
 """What a sparse prompt costs in a whole model, at given densities: seconds until its first token.
 
-    python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3] [--chunk 16k --offload]
+    python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3 128k:0.12] [--chunk 16k --offload]
 
 Lists of the given density are drawn (:mod:`..drawn_lists`). ``--mass`` adds a row with what was chosen.
 """
@@ -35,7 +35,7 @@ def passed(model, cache: OffloadedSparseCache, tokens: int, chunk: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=parse_model, default="qwen3-8b")
-    parser.add_argument("--at", action="append", default=[], metavar="TOKENS:DENSITY", help="32k:0.3")
+    parser.add_argument("--at", nargs="+", default=["32k:0.3", "128k:0.12"], metavar="TOKENS:DENSITY")
     parser.add_argument("--chunk", type=parse_tokens, default=None, help="tokens of a pass; default: all")
     parser.add_argument("--layers", type=int, default=None, help="of the model; default: all")
     parser.add_argument("--mass", type=float, default=None)
@@ -48,7 +48,7 @@ def main() -> None:
     optimize(model)
     print(torch.cuda.get_device_name(), args.model)
     by_length: dict[int, list[float]] = {}
-    for text in args.at or ["32k:0.3", "128k:0.12"]:
+    for text in args.at:
         tokens, _, density = text.partition(":")
         by_length.setdefault(parse_tokens(tokens), []).append(float(density))
     for tokens, densities in by_length.items():
