@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hf_sparsekv.attention import sparse_prompt
+from hf_sparsekv.attention import parts, sparse_prompt
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.ops._prompts import BLOCK, TILE, key_means, step_of
 from hf_sparsekv.ops.attention.block_attention.config import Config
@@ -86,6 +86,19 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__} {' '.join(str(error).split())[:400]}"
 
 
+def in_pieces(query: Tensor, key: Tensor, value: Tensor, piece: int) -> Tensor:
+    """Exact attention of a whole prompt, so many queries and keys at a time: keys that the L2 cache holds."""
+    scale, outs = query.shape[3] ** -0.5, []
+    for first, mine in enumerate(query.split(piece, 2)):
+        found = None
+        for at, (k, v) in enumerate(zip(key.split(piece, 2), value.split(piece, 2), strict=True)):
+            if at <= first:
+                out, lse = parts._cudnn(mine, k, v, at == first, scale)
+                found = (out, lse) if found is None else (parts.merge(out, lse, *found), torch.logaddexp(lse, found[1]))
+        outs.append(found[0])  # type: ignore[index]
+    return torch.cat(outs, 2)
+
+
 def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
     """Milliseconds of torch's dense kernels, and of exact prompts as they are."""
     q, n, found = query.shape[2], key.shape[2], {}
@@ -102,6 +115,8 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
                 found[name] = timed(run, 3)
             except RuntimeError as error:
                 print(f"  {name}: {str(error).splitlines()[0]}")
+    for piece in (q // 2, q // 4) if q == n else ():
+        found[f"in {piece}"] = timed(lambda: in_pieces(query, key, value, piece), 3)  # noqa: B023
     if "VLLM" in os.environ:
         try:
             run = others_prompts.flash_3(query, key, value)
