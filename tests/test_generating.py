@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from caches import FULL, SMALL, two_level
 from models import NEEDS_CONFIG, NOTHING_SPARSE, build, plain_text, prompt
+from tokenizers_made import whole_words, words
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, dynamic_module_utils
 
@@ -758,18 +758,9 @@ def test_the_folder_in_a_models_own_repository(net, made, modules_in, tmp_path):
 @pytest.fixture
 def pipe(net):
     """A pipeline with a tokenizer of whole words, ``w2`` to ``w96``."""
-    words = {"<pad>": 0, "<s>": 1, **{f"w{i}": i for i in range(2, 97)}}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", padding_side="left"
-    )
+    tokenizer = whole_words()
     tokenizer.chat_template = "<s> {% for m in messages %}{{ m['content'] }} {% endfor %}"
     return transformers.pipeline("text-generation", model=net, tokenizer=tokenizer)
-
-
-def words(ids) -> str:
-    return " ".join(f"w{token}" for token in ids)
 
 
 def test_pipelines(pipe, made):

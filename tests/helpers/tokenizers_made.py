@@ -58,4 +58,17 @@ def slow() -> ByT5Tokenizer:
     return ByT5Tokenizer()
 
 
+def whole_words() -> PreTrainedTokenizerFast:
+    """Of whole words alone, ``w2`` to ``w96``: the tokens of the tiny test models."""
+    vocab = {"<pad>": 0, "<s>": 1, **{f"w{i}": i for i in range(2, 97)}}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", padding_side="left")
+
+
+def words(ids) -> str:
+    """The text of these tokens to :func:`whole_words`."""
+    return " ".join(f"w{token}" for token in ids)
+
+
 MADE = {"byte_level": byte_level, "sentencepiece_like": sentencepiece_like, "word_pieces": word_pieces, "slow": slow}
