@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
+from .bookkeeping.given import GivenToGenerate
 from .bookkeeping.indexers import AllPositions, check_first, prepare_model, update_indexer
 from .bookkeeping.making import add_layers, layers_of
 from .bookkeeping.models import FirstAttentionLayer, need_config, once_bound, prefix_tuning
@@ -120,9 +121,8 @@ class SparseCache(Cache):
         self._last_layer = -1  # of ours, once the model is known
         self.replays = Replays()
         self.model_config: PreTrainedConfig | None = None
-        self._record_past = self._watched = False
+        self._record_past = self._watched = self.going_on = False
         self.draft_passes: bool | None = None
-        self.going_on = False
         self.linear_passes, self.notices = LinearPasses(), Notices(type(self).__name__)
         self._checked = False  # what the model is
         if model_config is not None:
@@ -304,7 +304,7 @@ class SparseCache(Cache):
     get_conv_state = once_bound("get_conv_state")
     get_recurrent_state = once_bound("get_recurrent_state")
     update_indexer = update_indexer
-    position_ids, first_attention_layer = AllPositions(), FirstAttentionLayer()
+    position_ids, first_attention_layer, _is_user_defined = AllPositions(), FirstAttentionLayer(), GivenToGenerate()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As ``Cache.update_recurrent_state``, for layers of other kinds."""

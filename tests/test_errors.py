@@ -82,60 +82,6 @@ def test_no_new_tokens(filled):
     torch.testing.assert_close(feed("llama", filled, IDS[:, :3]), whole, rtol=1e-4, atol=1e-5)
 
 
-# ---------------------------------------------------------------------- a second prompt
-
-
-def generate(name, cache, inputs, **kwargs):
-    return model(name).generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=4, **kwargs)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
-@pytest.mark.parametrize("length", [50, 93])
-def test_a_second_prompt_over_a_used_cache(name, length):
-    """No longer than what is cached: told how much that is and what to do, with a mask and without; nothing changes."""
-    cache = two_level(model_config=model(name).config)
-    generate(name, cache, prompt(1, 90))  # leaves 93 tokens: the last one was never fed
-    second = prompt(1, length, seed=3)
-    message = r"this cache holds 93 tokens.* For another prompt.* call cache\.reset\(\) or make a new cache; to go on"
-    for inputs in (second, {"input_ids": second["input_ids"]}):
-        with pytest.raises(ValueError, match=message) as error:
-            generate(name, cache, inputs)
-        assert "begin-of-sequence" not in str(error.value) and "make" not in str(error.value).split("For another")[0]
-    assert cache.get_seq_length() == 93
-    cache.reset()
-    found = generate(name, cache, second)
-    assert torch.equal(found, reference(name).generate(**second, do_sample=False, max_new_tokens=4))
-
-
-def test_a_prompt_again_after_an_error():
-    """Interrupted in the answer, the same prompt again: the cache holds all of it and more."""
-
-    class Stop(tf.StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            if ids.shape[1] == 95:
-                raise KeyboardInterrupt
-            return torch.zeros(len(ids), dtype=torch.bool)
-
-    cache, inputs = two_level(), prompt(2, 90, (0, 9))
-    with pytest.raises(KeyboardInterrupt):
-        model("llama").generate(**inputs, past_key_values=cache, max_new_tokens=20, stopping_criteria=[Stop()])
-    message = r"attention_mask has 90 columns.* holds 94 tokens.*or the same one after an error, call cache\.reset\(\)"
-    with pytest.raises(ValueError, match=message):
-        generate("llama", cache, inputs)
-    cache.reset()
-    expected = reference("llama").generate(**inputs, do_sample=False, max_new_tokens=4)
-    assert torch.equal(generate("llama", cache, inputs), expected)
-
-
-def test_a_longer_prompt_continues_the_old_text():
-    """As docs/reuse.md says, and as with transformers' own caches: it looks like a conversation's next turn."""
-    cache, first, other = two_level(**FULL), prompt(1, 90), prompt(1, 120, seed=3)
-    text = generate("llama", cache, first)[:, :93]
-    continued = torch.cat((text, other["input_ids"][:, 93:]), dim=1)
-    expected = reference("llama").generate(continued, do_sample=False, max_new_tokens=4)[:, 120:]
-    assert torch.equal(generate("llama", cache, other)[:, 120:], expected)
-
-
 # ---------------------------------------------------------------------- configuration
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 # Advice for a cache that holds more than the caller thinks.
-_SECOND_PROMPT = (
+SECOND_PROMPT = (
     ". For another prompt, or the same one after an error, call cache.reset() or make a new cache; to go on with a "
     "conversation, pass the whole of it and its mask, what is cached included"
 )
@@ -99,16 +99,7 @@ def _columns(
 ) -> Tensor | None:
     """The mask of plain causal attention: None, or the validity of the columns, bool ``[batch, kv_length]``."""
     if attention_mask is not None:
-        if (columns := attention_mask.shape[-1]) < kv_length:
-            if 0 < columns <= q_offset:  # how many tokens are new says nothing then: generate() got it wrong
-                raise ValueError(
-                    f"attention_mask has {columns} columns, as for a text of {columns} tokens, but this cache holds "
-                    f"{q_offset} tokens already" + _SECOND_PROMPT
-                )
-            raise ValueError(
-                f"attention_mask has {columns} columns, but {q_offset} cached and {q_length} new tokens make "
-                f"{kv_length}: pass the mask of all of them"
-            )
+        check_columns(attention_mask.shape[-1], q_offset, q_length)
         attention_mask = attention_mask[:, :kv_length].bool()
         # One synchronisation a forward, as sdpa's own mask has; it spares every layer the masked path.
         if not bool(attention_mask.all()):
@@ -121,6 +112,21 @@ def _columns(
     return None
 
 
+def check_columns(columns: int, cached: int, new: int) -> None:
+    """Raise for a mask of fewer columns than there are tokens, ``cached`` ones and ``new`` ones."""
+    if columns >= cached + new:
+        return
+    if 0 < columns <= cached:  # how many tokens are new says nothing then: generate() got it wrong
+        raise ValueError(
+            f"attention_mask has {columns} columns, as for a text of {columns} tokens, but this cache holds "
+            f"{cached} tokens already" + SECOND_PROMPT
+        )
+    raise ValueError(
+        f"attention_mask has {columns} columns, but {cached} cached and {new} new tokens make "
+        f"{cached + new}: pass the mask of all of them"
+    )
+
+
 def check_not_empty(batch: int, tokens: int, cached: int = 0) -> None:
     """Raise for an input without rows or columns, for which models raise an error about shapes.
 
@@ -131,7 +137,7 @@ def check_not_empty(batch: int, tokens: int, cached: int = 0) -> None:
         if batch and cached:
             raise ValueError(
                 f"the input has no new tokens: this cache holds {cached} tokens, and generate() takes that many first "
-                "tokens of its input for those" + _SECOND_PROMPT
+                "tokens of its input for those" + SECOND_PROMPT
             )
         what = "tokens (zero columns)" if batch else "rows"
         raise ValueError(

@@ -101,7 +101,7 @@ class ExactSampling:
             return dense(input_ids, stopping_criteria, generation_config, streamer, **kwargs)
         most = cache.row_table.exactness.most
         if kwargs.get("attention_mask") is None and input_ids.shape[1] == getattr(generation_config, "_mask_length", 0):
-            # From transformers 5.24 on a mask of ones is dropped before this.
+            # From transformers 5.18 on a mask of ones is dropped before this.
             kwargs["attention_mask"] = torch.ones_like(input_ids)
         text = Text(model, input_ids, stopping_criteria, generation_config, kwargs)
         if synced_gpus or not can_try(logits_processor) or not _can_draft(model, cache, text, generation_config, most):
