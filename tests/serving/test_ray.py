@@ -14,7 +14,7 @@ import string
 import tempfile
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -180,19 +180,30 @@ def test_an_engine_that_takes_nothing_is_unhealthy(tiny, monkeypatch):
 
 def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
     """In the words of who has seen it, at the next look; and the replica ends."""
-    ended = []
+    ended, closed = [], []
 
-    class OneRank(module.RankProcesses):
+    class OneRank:
+        """In the place of RankProcesses: what a replica calls, without processes."""
+
+        lost = None
+
         def __init__(self, size, served, gpus) -> None:
             assert (size, served.config.token_budget, served.offload, gpus) == (2, 32, False, False)
-            self._served, self._children, self._lost = served, [], Future()
+            self.served = served
 
         def engine(self):
-            one = self._served
+            one = self.served
             return module.Engine(module.load(one.model, one.dtype, "cpu")[1], None, one.config, False, one.serving)
 
+        def when_lost(self, call) -> None:
+            self.call = call
+
         def lose(self, rank: int) -> None:
-            self._lost.set_result(module.RanksApart(f"rank {rank} has ended"))
+            self.lost = module.RanksApart(f"rank {rank} has ended")
+            self.call(self.lost)
+
+        def close(self) -> None:
+            closed.append(True)
 
     monkeypatch.setattr(module, "RankProcesses", OneRank)
     monkeypatch.setattr(module, "LOST_S", 0)
@@ -206,6 +217,7 @@ def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         asyncio.run(replica.check_health())
     replica.__del__()
+    assert closed == [True]
 
 
 # ---------------------------------------------------------------------- two replicas
