@@ -50,6 +50,14 @@ def end(code: str, stdout=subprocess.PIPE, stderr=subprocess.PIPE, options=(), *
     return subprocess.run([sys.executable, *options, "-c", code], stdout=stdout, stderr=stderr, env=env, timeout=120)
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Interrupts: tests that a shell runs in the background, and all that these start, would ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def unread():
     """A pipe that nobody reads."""
