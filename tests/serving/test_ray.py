@@ -183,7 +183,7 @@ def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
     ended, closed = [], []
 
     class OneRank:
-        """In the place of RankProcesses: what a replica calls, without processes."""
+        """What a replica calls of RankProcesses, without processes."""
 
         lost = None
 
