@@ -8,6 +8,7 @@ Lists of the given density are drawn (:mod:`..drawn_lists`). ``--mass`` adds a r
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 
 import torch
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None, help="of the model; default: all")
     parser.add_argument("--mass", type=float, default=None)
     parser.add_argument("--offload", action="store_true", help="in host memory as well")
-    parser.add_argument("--times", type=int, default=3, help="of each, of which the last counts")
+    parser.add_argument("--times", type=int, default=3, help="of each; the median but for the first")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="exact prompts as well")
     args = parser.parse_args()
     model = random_model(known_config(args.model, args.layers), torch.bfloat16, torch.device("cuda"))
@@ -58,13 +59,13 @@ def main() -> None:
             for offload in (None, OffloadConfig()) if args.offload else (None,):
                 cache = OffloadedSparseCache(config, offload)  # one, or host memory would be pinned again each time
                 found = [passed(model, cache, tokens, chunk) for _ in range(args.times)]
-                seconds, stats = found[-1]
+                warm, stats = [one[0] for one in found[1:] or found], found[-1][1]
                 taken = "" if stats.prompt_density is None else f", density {stats.prompt_density:.1%}"
                 if offload is not None:
                     taken += f", offloaded: {stats.host_to_device_bytes / 1e9:.1f} GB from host memory"
                 print(
-                    f"{tokens:7} tokens, chunks of {chunk:7}, {name:14}: {seconds:7.3f} s (first {found[0][0]:.2f})"
-                    + taken,
+                    f"{tokens:7} tokens, chunks of {chunk:7}, {name:14}: {statistics.median(warm):7.3f} s "
+                    f"({min(warm):.3f} to {max(warm):.3f}, first {found[0][0]:.2f})" + taken,
                     flush=True,
                 )
 
