@@ -9,6 +9,9 @@ as 8k tokens take in all layers of an 8B model, and every thread makes its own p
 padded to a few lengths. A length gets its plan when the flash kernels, which need none, have lost as much time on it as
 the plan takes. The flash kernels also take the rest of a past that ends between two lengths.
 
+Keys and values of very long prompts do not stay in the L2 cache between one head's queries. So these are taken in
+pieces of as many tokens as stay there, each a chunk with a past.
+
 Where torch's flash kernels are FlashAttention 3's (:func:`has_quick_flash`), they are faster than cuDNN's, need no plan
 and take a chunk with its past: they get everything.
 """
@@ -34,6 +37,7 @@ LAYERS = 32
 # Bytes of a head's keys and values that a launch reads: an H200's L2 cache of 50 MB keeps them for the next queries. A
 # prompt of 128k tokens and 128 channels takes 236 ms a layer like this, 248 at once.
 PIECE = 1 << 25
+MERGED = 1 << 26  # bytes of each float32 copy while two parts are merged: a merge takes 1 % of the time of its parts
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
 _FINEST = 128
 
@@ -76,14 +80,17 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """Attention over two sets of keys from the attention over each.
 
     Args:
-        out, other: ``[batch, Hq, q, Dv]``.
+        out, other: ``[batch, Hq, q, Dv]``; ``out`` is overwritten.
         lse, other_lse: float32 ``[batch, Hq, q]``, natural log of the sum of exponentials of the logits.
 
     Returns:
-        ``[batch, Hq, q, Dv]`` in the dtype of ``out``.
+        ``out``.
     """
     weight = torch.sigmoid(lse - other_lse)[..., None]  # weight of `out`
-    return torch.lerp(other.float(), out.float(), weight).to(out.dtype)
+    rows = max(1, MERGED // (4 * out[:, :, :1].numel()))
+    for mine, its, share in zip(out.split(rows, 2), other.split(rows, 2), weight.split(rows, 2), strict=True):
+        mine.copy_(torch.lerp(its.float(), mine.float(), share))
+    return out
 
 
 def has_quick_flash() -> bool:

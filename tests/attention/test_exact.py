@@ -196,12 +196,16 @@ def test_lengths_on_the_grid_are_not_copied():
     ]
 
 
-def test_parts_of_very_different_weight():
-    """One part may outweigh the other by more than float32 can tell: no overflow, no NaN."""
-    out, other = torch.ones(1, 1, 3, 2), torch.full((1, 1, 3, 2), 5.0)
-    lse = torch.tensor([[[500.0, -500.0, 0.0]]])
-    found = merge(out, lse, other, torch.zeros(1, 1, 3))
-    assert found[0, 0, :, 0].tolist() == [1.0, 5.0, 3.0]
+@pytest.mark.parametrize("at_once", [4, 16, 40, 1 << 20], ids="{} bytes".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_very_different_weight(dtype, at_once, monkeypatch):
+    """One part may outweigh the other by more than float32 can tell: no overflow, no NaN, some rows at a time."""
+    monkeypatch.setattr(parts, "MERGED", at_once)
+    out, other = torch.ones(2, 1, 3, 2, dtype=dtype), torch.full((2, 1, 3, 2), 5.0, dtype=dtype)
+    lse = torch.tensor([[[500.0, -500.0, 0.0]], [[0.0, 500.0, -500.0]]])
+    found = merge(out, lse, other, torch.zeros(2, 1, 3))
+    assert found is out
+    assert found[..., 0].tolist() == found[..., 1].tolist() == [[[1.0, 5.0, 3.0]], [[3.0, 1.0, 5.0]]]
 
 
 @pytest.mark.parametrize(("q", "n"), [(1, 50), (20, 20), (20, 70), (600, 1300)])
