@@ -25,10 +25,33 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def flash_3(query: Tensor, key: Tensor, value: Tensor) -> Run:
-    """Dense causal attention of one ragged row; the variable VLLM names the folder that has vLLM 0.26."""
+def _vllm() -> None:
     if os.environ["VLLM"] not in sys.path:
         sys.path.append(os.environ["VLLM"])
+
+
+def flash_3_in_torch() -> None:
+    """Have torch call FlashAttention 3 of vLLM 0.26, as ``activate_flash_attention_impl("FA3")`` its own package."""
+    _vllm()
+    import vllm.vllm_flash_attn  # noqa: F401
+    from torch.nn.attention import _fa3, activate_flash_attention_impl, register_flash_attention_impl
+
+    def forward(*given: object) -> object:
+        """vLLM's has no ``attention_chunk``; sinks and context parallelism come last."""
+        return torch.ops._vllm_fa3_C.fwd(*given[:27], *given[28:], None, 1, 0, None)
+
+    def register() -> object:
+        _fa3._FA3_CUDA_FWD = forward
+        torch._C._set_sdp_use_fa3(True)
+        return _fa3._FA3Handle(_fa3._fa3_register_kernels())
+
+    register_flash_attention_impl("FA3", register_fn=register)
+    activate_flash_attention_impl("FA3")
+
+
+def flash_3(query: Tensor, key: Tensor, value: Tensor) -> Run:
+    """Dense causal attention of one ragged row; the variable VLLM names the folder that has vLLM 0.26."""
+    _vllm()
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]

@@ -18,6 +18,7 @@ from hf_sparsekv.cache_name import over
 
 from ..drawn_lists import draw
 from ..shapes import known_config, parse_model, parse_tokens, random_model
+from . import others_prompts
 
 
 @torch.no_grad()
@@ -43,7 +44,10 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="in host memory as well")
     parser.add_argument("--times", type=int, default=3, help="of each; the median but for the first")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="exact prompts as well")
+    parser.add_argument("--flash-3", action="store_true", help="FlashAttention 3 of vLLM in the folder VLLM names")
     args = parser.parse_args()
+    if args.flash_3:
+        others_prompts.flash_3_in_torch()
     model = random_model(known_config(args.model, args.layers), torch.bfloat16, torch.device("cuda"))
     model.set_attn_implementation("sparsekv")
     optimize(model)

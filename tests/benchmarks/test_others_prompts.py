@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.drawn_lists import drawn_lists
 from benchmarks.probes import others_prompts
+from hf_sparsekv.attention import parts
 from hf_sparsekv.ops._prompts import BLOCK, TILE
 from hf_sparsekv.ops.attention.block_attention.reference import block_attention
 
@@ -98,3 +99,21 @@ def test_whole_blocks_are_listed_ones(keys):
             assert latter == {
                 block for block in drawn_ids if block < seen * keys // BLOCK and (block + 1) % (keys // BLOCK) == 0
             }
+
+
+def test_flash_attention_3_of_vllm_is_torchs(monkeypatch):
+    """Its arguments are torch's in order, less one, and three of its own."""
+    seen = []
+    for name in ("vllm", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=lambda *given: seen.extend(given)), raising=False)
+    monkeypatch.setenv("VLLM", "nowhere")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    others_prompts.flash_3_in_torch()
+    try:
+        assert parts.has_quick_flash()
+        torch.nn.attention._fa3._FA3_CUDA_FWD(*range(34))
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert seen == [*range(27), *range(28, 34), None, 1, 0, None]
+    assert not parts.has_quick_flash()
