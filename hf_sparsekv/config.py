@@ -61,7 +61,7 @@ class SparseConfig(Options):
     max_length: int | None = None
     dense_below: int | Literal["auto"] | None = "auto"
     prefill: float | None = None
-    prefill_below: int = 16384  # a guess: the length from which it pays is not measured yet
+    prefill_below: int = 16384  # at half of the blocks 16k gain 7 % of 521 ms, 8k 1 % (8B shape, H200)
 
     def __post_init__(self) -> None:
         power_of_two("block_size", self.block_size)
