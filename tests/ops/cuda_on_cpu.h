@@ -1,24 +1,9 @@
-// CUDA C++ on a CPU, slowly: what _cuda.cuh has, and what CUDA itself has, for the kernels of this package.
+// CUDA C++ on a CPU, slowly: what _cuda.cuh has, and what CUDA itself has, for the kernels of this package. It comes after
+// cuda_on_cpu_system.h.
 //
 // A block is a thread of the system, and its threads are fibers that take turns, in an order of chance, wherever they
 // meet others: a barrier too few shows as a wrong result. Shared memory is the system thread's own; a block finds
 // another's by the distance from a variable that both have.
-
-#include <sched.h>
-#include <ucontext.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
-#include <numeric>
-#include <random>
-#include <thread>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -114,10 +99,11 @@ struct Copy {
 };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // its beginning
+    jmp_buf place;       // where it has given way: unlike swapcontext(), a jump asks nothing of the system
     std::vector<std::vector<Copy>> copies = std::vector<std::vector<Copy>>(1);  // groups, the last one still open
     std::vector<char> stack;
-    bool done = false;
+    bool begun = false, done = false;
     u32 arrived_at = 0;
 };
 
@@ -129,7 +115,7 @@ struct Block {
     std::vector<Warp> warps = std::vector<Warp>(THREADS / 32);
     std::vector<Fiber> fibers = std::vector<Fiber>(THREADS);
     std::vector<char> dynamic;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     std::mt19937 chance;
     void (*run)(i64*);
     i64* args;
@@ -144,7 +130,15 @@ thread_local char anchor;
 #define gridDim (block->grid)
 
 inline void __trap() { std::abort(); }
-inline void give_way() { swapcontext(&block->fibers[current].context, &block->scheduler); }
+inline void give_way() {
+    if (!_setjmp(block->fibers[current].place)) _longjmp(block->scheduler, 1);
+}
+inline void go_on(Fiber& fiber) {
+    if (_setjmp(block->scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
 
 inline void meet(Barrier& barrier, int others) {
     const u32 turn = barrier.turn;
@@ -464,7 +458,7 @@ inline void run_block(Block* mine, std::atomic<int>* ready) {
             current = order[(first + i * step) % THREADS];
             if (mine->fibers[current].done) continue;
             left = true;
-            swapcontext(&mine->scheduler, &mine->fibers[current].context);
+            go_on(mine->fibers[current]);
         }
         deliver(*mine->cluster, mine->chance);
         sched_yield();

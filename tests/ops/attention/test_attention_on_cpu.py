@@ -149,6 +149,7 @@ def test_codes_of_what_is_no_number(what, dtype, attend):
     attend(*in_codes(args, named))
 
 
+@pytest.mark.few(attend=[2])
 def test_places_of_an_empty_row_are_not_attended(attend):
     """A captured step may still hold the last ones."""
     place = Place("cpu", torch.float16)
@@ -158,6 +159,7 @@ def test_places_of_an_empty_row_are_not_attended(attend):
     attend(args, named, ids=stale)
 
 
+@pytest.mark.few(attend=[4])
 def test_chosen_tokens_that_are_not_sealed(attend):
     """They are neither attended nor missing from what a mean stands for."""
     args, named = Case(batch=2, heads=2, span=2, rows=((125, 112), (45, 40))).make(Place("cpu", torch.float16), "token")

@@ -34,8 +34,8 @@ SHAPES = {  # blocks of a cluster: threads, bins, scores of a bin that a block h
 
 
 FEW = (  # of the cases of labels: kernels of other shapes are other programs
-    *("blocks of 64", "two heads", "the mean", "five heads", "latents, small blocks", "a block"),
-    *("each of seven queries", "each of five queries", "with norms", "with norms, latents"),
+    *("blocks of 64", "the mean", "five heads", "latents, small blocks", "a block"),
+    *("each of seven queries", "with norms", "with norms, latents"),
 )
 
 
@@ -158,6 +158,7 @@ SUMMED = {
 }
 
 
+@pytest.mark.few(case=[SUMMED[name] for name in ("usual", "one head", "seven heads, with norms", "wide codes")])
 @pytest.mark.pairwise(once=("case",))
 @pytest.mark.parametrize("coming", [0, 1], ids=["", "keys to come"])
 @pytest.mark.parametrize("warps", [2, 20])
