@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from caches import ALL, FULL, TELLING, TIGHT, two_level
+from caches import ALL, FULL, ONE_EACH, TIGHT, two_level
 from captured import imitated
 from models import NEEDS_CONFIG, build, model, prompt, reference
 from transformers import DynamicCache
@@ -53,7 +53,7 @@ def holds_what_a_stock_cache_does(cache, inputs: dict) -> None:
 LONG = [(name, 600) for name in ("host-block", "progressive-host")]  # more than a prefix keeps first queries of
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize(("name", "length"), [*((name, 200) for name in ALL), *LONG])
 def test_a_cache_goes_on_as_after_its_own_prefill(name, length):
     ours, inputs = model("llama"), prompt(1, length)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from caches import ALL, CACHES, FULL, SMALL, TELLING, TIGHT, UNSAVED, predictive, two_level
+from caches import ALL, CACHES, FULL, ONE_EACH, SMALL, TIGHT, UNSAVED, predictive, two_level
 from models import build, model, prompt, reference
 from transformers import DynamicCache
 
@@ -34,7 +34,7 @@ def expected():
     return answer(reference("llama"), DynamicCache(), prompt(**CLEAR))
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("name", CACHES)
 def test_tokens_are_those_of_sdpa_where_everything_is_attended_to(name, expected):
     cache = CACHES[name](**FULL)
@@ -42,7 +42,7 @@ def test_tokens_are_those_of_sdpa_where_everything_is_attended_to(name, expected
     assert {layer.store.dtype for layer in cache.sparse_layers} == {LOW}, "stored as attention reads them"
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("name", ALL)
 def test_everything_that_a_cache_does(name, tmp_path):
     """A prompt in chunks, steps that choose, copies, beams' rows, crops, another turn, a file."""

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from caches import CACHES, FULL, SMALL, TELLING, predictive, two_level
+from caches import CACHES, FULL, ONE_EACH, SMALL, predictive, two_level
 from caches import TIGHT as USUAL
 from captured import Imitation
 from models import build, model, plain_text, prompt, reference
@@ -84,7 +84,7 @@ def rounds(net, ours, theirs, seed: int = 0, n: int = 9, batch: int = 1) -> floa
 
 
 @pytest.mark.pairwise(once=("name",))
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_pass_is_as_many_steps(name, net):
@@ -234,7 +234,7 @@ def test_where_a_step_is_dense_a_pass_is_exact():
 
 
 @pytest.mark.pairwise(once=("name",))
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("net", ["llama", "gemma3", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_prompt_lookup_with_everything_chosen_is_plain_text(name, net):

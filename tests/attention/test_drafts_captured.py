@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from caches import CACHES, CODED, TELLING, predictive, two_level
+from caches import CACHES, CODED, ONE_EACH, predictive, two_level
 from captured import ImitatedGraphs, Imitation, calls_of, imitated, same_counts
 from models import build, prompt
 from test_drafts import MOST, TIGHT, bare, filled, repetitive, together, unannounced, ways
@@ -65,7 +65,7 @@ def test_room_of_a_graph():
 
 
 @pytest.mark.pairwise(once=("name",))
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("net", ["llama", "glm4-moe-lite"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_captured_passes_are_eager_ones(name, net):

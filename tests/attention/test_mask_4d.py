@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import CACHES, FULL, TELLING, TIGHT, two_level
+from caches import CACHES, FULL, ONE_EACH, TIGHT, two_level
 from models import model, prompt, reference
 from transformers import DynamicCache
 
@@ -125,7 +125,7 @@ def test_prompts_and_steps_by_any_mask(name, kind, chunks):
     assert both.differ(more[:, 9:14], of_kind(block, kind)) < NEAR
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("name", CACHES)
 def test_packed_prompts_over_all_caches(name):
     ids, more = prompt(1, LENGTH)["input_ids"], prompt(1, 6, seed=1)["input_ids"]

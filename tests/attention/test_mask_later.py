@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from caches import CACHES, CODED, FULL, TELLING, TIGHT, two_level
+from caches import CACHES, CODED, FULL, ONE_EACH, TIGHT, two_level
 from captured import imitated
 from models import PAD, build, model, prompt, reference
 from transformers import DynamicCache
@@ -54,7 +54,7 @@ def expected():
     return {which["new"]: turns(reference("llama"), DynamicCache(), **which) for which in (FEW, MANY)}
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize(("name", "which"), [*((name, FEW) for name in CACHES), *((name, MANY) for name in SEALING)])
 def test_three_turns_of_two_conversations(name, which, expected):
     cache = CACHES[name](**FULL)
@@ -125,7 +125,7 @@ CROWDED = (
 )
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("name", [*SEALING, *CROWDED, "streaming", "host-int8", "progressive-host-int8"])
 def test_small_budgets_copies_and_rows_in_another_order(name, tmp_path):
     """Nothing is chosen that is gone; a copy made before keeps it."""

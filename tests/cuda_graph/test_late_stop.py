@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from caches import ALL, FULL, TELLING, TIGHT, two_level
+from caches import ALL, FULL, ONE_EACH, TIGHT, two_level
 from captured import Event, Told, imitated, on_gpu
 from models import PAD, VOCAB, build, prompt
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
@@ -95,7 +95,7 @@ def its_end() -> list[int]:
     return ended(imitated("llama")[0], prompt(1, 90), 24, 1)
 
 
-@pytest.mark.few(cache=TELLING[::2])
+@pytest.mark.few(cache=ONE_EACH[::2])
 @pytest.mark.parametrize("cache", sorted(ALL))
 def test_every_cache_gives_the_token_back(its_end, late, cache):
     """What a text's end has taken back is not there in what follows."""

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from caches import ALL, HOST_RANK, SMALL, TELLING, TIGHT, two_level
+from caches import ALL, HOST_RANK, ONE_EACH, SMALL, TIGHT, two_level
 from calls import EmptyGraphs, calls
 from captured import imitated, on_gpu, pair, same_counts
 from models import model, prompt
@@ -57,7 +57,7 @@ def labels(cache) -> list:
     return found
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize(
     ("name", "tokens"), [(name, 90) for name in ALL] + [(name, 20) for name in ("host", "device-default", "streaming")]
 )

@@ -208,6 +208,12 @@ TELLING = (
     *("predictive-late", "predictive-second", "streaming-host", "host-default-int8", "progressive-tail-int8"),
 )
 
+# One of each method and way to choose: enough where other tests show what each of the caches above does.
+ONE_EACH = (
+    *("host", "device-block", "host-default-smallpool", "need-host-tail", "progressive-host"),
+    *("predictive-need-earlier-host", "predictive-second", "streaming-host", "progressive-tail-int8"),
+)
+
 LATE = ("predictive-late",)  # choose nothing before some ninety tokens
 EAGER = (
     "progressive-bound",

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from caches import CACHES, EAGER, FULL, TELLING, TIGHT, two_level
+from caches import CACHES, EAGER, FULL, ONE_EACH, TIGHT, two_level
 from captured import imitated, pair
 from models import model, prompt
 
@@ -29,7 +29,7 @@ def filled(ours, cache, batch: int = 1, pads=None, ends: tuple[int, ...] = (LENG
     return cache
 
 
-@pytest.mark.few(name=TELLING)
+@pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize("name", [name for name in CACHES if name not in SILENT])
 def test_marks(name):
     """As many as the counters say, and captured steps make those of eager ones, also once the table has grown."""
