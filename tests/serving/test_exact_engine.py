@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ pytestmark = [
 CHOOSE = {**SMALL, "dense_below": 0}
 TIGHT = TokenConfig(**CHOOSE, token_budget=16)  # so few that some drafts are wrong
 EXACT = replace(SERVING, exact=True)
-SIZES = [(150, 40), (20, 9), (301, 60), (65, 1), (90, 30), (7, 50), (64, 2), (120, 25)]
+SIZES = [(150, 25), (20, 9), (301, 40), (65, 1), (90, 20), (7, 50), (64, 2), (120, 15)]
 
 
 @pytest.fixture
@@ -55,9 +56,18 @@ def answers(net, config, serving, asked, tokenizer=None):
         return outputs, engine.stats()
 
 
+@functools.cache
+def dense(asked: tuple, name: str) -> list:
+    """What a dense engine answers."""
+    return answers(build(name, "sdpa"), TokenConfig(**WHOLE), SERVING, asked)[0]
+
+
 def same(asked, name: str = "llama", config=TIGHT, serving=EXACT, net=None, **how):
     """The exact engine's tokens are a dense engine's; its counts."""
-    expected, _ = answers(build(name, "sdpa"), TokenConfig(**WHOLE), SERVING, asked, **how)
+    if how:
+        expected, _ = answers(build(name, "sdpa"), TokenConfig(**WHOLE), SERVING, asked, **how)
+    else:
+        expected = dense(tuple((tuple(ids), sampling) for ids, sampling in asked), name)
     found, stats = answers(build(name, "sdpa") if net is None else net, config, serving, asked, **how)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
@@ -198,7 +208,7 @@ def test_sparse_requests_beside_them(captured, drafting):
     assert [list(one.token_ids) for one in found] == expected
     assert stats.drafted > 0
     if runner is not None:
-        assert runner.replays > 100
+        assert runner.replays > 60
         runner.remove()
 
 
