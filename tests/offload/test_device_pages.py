@@ -64,7 +64,7 @@ def test_slots_that_are_used_again_are_forgotten():
     net = model("llama")
     with torch.no_grad():
         net(**inputs, past_key_values=cache)
-        for seed in range(3, 6):
+        for seed in (3, 4):
             copied = copy.deepcopy(cache)
             more = prompt(1, 50, seed=seed)["input_ids"]
             expected = None

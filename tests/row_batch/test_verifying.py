@@ -90,7 +90,7 @@ class Mixed:
 def test_rows_are_verified_beside_others(config, name, captured):
     it = Mixed(MADE[config], name, captured)
     assert selects(it.rows.cache)
-    for drafts, counts in [(3, {0: 4, 2: 4}), (1, {0: 2, 2: 1}), (4, {0: 1, 2: 5}), (0, {0: 1, 2: 1}), (2, {2: 3})] * 3:
+    for drafts, counts in [(3, {0: 4, 2: 4}), (1, {0: 2, 2: 1}), (4, {0: 1, 2: 5}), (0, {0: 1, 2: 1}), (2, {2: 3})] * 2:
         it.round(drafts, counts)
     it.rows.leave(1)
     it.rows.move(2)

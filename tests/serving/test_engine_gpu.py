@@ -41,6 +41,7 @@ def worst(net, config, ids: list[int], answer: tuple[int, ...]) -> float:
 def test_every_token_is_the_best_one(kind, device):
     config, offload = KINDS[kind]
     sizes = [(150, 60), (7, 130), (20, 110), (301, 40), (65, 1), (90, 60), (3, 120), (40, 30)]
+    sizes = sizes[:5] if device == "cpu" else sizes
     asked = [(ids_of(n, seed), tokens) for seed, (n, tokens) in enumerate(sizes)]
     with Engine(build("llama", "sdpa").to(device), None, config, offload, SERVING) as engine:
         handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in asked]
