@@ -116,6 +116,7 @@ def test_generate_that_is_handed_on(name):
         assert not {"generate", "prepare_inputs_for_generation"} & set(vars(part(net)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("optimised", [False, True])
 def test_a_cache_that_the_model_drops_is_filled_again(rows, optimised):

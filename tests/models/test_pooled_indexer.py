@@ -160,7 +160,12 @@ def test_the_life_of_a_cache(tmp_path):
 
 @pytest.mark.parametrize(
     ("kinds", "offload", "inputs"),
-    [(MIXED, True, INPUTS), (MIXED, False, prompt(1, 240)), (SPARSE, False, INPUTS), (SPARSE, True, prompt(2, 11))],
+    [
+        (MIXED, True, INPUTS),
+        (MIXED, False, prompt(1, 240)),
+        pytest.param(SPARSE, False, INPUTS, marks=pytest.mark.slow),
+        (SPARSE, True, prompt(2, 11)),
+    ],
     ids=["mixed-host", "mixed-long", "sparse-padded", "sparse-short"],
 )
 def test_replayed_steps(kinds, offload, inputs, monkeypatch):

@@ -225,7 +225,10 @@ class World:
         assert self.pool.counters() == self.model.total
 
 
-@pytest.mark.parametrize("pages, window, steps", [(45, 16, 1000), (1, 16, 300), (20, 64, 300), (400, 64, 300)])
+@pytest.mark.parametrize(
+    "pages, window, steps",
+    [(45, 16, 300), pytest.param(45, 16, 1000, marks=pytest.mark.slow), (1, 16, 300), (20, 64, 300), (400, 64, 300)],
+)
 def test_many_steps(pages, window, steps):
     World("cpu", pages, window, seed=pages).run(steps)
 

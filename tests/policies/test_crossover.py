@@ -15,6 +15,10 @@ from test_two_level import CASES, ROWS, TwoLevelRace
 from hf_sparsekv.policies import crossover
 
 LAYERS = 2
+TELLING = (  # of the cases: each level, with and without lag, on the host and on the device
+    *("two_level", "two_level-device-lag", "two_level-nolag", "default-host", "default-device"),
+    *("two_level-wide", "two_level-dense1", "block-lag", "block-mean-keys", "token"),
+)
 
 
 class DenseOracle(Oracle):
@@ -39,7 +43,7 @@ class DenseRace(TwoLevelRace):
 # ---------------------------------------------------------------------- steps
 
 
-@pytest.mark.few
+@pytest.mark.few(case=TELLING)
 @pytest.mark.parametrize(("case", "pads"), ROWS)
 def test_dense_up_to_the_number_then_as_the_oracle(case, pads):
     """Also the first sparse step, for which no blocks were chosen beforehand."""

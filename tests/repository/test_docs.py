@@ -199,6 +199,7 @@ REPLACED = {
     "docs/rows.md": (("max_length=131072", "max_length=512"),),
     "docs/exact.md": (("token_budget=256", "token_budget=16, dense_below=0, block_size=16, window=16"),),
 }
+AGAIN = ("docs/generating.md",)  # tests/test_generating.py runs its blocks in each `make test`
 BY_ANOTHER_TEST = ("README.md",)  # tests/repository/test_readme.py runs its snippet on the small model
 
 
@@ -218,7 +219,10 @@ def test_every_block_runs_or_says_why_not():
     ]
 
 
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in AGAIN else page for page in NAMES],
+)
 def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -157,6 +157,7 @@ def test_device_pool(options, blocks):
     assert (plan.kept > 0) == options.get("keep_dense", True)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("keep_dense", [True, False])
 @pytest.mark.parametrize("chosen", [{}, {"level": "two_level", "num_blocks": 2}], ids=str)
 def test_codes_in_host_memory(chosen, keep_dense):
@@ -180,6 +181,7 @@ def test_codes_of_latents_are_refused():
         plan_memory(shape, TokenConfig(), OffloadConfig(kv_dtype="int8"), context=300)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
 @pytest.mark.parametrize(
     "kept",
@@ -194,6 +196,7 @@ def test_progressive(offload, kept):
     assert (plan.working_set > 0) == (offload is not None and config.labels)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0), OffloadConfig(device_pool=9)])
 @pytest.mark.parametrize(
     "changes",
