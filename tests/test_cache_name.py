@@ -134,6 +134,7 @@ def test_calls_are_looked_at_by_either_name(given, cache):
     assert without_cache({**given, "use_cache": True}) == {"use_cache": True}
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("make", [lambda: build("llama", "sparsekv"), own_code], ids=["transformers", "own-code"])
@@ -250,6 +251,7 @@ def test_layers_are_fused(anywhere, monkeypatch, name, operator):  # noqa: F811
     assert cache.get_seq_length() == 90 + GO["max_new_tokens"] - 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("how", ["lookup", "assistant"])
 def test_drafts_are_decoded_as_drafts(how, captured):

@@ -235,6 +235,7 @@ def test_model_without_attention_interface():
 # ---------------------------------------------------------------------- other attention implementations
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

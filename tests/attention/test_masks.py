@@ -181,6 +181,7 @@ def test_without_a_cache(name, side):
     both(name, ids, rows=mask.bool(), attention_mask=mask if side != "none" else None)
 
 
+@pytest.mark.few
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -288,6 +288,7 @@ def test_no_measured_shape_is_slower_than_dense(shape):
         assert statistics.mean(later) < best(shape, 0.97) + 0.05
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("until", [30, 100, 1000])
 @pytest.mark.parametrize("slowed", [2, 4])
 @pytest.mark.parametrize("shape", MEASURED[1:4], ids=str)

@@ -46,6 +46,7 @@ def error(q, k, v, dtype) -> float:
     return distance(*(attention(q, *x.split(dim, -1)) for x in (found, kv)))
 
 
+@pytest.mark.few
 @DTYPES
 @pytest.mark.parametrize("dim", [64, 128])
 def test_constants_take_no_steps(dim, dtype):

@@ -167,6 +167,7 @@ def test_dense_layers_stay_on_the_device():
         assert [layer.store.pool.host is None for layer in cache.sparse_layers] == [keep, False]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("lag", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_working_set(rows, lag):

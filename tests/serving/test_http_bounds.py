@@ -238,6 +238,7 @@ def closed_after(connection: socket.socket) -> tuple[float, bytes]:
     return time.monotonic() - begun, got
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["silent", "half"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_head_has_a_time(engine, sent, first):

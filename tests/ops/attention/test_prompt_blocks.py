@@ -112,6 +112,7 @@ def skip_if_exact(case: Case, place) -> None:
         pytest.skip("on a GPU, such heads in float32 are read exactly")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", CASES)
 def test_mass(place, name):
     """What tiles see of it; log-sum-exps are compared as masses."""
@@ -172,6 +173,7 @@ HOWS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", CASES)
 def test_attention(place, name, how):
