@@ -184,11 +184,11 @@ def test_copies_go_their_own_ways(offload):
     del second, pair
     gc.collect()
     assert held() is None, "a copy is kept alive by something"
-    first.steps(50)  # takes the physical blocks that only the collected copy named
+    first.steps(34)  # takes the physical blocks that only the collected copy named
     third.feed(*padded(2, 200, seed=8))
     fourth = first.copy()
     for pair in (third, first, fourth):
-        pair.steps(20)
+        pair.steps(17)
     first.each(lambda cache: cache.reorder_cache(torch.tensor([1, 1])))
     first.mask = first.mask[[1, 1]]
     first.steps(20)

@@ -246,7 +246,7 @@ def test_kernels(monkeypatch, pages, window):
     residency = functools.partial(residing.residency, config=residing.Config(look=64, tile=32))
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.residency", residency)
     monkeypatch.setattr("hf_sparsekv.offload.device_pool.block_copy", block_copy)
-    World("cpu", pages, window).run(40)
+    World("cpu", pages, window).run(20)
 
 
 @pytest.mark.gpu
