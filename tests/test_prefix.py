@@ -89,6 +89,16 @@ def test_models_chunks_and_padding(family, chunk):
     assert torch.equal(answer(ours, copy.deepcopy(prefix), inputs), expected)
 
 
+@pytest.mark.parametrize(("length", "chunk"), [(600, 150), (600, 590), (111, 70), (111, 37)])
+def test_the_queries_that_a_first_selection_uses_are_those_of_one_chunk(length, chunk):
+    """The context's first and last ones, however short its last chunk was."""
+    inputs = prompt(2, length)
+    at_once, in_chunks = (prefixed("llama", inputs, n) for n in (1000, chunk))
+    for one, other in zip(at_once.sparse_layers, in_chunks.sparse_layers, strict=True):
+        torch.testing.assert_close(other.policy.first, one.policy.first, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(other.policy.last, one.policy.last, atol=1e-5, rtol=1e-4)
+
+
 def test_the_prefix_itself_stays_as_it_is():
     inputs, ours = prompt(1, 150), model("llama")
     prefix = prefixed("llama", inputs)
