@@ -81,6 +81,14 @@ def test_any_number_of_drafts(name, drafts):
     assert same_text(name, prompt(1, 150), drafts=drafts, max_new_tokens=40).stats().drafted > 0
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5])
+def test_no_more_is_drafted_than_may_still_come(tokens):
+    """The last token of a round is the verification's own."""
+    drafted = same_text("llama", prompt(1, 150), max_new_tokens=tokens).stats().drafted
+    assert drafted <= max(0, tokens - 2)
+    assert drafted or tokens < 3
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
 @pytest.mark.parametrize("cache", ["device-default", "predictive"])
