@@ -115,6 +115,21 @@ def test_what_is_chosen_later_is_as_if_they_had_never_been(name):
     assert late.sparse_layers[0].store.held.same(never.sparse_layers[0].store.held)
 
 
+@pytest.mark.parametrize("name", ["device-default", "host-default"])
+def test_blocks_of_hidden_tokens_are_free(name):
+    """At once: a block that stayed named could be a copy's when it is sealed again."""
+    net, cache, mask = model("llama"), CACHES[name](**TIGHT), torch.ones(2, 161, dtype=torch.long)
+    ids = prompt(2, 161)["input_ids"]
+    with torch.no_grad():
+        net(ids[:, :160], attention_mask=mask[:, :160], past_key_values=cache)
+        mask[0, 104:160] = 0
+        positions = (mask.cumsum(1) - 1)[:, 160:]
+        net(ids[:, 160:], attention_mask=mask, position_ids=positions, past_key_values=cache)
+    sealed = cache.sparse_layers[0].store.held.sealed
+    assert sealed[0] < sealed[1]
+    assert tuple((cache.row_table.blocks.host >= 0).sum(1)) == sealed
+
+
 CROWDED = (
     "host-lag-tail",
     "host-default-smallpool",

@@ -193,6 +193,22 @@ def test_a_replayed_step_chooses_as_an_eager_one(settings, offload):
     assert runner.replays >= 19
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
+def test_a_replayed_step_attends_to_what_was_chosen_before_the_table_grew(offload):
+    """Its place is made larger between two steps, an eager step's just before it chooses."""
+    ids, found = prompt(2, 310, seed=5)["input_ids"], []
+    for net in (build("llama", "sparsekv"), imitated()[0]):
+        cache, room = predictive(offload, **EARLIER), set()
+        with torch.no_grad():
+            net(ids[:, :240], past_key_values=cache)
+            for token in ids[:, 240:].split(1, dim=1):
+                found.append(net(token, past_key_values=cache).logits.clone())
+                room.add(cache.sparse_layers[-1].policy.ids.shape[-1])
+        assert len(room) > 1, "it has grown"
+    steps = len(found) // 2
+    torch.testing.assert_close(torch.cat(found[steps:]), torch.cat(found[:steps]), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("pads", [None, (0, 30)])
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
