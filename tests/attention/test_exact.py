@@ -57,6 +57,34 @@ def test_parts_are_one(q, n, long, plan, monkeypatch):
     torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("q", "n", "squares"),
+    [
+        (1536, 1536, [1536]),
+        (1537, 1537, [1024, 640]),
+        (2048, 2048, [1024, 1024]),
+        (2500, 4000, [1024, 1024, 512]),
+        (3073, 3073, [1024, 1024, 1024, 128]),
+    ],
+)
+def test_long_prompts_in_pieces(q, n, squares, monkeypatch):
+    """Of so many queries that the L2 cache holds their keys; a half more at the end is one with the last."""
+    monkeypatch.setattr(parts, "PLAN", 0)
+    monkeypatch.setattr(parts, "SHORT", 0)
+    monkeypatch.setattr(parts, "_work", parts._Work())
+    query, key, value = tensors(q, n, dim=8, batch=1)
+    monkeypatch.setattr(parts, "PIECE", 1024 * 2 * 8 * key.element_size())
+    seen = []
+
+    def attend(query, key, value, causal, scale):
+        seen.extend([query.shape[2]] * causal)
+        return on_cpu(query, key, value, causal, scale)
+
+    found = chunk_attention(query, key, value, 0.3, attend, on_cpu)
+    torch.testing.assert_close(found, definition(query, key, value, 0.3), atol=1e-5, rtol=1e-5)
+    assert seen == squares
+
+
 def test_few_lengths_have_plans(monkeypatch):
     """Of prompts, and later pieces of them, of any length, however they lie in memory."""
     monkeypatch.setattr(parts, "PLAN", 0)
@@ -145,6 +173,10 @@ def test_plans_of_all_prompts_up_to_a_length(monkeypatch):
     padded = {-(-n // parts.grid(n)) * parts.grid(n) for n in range(parts.SHORT + 1, 16385)}
     assert {shape[2] for shape, causal in made if causal} == padded
     assert all(parts.planned(*tensors(1, 1, dim=8, batch=1)[:2], n, n, True) for n in padded)
+    monkeypatch.setattr(parts, "PIECE", 8 * (8 + 8) * 4 * 1024)  # longer ones are taken in pieces
+    made.clear()
+    assert parts.make_plans(*tensors(1, 1, dim=8, batch=1), 1 << 20) == len(made)
+    assert max(shape[2] for shape, _ in made) == 12288
     assert parts.lengths(1024) == [] and parts.lengths(1025) == [1280]
 
 
@@ -164,12 +196,16 @@ def test_lengths_on_the_grid_are_not_copied():
     ]
 
 
-def test_parts_of_very_different_weight():
-    """One part may outweigh the other by more than float32 can tell: no overflow, no NaN."""
-    out, other = torch.ones(1, 1, 3, 2), torch.full((1, 1, 3, 2), 5.0)
-    lse = torch.tensor([[[500.0, -500.0, 0.0]]])
-    found = merge(out, lse, other, torch.zeros(1, 1, 3))
-    assert found[0, 0, :, 0].tolist() == [1.0, 5.0, 3.0]
+@pytest.mark.parametrize("at_once", [4, 16, 40, 1 << 20], ids="{} bytes".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_very_different_weight(dtype, at_once, monkeypatch):
+    """One part may outweigh the other by more than float32 can tell: no overflow, no NaN, some rows at a time."""
+    monkeypatch.setattr(parts, "MERGED", at_once)
+    out, other = torch.ones(2, 1, 3, 2, dtype=dtype), torch.full((2, 1, 3, 2), 5.0, dtype=dtype)
+    lse = torch.tensor([[[500.0, -500.0, 0.0]], [[0.0, 500.0, -500.0]]])
+    found = merge(out, lse, other, torch.zeros(2, 1, 3))
+    assert found is out
+    assert found[..., 0].tolist() == found[..., 1].tolist() == [[[1.0, 5.0, 3.0]], [[3.0, 1.0, 5.0]]]
 
 
 @pytest.mark.parametrize(("q", "n"), [(1, 50), (20, 20), (20, 70), (600, 1300)])
@@ -184,9 +220,11 @@ def test_causal(q, n, heads):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((8, 8), 64), ((7, 1), 128)])
+@pytest.mark.parametrize("size", [parts.PIECE, 1 << 19], ids=["at once", "in pieces"])
 @pytest.mark.parametrize(("q", "n"), [(512, 1024), (700, 3001), (2048, 10000), (2, 2), (333, 333), (4500, 4500)])
-def test_chunks_on_a_gpu(q, n, heads, dim, dtype):
+def test_chunks_on_a_gpu(q, n, heads, dim, dtype, size, monkeypatch):
     """By cuDNN where that serves; keys and values as they lie in a cache, side by side."""
+    monkeypatch.setattr(parts, "PIECE", size)
     query, key, value = tensors(q, n, heads, dim, dtype=dtype, device="cuda")
     side = torch.cat((key, value), -1)
     key, value = side[..., :dim], side[..., dim:]
