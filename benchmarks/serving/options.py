@@ -69,6 +69,7 @@ def arguments(command: str) -> ArgumentParser:
     add(
         "--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS", help="that a sparse step chooses (default: 2k)"
     )
+    add("--prefill-ms", type=float, default=Settings.prefill_ms, help="of prompts between steps of `segments`")
     add("--prompt-density", type=float, metavar="SHARE", help="of sparse prompts of ours: lists are drawn")
     add("--vllm", type=Path, metavar="DIR", help="a folder that holds vLLM")
     add("--timeout", type=float, default=1800.0, help="seconds behind the last arrival (default: 1800)")

@@ -167,7 +167,7 @@ class OurSystem:
                     max_tokens=min(tokens, settings.max_rows * settings.max_length),
                     max_waiting=1 << 20,  # a trace's delays are measured, not cut
                     # Baselines: the paper's chunks, one beside each step, however long that takes.
-                    prefill_ms=ServingConfig().prefill_ms if rung.segments else math.inf,
+                    prefill_ms=settings.prefill_ms if rung.segments else math.inf,
                     chunk=ServingConfig().chunk if rung.segments else settings.chunk,
                     working_set=rung.working_set,
                     layer_segments=rung.segments,

@@ -70,6 +70,7 @@ class Bench:
             max_rows=args.max_rows,
             max_length=max_length,
             chunk=args.chunk,
+            prefill_ms=args.prefill_ms,
             kv=args.kv,
         )
         self._model: torch.nn.Module | None = None
@@ -96,6 +97,8 @@ class Bench:
             parts = (f"budget={self.args.budget}", *parts)
             if self.args.prompt_density is not None:
                 parts = (*parts, f"prompts={self.args.prompt_density:g}")
+            if name == "segments" and self.args.prefill_ms != Settings.prefill_ms:
+                parts = (*parts, f"prefill={self.args.prefill_ms:g}ms")
             if self.args.kv != "random":
                 parts = (*parts, f"kv={self.args.kv}")
         return ":".join((name, f"gpu={self.args.kv_gb:g}gb", *parts))

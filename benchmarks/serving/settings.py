@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from hf_sparsekv.serving.config import ServingConfig
+
 from ..shapes import kv_bytes
 
 
@@ -22,6 +24,7 @@ class Settings:
         max_rows: requests that decode together at most.
         max_length: tokens of a prompt and its answer at most.
         chunk: tokens of a prompt in one forward pass (SparseServe's baselines: 2,048).
+        prefill_ms: of prompts between two steps, where they are read in layer segments (``ServingConfig``).
         kv: ``random``: keys and queries are the model's own; ``replayed``: they imitate recorded ones (sparse systems).
     """
 
@@ -33,6 +36,7 @@ class Settings:
     max_rows: int
     max_length: int
     chunk: int = 2048
+    prefill_ms: float = ServingConfig.prefill_ms
     kv: str = "random"
 
     @property
