@@ -19,6 +19,7 @@ from .attention.interface import register as _register
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .attention.flash_4 import flash_attention_4
     from .attention.mla import absorb_mla, restore_mla
     from .attention.rotary import fixed_rotary
     from .attention.tap import QueryTap, predict_ahead
@@ -47,6 +48,7 @@ _register()
 # longer than importing a model of transformers.
 _PLACES = {
     "attention.mla": ("absorb_mla", "restore_mla"),
+    "attention.flash_4": ("flash_attention_4",),
     "attention.rotary": ("fixed_rotary",),
     "attention.tap": ("QueryTap", "predict_ahead"),
     "cache": ("SparseCache",),
@@ -112,6 +114,7 @@ __all__ = [
     "disable",
     "enable",
     "fixed_rotary",
+    "flash_attention_4",
     "generate",
     "optimize",
     "predict_ahead",

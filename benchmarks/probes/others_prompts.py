@@ -1,4 +1,4 @@
-"""Attention to chosen blocks by others' kernels: cuDNN's three, and FlashAttention 3 as vLLM builds it.
+"""Attention to chosen blocks by others' kernels: cuDNN's three, FlashAttention 4, and 3 as vLLM builds it.
 
 Apart from the probe because their packages are optional: each is imported when it is asked for. cuDNN's kernels have no
 causal mask beside a list of blocks. So they get blocks that all queries of a tile see whole, and ours gets the same.
@@ -7,7 +7,6 @@ causal mask beside a list of blocks. So they get blocks that all queries of a ti
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,38 +14,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from hf_sparsekv.attention.flash_4 import causal_mask, installed
 from hf_sparsekv.ops._prompts import BLOCK, TILE
 
 Run = Callable[[], Tensor]
 SPLITS = (1, 2)  # of a list, for keys that do not fit into the L2 cache
 
 
-def installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
 def _vllm() -> None:
     if os.environ["VLLM"] not in sys.path:
         sys.path.append(os.environ["VLLM"])
-
-
-def flash_3_in_torch() -> None:
-    """Have torch call FlashAttention 3 of vLLM 0.26, as ``activate_flash_attention_impl("FA3")`` its own package."""
-    _vllm()
-    import vllm.vllm_flash_attn  # noqa: F401
-    from torch.nn.attention import _fa3, activate_flash_attention_impl, register_flash_attention_impl
-
-    def forward(*given: object) -> object:
-        """vLLM's has no ``attention_chunk``; sinks and context parallelism come last."""
-        return torch.ops._vllm_fa3_C.fwd(*given[:27], *given[28:], None, 1, 0, None)
-
-    def register() -> object:
-        _fa3._FA3_CUDA_FWD = forward
-        torch._C._set_sdp_use_fa3(True)
-        return _fa3._FA3Handle(_fa3._fa3_register_kernels())
-
-    register_flash_attention_impl("FA3", register_fn=register)
-    activate_flash_attention_impl("FA3")
 
 
 def flash_3(query: Tensor, key: Tensor, value: Tensor) -> Run:
@@ -59,6 +36,14 @@ def flash_3(query: Tensor, key: Tensor, value: Tensor) -> Run:
     at = [torch.tensor([0, length], dtype=torch.int32, device=query.device) for length in (q, n)]
     options = {"max_seqlen_q": q, "cu_seqlens_q": at[0], "max_seqlen_k": n, "cu_seqlens_k": at[1]}
     return lambda: flash_attn_varlen_func(*rows, **options, causal=True, fa_version=3).transpose(0, 1)[None]
+
+
+def flash_4(query: Tensor, key: Tensor, value: Tensor) -> Run:
+    """Dense causal attention of the last queries."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    return lambda: _flash_attn_fwd(*rows, causal=True)[0].transpose(1, 2)
 
 
 def whole_blocks(ids: Tensor, counts: Tensor, n: int, past: int, keys: int) -> Tensor:
@@ -164,6 +149,19 @@ def ranged(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Run:
     return lambda: flex_attn_func(*rows, mask_plan=plan).transpose(1, 2)
 
 
+def listed_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys: int) -> Run:
+    """FlashAttention 4's kernel, which takes lists of whole and of partial blocks: here all are whole."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    ids, counts = lists_of(mask)
+    none = torch.zeros_like(counts), torch.zeros_like(ids)
+    blocks = BlockSparseTensorsTorch(*none, counts, ids, block_size=(TILE, keys))
+    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    options = {"mask_mod": causal_mask(), "block_sparse_tensors": blocks}
+    return lambda: _flash_attn_fwd(*rows, **options)[0].transpose(1, 2)
+
+
 def block_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys: int) -> Iterator[tuple[str, Run]]:
     """Names and calls; the first call builds, and may refuse."""
 
@@ -171,6 +169,10 @@ def block_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keys:
         made = functools.cache(lambda: build(query, key, value, mask, *args))
         return lambda: made()()
 
+    if installed("flash_attn.cute"):
+        yield "FlashAttention 4, lists", later(listed_whole, keys)
+    if not installed("cudnn"):
+        return
     for splits in SPLITS:
         yield f"cuDNN, lists, {splits} split(s)", later(listed, keys, splits)
     if keys == TILE:

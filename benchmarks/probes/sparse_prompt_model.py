@@ -8,17 +8,18 @@ Lists of the given density are drawn (:mod:`..drawn_lists`). ``--mass`` adds a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 
 import torch
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, TokenConfig, optimize, unoptimize
+from hf_sparsekv.attention.flash_4 import flash_attention_4
 from hf_sparsekv.cache_name import over
 
 from ..drawn_lists import draw
 from ..shapes import known_config, parse_model, parse_tokens, random_model
-from . import others_prompts
 
 
 @torch.no_grad()
@@ -44,14 +45,18 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="in host memory as well")
     parser.add_argument("--times", type=int, default=3, help="of each; the median but for the first")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True, help="exact prompts as well")
-    parser.add_argument("--flash-3", action="store_true", help="FlashAttention 3 of vLLM in the folder VLLM names")
+    parser.add_argument("--flash-attention-4", action="store_true", help="which has to be installed")
     args = parser.parse_args()
-    if args.flash_3:
-        others_prompts.flash_3_in_torch()
+    with flash_attention_4() if args.flash_attention_4 else contextlib.nullcontext():
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """All prompts that were asked for."""
     model = random_model(known_config(args.model, args.layers), torch.bfloat16, torch.device("cuda"))
     model.set_attn_implementation("sparsekv")
     optimize(model)
-    print(torch.cuda.get_device_name(), args.model)
+    print(torch.cuda.get_device_name(), args.model, "by FlashAttention 4" if args.flash_attention_4 else "")
     by_length: dict[int, list[float]] = {}
     for text in args.at:
         tokens, _, density = text.partition(":")

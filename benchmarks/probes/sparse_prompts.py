@@ -6,7 +6,8 @@
 Milliseconds, TFLOP/s of what is computed, and the gain over the fastest dense kernel, which reads the same tensors.
 Lists are drawn: half of a tile's blocks are those of its neighbours as well. Each configuration's result is compared
 with the others'. ``--piece`` takes the last so many queries, over everything before them. Others' kernels run beside
-ours where there are any: cuDNN's if `nvidia-cudnn-frontend` is installed, vLLM's if the variable VLLM names its folder.
+ours where there are any: cuDNN's if `nvidia-cudnn-frontend` is installed, FlashAttention 4 if `flash-attn-4` is, vLLM's
+if the variable VLLM names its folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from hf_sparsekv.attention import parts, sparse_prompt
 from hf_sparsekv.attention.exact import exact_attention
+from hf_sparsekv.attention.flash_4 import installed
 from hf_sparsekv.ops._prompts import BLOCK, TILE, key_means, step_of
 from hf_sparsekv.ops.attention.block_attention.config import Config
 from hf_sparsekv.ops.attention.block_attention.config import config as usual
@@ -117,15 +119,21 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> dict[str, float]:
                 print(f"  {name}: {str(error).splitlines()[0]}")
     for piece in (q // 2, q // 4) if q == n else ():
         found[f"in {piece}"] = timed(lambda: in_pieces(query, key, value, piece), 3)  # noqa: B023
-    if "VLLM" in os.environ:
+    others = {
+        "flash 3": (others_prompts.flash_3, "VLLM" in os.environ),
+        "flash 4": (others_prompts.flash_4, installed("flash_attn.cute")),
+    }
+    for name, (build, there) in others.items():
+        if not there:
+            continue
         try:
-            run = others_prompts.flash_3(query, key, value)
+            run = build(query, key, value)
             off = far(run(), exact_attention(query, key, value, params))
-            found["flash 3"] = timed(run, 3)
+            found[name] = timed(run, 3)
             if not off < 1e-2:
-                print(f"  flash 3 DIFFERS by {off:.1e}")
+                print(f"  {name} DIFFERS by {off:.1e}")
         except Exception as error:
-            print(f"  flash 3: {reason(error)}")
+            print(f"  {name}: {reason(error)}")
     return found
 
 
@@ -153,7 +161,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, densities: list[float],
             out = row(named(config), run, work, least, first)
             first = out if first is None else first
             del out
-        if others_prompts.installed("cudnn"):
+        if installed("cudnn") or installed("flash_attn.cute"):
             beside_others(query, key, value, ids, counts, least)
 
 

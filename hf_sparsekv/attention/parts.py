@@ -12,6 +12,8 @@ the plan takes. The flash kernels also take the rest of a past that ends between
 Keys and values of very long prompts do not stay in the L2 cache between one head's queries. So these are taken in
 pieces of as many tokens as stay there, each a chunk with a past.
 
+FlashAttention 4, where it is in use (:mod:`.flash_4`), takes everything at once: it is faster, also than in pieces.
+
 Where torch's flash kernels are FlashAttention 3's (:func:`has_quick_flash`), they are faster than cuDNN's, need no plan
 and take a chunk with its past: they get everything.
 """
@@ -26,6 +28,8 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from . import flash_4
 
 LEAST = 512  # least queries over a past; with fewer, several launches and a merge cost more than they save
 SHORT = 1024  # most tokens of a prompt for the flash kernels: 500 take 0.05 ms, padded for cuDNN 0.22 ms
@@ -134,7 +138,8 @@ def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
     """
     made = 0
     longest = min(longest, piece(key, value) * 3 // 2)
-    for n in [] if has_quick_flash() else lengths(longest):
+    without = has_quick_flash() or flash_4.serves(query, key, value)
+    for n in [] if without else lengths(longest):
         parts = [t.new_empty(1, n, t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)]
         if not serves(*parts):
             break
@@ -201,6 +206,8 @@ def chunk_attention(
     """
     q, n = query.shape[2], key.shape[2]
     past, size = n - q, -(-q // grid(q)) * grid(q)
+    if flash_4.serves(query, key, value):
+        return flash_4.causal_attention(query, key, value, scale)
     if (not past and q <= SHORT) or has_quick_flash():
         return rest(query, key, value, True, scale)[0]
     most = piece(key, value)

@@ -13,6 +13,7 @@ from ..ops.attention.block_attention import block_attention
 from ..ops.selection.prompt_choice import prompt_choice
 from ..ops.selection.prompt_mass import prompt_mass
 from ..tensors import no_inference_mode
+from . import flash_4
 
 LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
 WIDEST = 256  # channels of a head that the kernels hold
@@ -132,7 +133,11 @@ def sparse_attention(
         ids, counts, covered = lists
         seen = seen_blocks(past, rows, start, query.device)
         audit.add(covered, counts, seen, missed[0], missed[1], first_head, q_heads if heads is None else heads)
-        block_attention(some, key, value, ids, counts, scale, past, start, out=out[:, :, lo : lo + at_once])
+        mine = out[:, :, lo : lo + at_once]
+        if start is None and flash_4.serves(some, key, value):
+            flash_4.block_attention(some, key, value, ids, counts, scale, past, mine)
+        else:
+            block_attention(some, key, value, ids, counts, scale, past, start, out=mine)
     return out
 
 

@@ -252,7 +252,10 @@ def offload_config(options: CacheOptions, **more: int | None) -> OffloadConfig |
 
 # Arguments of an engine, beside those of its cache, and the options of `serve` that give them.
 ENGINE = {
-    **{name: name for name in ("max_rows", "max_waiting", "max_wait_s", "prefill_ms", "prefix_cache")},
+    **{
+        name: name
+        for name in ("max_rows", "max_waiting", "max_wait_s", "prefill_ms", "prefix_cache", "flash_attention_4")
+    },
     **{"max_length": "context", "max_tokens": "batch_tokens", "device_pool": "device_kv", "max_host_bytes": "host_kv"},
 }
 

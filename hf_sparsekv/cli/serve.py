@@ -26,6 +26,7 @@ import typer
 from hf_sparsekv_cli import values
 from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
 
+from ..attention import flash_4
 from ..gguf_file import is_gguf
 from ..serving.config import MOST_ROWS
 from . import loading
@@ -157,6 +158,10 @@ def serve(
     exact: Annotated[
         bool, _of_requests("--exact", help='Give full attention\'s answers, unless one asks "exact": false.')
     ] = False,
+    flash_attention_4: Annotated[
+        bool,
+        _of_requests("--flash-attention-4", help="Read prompts by FlashAttention 4 (the extra `flash`), on an H100."),
+    ] = False,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
@@ -189,7 +194,13 @@ def serve(
         prefill_ms=prefill_ms,
         prefix_cache=prefix_cache,
         exact=exact,
+        flash_attention_4=flash_attention_4,
     )
+    if flash_attention_4:
+        try:
+            flash_4.check()  # first: a model takes minutes to load
+        except ImportError as error:
+            raise CommandError(f"--flash-attention-4: {error}") from error
     origins(cors_origin)
     if log_requests:
         _log_requests()

@@ -40,6 +40,8 @@ class ServingConfig:
 
         exact: the tokens of requests are those of full attention (docs/exact.md), unless a request says
             ``exact=False``. Resident caches only.
+        flash_attention_4: read prompts by FlashAttention 4, in the whole process while the engine is open
+            (:func:`.flash_attention_4`). The engine's start compiles its kernels.
 
     Raises:
         ValueError: a field has another value or type than allowed.
@@ -56,6 +58,7 @@ class ServingConfig:
     prefix_cache: bool = True
     working_set: bool = True
     exact: bool = False
+    flash_attention_4: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_rows": 1, "max_length": 1, "max_tokens": 1, "max_waiting": 0, "chunk": 3}
@@ -77,6 +80,6 @@ class ServingConfig:
             and not math.isnan(self.prefill_ms),
             f"prefill_ms must be a number > 0, got {self.prefill_ms!r}",
         )
-        for name in ("layer_segments", "prefix_cache", "working_set", "exact"):
+        for name in ("layer_segments", "prefix_cache", "working_set", "exact", "flash_attention_4"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -15,6 +15,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from ..attention.flash_4 import flash_attention_4
 from ..attention.rotary import Switch, fixed_rotary
 from ..bookkeeping.indexers import check_exact, has_indexer
 from ..cache import SparseCache
@@ -98,6 +99,8 @@ def opened(
         raise ValueError("the model's configuration names no context: give ServingConfig(max_length=...)")
     if context is not None and max_length > context:
         raise ValueError(f"max_length={max_length} is over the model's context of {context} tokens")
+    if serving.flash_attention_4:
+        stack.enter_context(flash_attention_4())
     was_training = model.training
     _say_what_is_fixed(model, stack.enter_context(fixed_rotary(model, max_length)), max_length)
     stack.enter_context(sparse(model, settings.config, offload=settings.offload))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import fake_flash_4
 import pytest
 import torch
 
 from benchmarks.drawn_lists import drawn_lists
 from benchmarks.probes import others_prompts
-from hf_sparsekv.attention import parts
+from hf_sparsekv.attention.flash_4 import causal_mask
 from hf_sparsekv.ops._prompts import BLOCK, TILE
 from hf_sparsekv.ops.attention.block_attention.reference import block_attention
 
@@ -52,14 +53,16 @@ def test_equal_lists_give_equal_results(q, n, keys, monkeypatch):
     mine = others_prompts.lists_of(mask.repeat_interleave(keys // BLOCK, -1))
     expected = block_attention(query, key, value, *mine, DIM**-0.5, n - q)[:, :, TILE:]
 
-    monkeypatch.setitem(
-        sys.modules, "cudnn", SimpleNamespace(BSA=SimpleNamespace(block_sparse_attention_forward=forward))
-    )
+    cudnn = SimpleNamespace(BSA=SimpleNamespace(block_sparse_attention_forward=forward), __spec__="there")
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    fake_flash_4.install(monkeypatch)
+    causal_mask.cache_clear()
     named = dict(others_prompts.block_kernels(query, key, value, mask, keys))
     lists = [run for name, run in named.items() if "lists" in name]
-    assert len(lists) == len(others_prompts.SPLITS) and len(named) == len(lists) + 2 * (keys == TILE)
+    assert len(lists) == 1 + len(others_prompts.SPLITS) and len(named) == len(lists) + 2 * (keys == TILE)
     for run in lists:
         torch.testing.assert_close(run()[:, :, TILE:], expected)
+    causal_mask.cache_clear()
 
     bits = others_prompts.packed(mask)
     assert bits.dtype == torch.uint8 and bits.shape == (1, HEADS, -(-q // TILE), -(-n // keys // 8))
@@ -99,21 +102,3 @@ def test_whole_blocks_are_listed_ones(keys):
             assert latter == {
                 block for block in drawn_ids if block < seen * keys // BLOCK and (block + 1) % (keys // BLOCK) == 0
             }
-
-
-def test_flash_attention_3_of_vllm_is_torchs(monkeypatch):
-    """Its arguments are torch's in order, less one, and three of its own."""
-    seen = []
-    for name in ("vllm", "vllm.vllm_flash_attn"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=lambda *given: seen.extend(given)), raising=False)
-    monkeypatch.setenv("VLLM", "nowhere")
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    others_prompts.flash_3_in_torch()
-    try:
-        assert parts.has_quick_flash()
-        torch.nn.attention._fa3._FA3_CUDA_FWD(*range(34))
-    finally:
-        torch.nn.attention.restore_flash_attention_impl()
-    assert seen == [*range(27), *range(28, 34), None, 1, 0, None]
-    assert not parts.has_quick_flash()

@@ -183,6 +183,12 @@ def test_without_the_extra(tiny, monkeypatch):
     assert done.exit_code == 1 and "serve needs uvicorn: install the extra" in " ".join(done.output.split())
 
 
+def test_without_flash_attention_4(tiny, monkeypatch):
+    monkeypatch.setattr(module.flash_4, "installed", lambda module: False)
+    done = run(str(tiny), "--flash-attention-4")
+    assert done.exit_code == 1 and "FlashAttention 4 is not installed: pip install" in " ".join(done.output.split())
+
+
 def test_an_unknown_model_is_told():
     done = run("./nothing", "--port", "0")
     assert done.exit_code == 1 and "there is no directory './nothing'" in done.output
@@ -216,7 +222,10 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)
     assert (serving.max_rows, serving.max_length, serving.max_tokens) == (3, 2048, 8192)
     assert (serving.max_waiting, serving.max_wait_s, serving.prefill_ms) == (5, 1.5, 7.0)
-    assert not serving.prefix_cache
+    assert not serving.prefix_cache and not serving.flash_attention_4
+    monkeypatch.setattr(module.flash_4, "check", lambda: None)
+    run(str(tiny), "--port", "0", "--flash-attention-4")
+    assert given["settings"][2].flash_attention_4
     names = ("--allow-host", "a.example", "--allow-host", "b.example")
     run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", *names)
     assert (given["id"], given["options"]["api_key"], given["settings"][1]) == ("mine", None, None)

@@ -1,0 +1,158 @@
+"""FlashAttention 4 for prompts: exact ones, and sparse ones' chosen blocks.
+
+The package ``flash-attn-4`` (Tri Dao and others) compiles its kernels for a GPU when they are first called, in 2 to 4 s
+each. On a Hopper GPU they are faster than cuDNN's, need no plan and take a chunk with its past. They also take lists of
+blocks, as torch's FlexAttention gives them, faster than :mod:`..ops.attention.block_attention`
+(docs/measured/sparse-prompts.md).
+
+It is called directly. Torch has a switch of its own (``activate_flash_attention_impl("FA4")``), but what torch 2.11 to
+2.13 put behind it expects two results of a function that gives five in 4.0.0b36.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops._dispatch import require_dense_rows
+from ..ops._prompts import BLOCK, TILE, blocks_of, tiles_of
+
+TESTED = "4.0.0b36"
+_TAKEN = {"softmax_scale", "causal", "mask_mod", "block_sparse_tensors", "out"}  # arguments of theirs that we give
+
+
+class _Uses:
+    """How many contexts are open, in all threads: an engine's reads prompts."""
+
+    def __init__(self) -> None:
+        self.lock, self.now = threading.Lock(), 0
+
+
+_uses = _Uses()
+
+
+@contextlib.contextmanager
+def flash_attention_4() -> Iterator[None]:
+    """Read prompts by FlashAttention 4 while the context is open, in all threads of the process.
+
+    A Hopper GPU, heads of up to 256 channels (a multiple of 8) in 16 bits and no padding; other prompts are read as
+    without it. Steps are not concerned.
+
+    Raises:
+        ImportError: ``flash-attn-4`` is not installed, or another release than what is known.
+    """
+    check()
+    with _uses.lock:
+        _uses.now += 1
+    try:
+        yield
+    finally:
+        with _uses.lock:
+            _uses.now -= 1
+
+
+def check() -> None:
+    """Raise ImportError, saying what to do, unless there is a FlashAttention 4 that we know."""
+    if not installed("flash_attn.cute"):
+        raise ImportError("FlashAttention 4 is not installed: pip install 'hf-sparsekv[flash]'")
+    if missing := _TAKEN - set(inspect.signature(_forward()).parameters):
+        raise ImportError(
+            f"this release of flash-attn-4 has no {', '.join(sorted(missing))}: install {TESTED}, which was tested"
+        )
+
+
+def installed(module: str) -> bool:
+    """Whether there is such a module, which may be one of a package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package
+        return False
+
+
+def _forward() -> Callable[..., Any]:
+    """``(query, key, value)``, each ``[batch, tokens, heads, D]``; queries are those of the last tokens."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd
+
+
+def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention 4 is in use, and takes these ``[batch, heads, tokens, D]``."""
+    return (
+        _uses.now > 0
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[3] % 8 == value.shape[3] % 8 == 0
+        and max(query.shape[3], value.shape[3]) <= 256
+        and torch.cuda.get_device_capability(query.device)[0] == 9  # others' tiles do not fit our blocks
+    )
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """As :func:`.parts.chunk_attention`: of the last ``q`` columns over all ``n``."""
+    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    _forward()(*(t.transpose(1, 2) for t in (query, key, value)), softmax_scale=scale, causal=True, out=out)
+    return out.transpose(1, 2)
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, counts: Tensor, scale: float, past: int, out: Tensor
+) -> Tensor:
+    """As :func:`..ops.attention.block_attention.block_attention` defines it, without padding."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    require_dense_rows(query=query, key=key, value=value, ids=ids, out=out)
+    end = past + query.shape[2]
+    partial_counts, partial_ids = seen_in_part(counts, past, query.shape[2])
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=partial_counts,
+        mask_block_idx=partial_ids,
+        full_block_cnt=counts - partial_counts,  # lists ascend, so these come first
+        full_block_idx=ids[..., : blocks_of(end)],
+        block_size=(TILE, BLOCK),
+    )
+    rows = (t.transpose(1, 2) for t in (query, key[:, :, :end], value[:, :, :end]))
+    options = {"mask_mod": causal_mask(), "block_sparse_tensors": blocks}
+    _forward()(*rows, softmax_scale=scale, out=out.transpose(1, 2), **options)
+    return out
+
+
+def seen_in_part(counts: Tensor, past: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The blocks that a tile's last query sees and its first does not see whole: those at the end of a list.
+
+    Args:
+        counts: int32 ``[batch, Hq, tiles]``, of lists as ``block_attention`` takes them.
+        past: the column of the first of ``rows`` queries.
+
+    Returns:
+        How many of each list they are, int32 ``[batch, Hq, tiles]``, and their ids, ``[batch, Hq, tiles, at most 3]``.
+    """
+    first = past + torch.arange(tiles_of(rows), device=counts.device) * TILE
+    own = (first + 1) // BLOCK
+    many = ((first + TILE).clamp_max(past + rows) - 1) // BLOCK - own + 1
+    most = min(TILE // BLOCK + 1, blocks_of(past + rows))  # it takes no more ids than there are blocks
+    ids = (own[:, None] + torch.arange(most, device=counts.device)).int().expand(*counts.shape, most).contiguous()
+    return counts.minimum(many).int(), ids
+
+
+@cache
+def causal_mask() -> Any:
+    """Of a partial block a query sees the keys up to its own column: queries are those of the last columns."""
+    import cutlass
+    import cutlass.cute as cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    @cute.jit
+    def causal(batch, head, query, key, seqlen_info, aux_tensors):
+        past = scalar_to_ssa(seqlen_info.seqlen_k - seqlen_info.seqlen_q, cutlass.Int32)
+        return key <= query + past
+
+    return causal
