@@ -223,8 +223,8 @@ def test_prompts_on_a_gpu(dims, used):
         key, value = side[..., : dims[0]], side[..., dims[0] :]
         assert parts.serves(query, key, value) and flash_4.serves(query, key, value)
         found = exact_attention(query, key, value, AttentionParams(0.1))
-        given = (t.double().repeat_interleave(t is query or 4, 1) for t in (query, key, value))
-        many, keys, values = given
+        many = query.double()
+        keys, values = (t.double().repeat_interleave(4, 1) for t in (key, value))
         seen = torch.arange(n, device="cuda") <= torch.arange(n - q, n, device="cuda")[:, None]
         expected = (many @ keys.mT * 0.1).masked_fill(~seen, -torch.inf).softmax(-1) @ values
         assert (found - expected).norm() < 1e-2 * expected.norm()
@@ -232,20 +232,28 @@ def test_prompts_on_a_gpu(dims, used):
         assert (sparse - expected).norm() < 1e-2 * expected.norm()
 
 
+def counted(monkeypatch, name):
+    """A list that grows with each call."""
+    calls, real = [], getattr(flash_4, name)
+    monkeypatch.setattr(flash_4, name, lambda *given: calls.append(name) or real(*given))
+    return calls
+
+
 @with_flash_4
 @pytest.mark.gpu
 @torch.no_grad()
-def test_requests_wait_for_no_compiler_on_a_gpu():
+def test_requests_wait_for_no_compiler_on_a_gpu(monkeypatch):
     """An engine's start compiles what exact and sparse prompts of all lengths take."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     compiled = _flash_attn_fwd.compile_cache.cache
     wide = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
-    net = build("llama", "sparsekv", max_position_embeddings=8192, **wide).cuda().bfloat16()
-    serving = ServingConfig(max_rows=2, max_length=8000, chunk=2048, flash_attention_4=True)
+    net = build("llama", "sparsekv", num_hidden_layers=4, max_position_embeddings=8192, **wide).cuda().bfloat16()
+    serving = ServingConfig(max_rows=2, max_length=8000, chunk=2048, prefix_cache=False, flash_attention_4=True)
     with Engine(net, None, TokenConfig(prefill=0.9, prefill_below=2500), None, serving) as engine:
         before = set(compiled)
+        calls = {name: counted(monkeypatch, name) for name in ("causal_attention", "block_attention")}
         for tokens in (3, 20, 700, 2300, 3001, 7000):
             engine.submit([5] * tokens, Sampling(max_tokens=3, temperature=0)).result(60)
-        assert engine.stats().prompts, "no prompt was sparse"
     assert before and set(compiled) == before
+    assert all(calls.values()), calls
