@@ -26,6 +26,7 @@ from ..ops._dispatch import require_dense_rows
 from ..ops._prompts import BLOCK, TILE, blocks_of, tiles_of
 
 TESTED = "4.0.0b36"
+HOPPER = 9  # compute capability; on others its tiles do not fit our blocks
 _TAKEN = {"softmax_scale", "causal", "mask_mod", "block_sparse_tensors", "out"}  # arguments of theirs that we give
 
 
@@ -43,11 +44,12 @@ _uses = _Uses()
 def flash_attention_4() -> Iterator[None]:
     """Read prompts by FlashAttention 4 while the context is open, in all threads of the process.
 
-    A Hopper GPU, heads of up to 256 channels (a multiple of 8) in 16 bits and no padding; other prompts are read as
-    without it. Steps are not concerned.
+    It takes heads of up to 256 channels (multiples of 8) in 16 bits, and sparse prompts without padding. Other prompts
+    are read as without it, and so are exact ones that are captured (up to 2,048 tokens). Steps are not concerned.
 
     Raises:
-        ImportError: ``flash-attn-4`` is not installed, or another release than what is known.
+        ImportError: ``flash-attn-4`` is not installed or does not work, or takes other arguments than ours.
+        RuntimeError: torch sees no Hopper GPU.
     """
     check()
     with _uses.lock:
@@ -60,13 +62,19 @@ def flash_attention_4() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ImportError, saying what to do, unless there is a FlashAttention 4 that we know."""
+    """Raise, saying what to do, unless there is a FlashAttention 4 that we know, and a GPU for it."""
     if not installed("flash_attn.cute"):
         raise ImportError("FlashAttention 4 is not installed: pip install 'hf-sparsekv[flash]'")
-    if missing := _TAKEN - set(inspect.signature(_forward()).parameters):
+    try:
+        taken = inspect.signature(_forward()).parameters
+    except Exception as error:  # its compiler raises RuntimeError where it finds no CUDA libraries
+        raise ImportError(f"flash-attn-4 is installed and cannot be imported: {error}") from error
+    if missing := _TAKEN - taken.keys():
         raise ImportError(
             f"this release of flash-attn-4 has no {', '.join(sorted(missing))}: install {TESTED}, which was tested"
         )
+    if HOPPER not in (torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())):
+        raise RuntimeError("FlashAttention 4 is for Hopper GPUs (H100, H200) here, and torch sees none: leave it out")
 
 
 def installed(module: str) -> bool:
@@ -89,11 +97,14 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         _uses.now > 0
         and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[3] % 8 == value.shape[3] % 8 == 0
-        and max(query.shape[3], value.shape[3]) <= 256
-        and torch.cuda.get_device_capability(query.device)[0] == 9  # others' tiles do not fit our blocks
+        and takes(query.dtype, query.shape[3], value.shape[3])
+        and torch.cuda.get_device_capability(query.device)[0] == HOPPER
     )
+
+
+def takes(dtype: torch.dtype, dk: int, dv: int) -> bool:
+    """Whether there are kernels for heads of ``dk`` and ``dv`` channels."""
+    return dtype in (torch.bfloat16, torch.float16) and dk % 8 == dv % 8 == 0 and max(dk, dv) <= 256
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -21,7 +21,7 @@ from ..ops.layers.quantised_linear.lookup import AMPERE
 from ..policies.crossover import guess, lookup
 from .output import messages, results, size
 
-_PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel")
+_PACKAGES = ("hf-sparsekv", "torch", "transformers", "triton", "accelerate", "liger-kernel", "flash-attn-4")
 _FORMATS = ("bitsandbytes", "torchao", "compressed-tensors", "gptqmodel")  # libraries of quantised weights
 # operator -> its folder in hf_sparsekv.ops
 _OPERATORS = {

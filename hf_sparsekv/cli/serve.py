@@ -199,7 +199,7 @@ def serve(
     if flash_attention_4:
         try:
             flash_4.check()  # first: a model takes minutes to load
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:
             raise CommandError(f"--flash-attention-4: {error}") from error
     origins(cors_origin)
     if log_requests:

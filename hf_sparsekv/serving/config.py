@@ -41,7 +41,7 @@ class ServingConfig:
         exact: the tokens of requests are those of full attention (docs/exact.md), unless a request says
             ``exact=False``. Resident caches only.
         flash_attention_4: read prompts by FlashAttention 4, in the whole process while the engine is open
-            (:func:`.flash_attention_4`). The engine's start compiles its kernels.
+            (:func:`.flash_attention_4`, whose errors the engine raises). The engine's start compiles its kernels.
 
     Raises:
         ValueError: a field has another value or type than allowed.

@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.flash_4 import flash_attention_4
+from ..attention.flash_4 import flash_attention_4, takes
 from ..attention.rotary import Switch, fixed_rotary
 from ..bookkeeping.indexers import check_exact, has_indexer
 from ..cache import SparseCache
@@ -34,7 +34,7 @@ from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
 from .config import ServingConfig
-from .first_prompt import compile_sparse_prompts
+from .first_prompt import compile_sparse_prompts, shapes
 from .in_flight import MOST
 from .prefix import Channels
 
@@ -115,6 +115,11 @@ def opened(
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
+    if serving.flash_attention_4 and not any(takes(dtype, dk, dv) for _, dk, dv, dtype in shapes(model, cache)):
+        raise ValueError(
+            "no prompt of this model could be read by FlashAttention 4, which takes heads of up to 256 channels "
+            "(multiples of 8) in 16 bits: leave flash_attention_4 out"
+        )
     why = why_not(model, max_length)
     if ranks is not None and ranks.any(why is not None):  # all ranks or none
         why = why or "another rank of the model cannot serve it, and says why"

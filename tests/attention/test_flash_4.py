@@ -65,8 +65,11 @@ def lists(batch, heads, q, past, share, device="cpu", wider=0):
 
 @pytest.fixture
 def fake(monkeypatch):
+    """FlashAttention 4, as it is defined, and a GPU for it."""
     fake_flash_4.install(monkeypatch)
     flash_4.causal_mask.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     yield
     flash_4.causal_mask.cache_clear()
 
@@ -131,13 +134,19 @@ def test_exact_prompts_take_it(q, n, fake, monkeypatch):
     ids=str,
 )
 def test_what_it_serves(what, serves, fake, monkeypatch):
-    case = {"used": True, "dtype": torch.bfloat16, "channels": (128, 128), "capability": (9, 0), "cuda": True} | what
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+    case: dict = {
+        "used": True,
+        "dtype": torch.bfloat16,
+        "channels": (128, 128),
+        "capability": (9, 0),
+        "cuda": True,
+    } | what
     query, value = (
         SimpleNamespace(is_cuda=case["cuda"], dtype=case["dtype"], shape=(1, 4, 256, dim), device="cuda:0")
         for dim in case["channels"]
     )
     with flash_attention_4() if case["used"] else nullcontext():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
         assert flash_4.serves(query, query, value) is serves
     assert not flash_4.serves(query, query, value)
 
@@ -155,21 +164,31 @@ def test_it_is_in_use_while_any_context_is_open(fake):
 
 
 def test_an_engine_uses_it_until_it_closes(fake):
-    net = build("llama", "sparsekv")
-    with Engine(net, None, TokenConfig(), None, ServingConfig(max_length=64, flash_attention_4=True)) as engine:
+    net, serving = build("llama", "sparsekv"), ServingConfig(max_length=64, flash_attention_4=True)
+    with pytest.raises(ValueError, match="no prompt of this model could be read by FlashAttention 4"):
+        Engine(net, None, TokenConfig(), None, serving)
+    assert flash_4._uses.now == 0
+    with Engine(net.bfloat16(), None, TokenConfig(), None, serving) as engine:
         assert flash_4._uses.now == 1
         engine.submit([1, 2, 3], Sampling(max_tokens=2, temperature=0)).result(60)
     assert flash_4._uses.now == 0
 
 
 def test_what_is_missing_is_told(fake, monkeypatch):
-    """The package, or in another release what we give it; nothing is in use then."""
+    """A GPU, the package, or in another release what we give it; nothing is in use then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        with pytest.raises(RuntimeError, match="torch sees none: leave it out"), flash_attention_4():
+            pass
     interface = sys.modules["flash_attn.cute.interface"]
     monkeypatch.setattr(interface, "_flash_attn_fwd", lambda query, key, value, causal, softmax_scale, out: None)
     with (
         pytest.raises(ImportError, match=f"no block_sparse_tensors, mask_mod: install {flash_4.TESTED}"),
         flash_attention_4(),
     ):
+        pass
+    del interface._flash_attn_fwd
+    with pytest.raises(ImportError, match="cannot be imported: cannot import name"), flash_attention_4():
         pass
     monkeypatch.setattr(flash_4, "installed", lambda module: False)
     with pytest.raises(ImportError, match="not installed: pip install"), flash_attention_4():
@@ -217,7 +236,7 @@ def test_chosen_blocks_on_a_gpu(dims, dtype, used):
 @torch.no_grad()
 def test_prompts_on_a_gpu(dims, used):
     """Exact ones, whole and in pieces, and sparse ones that choose everything, of keys and values side by side."""
-    for q, n in ((300, 300), (1500, 1500), (700, 3001), (2048, 2500)):
+    for q, n in ((300, 300), (1500, 1500), (700, 3001), (2048, 2600)):
         query, key, value = tensors(q, n, (8, 2), *dims, 1, torch.bfloat16, "cuda")
         side = torch.cat((key, value), -1)
         key, value = side[..., : dims[0]], side[..., dims[0] :]
