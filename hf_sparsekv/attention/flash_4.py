@@ -64,7 +64,7 @@ def flash_attention_4() -> Iterator[None]:
 def check() -> None:
     """Raise, saying what to do, unless there is a FlashAttention 4 that we know, and a GPU for it."""
     if not installed("flash_attn.cute"):
-        raise ImportError("FlashAttention 4 is not installed: pip install 'hf-sparsekv[flash]'")
+        raise ImportError("FlashAttention 4 is not installed: pip install 'flash-attn-4[cu13]>=4.0.0b36'")
     try:
         taken = inspect.signature(_forward()).parameters
     except Exception as error:  # its compiler raises RuntimeError where it finds no CUDA libraries

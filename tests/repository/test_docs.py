@@ -216,6 +216,7 @@ def test_every_block_runs_or_says_why_not():
         ("docs/serving-http.md", "asks a server"),
         ("docs/serving-http.md", "makes an engine that nobody closes"),
         ("docs/serving-scale.md", "starts a cluster and a large model"),
+        ("docs/sparse-prompts.md", "needs a Hopper GPU and flash-attn-4"),
     ]
 
 
