@@ -94,6 +94,7 @@ def sparse_attention(
     audit: PromptAudit,
     *,
     start: Tensor | None = None,
+    below: int = 0,
     first_head: int = 0,
     heads: int | None = None,
     step: int | None = None,
@@ -109,6 +110,7 @@ def sparse_attention(
         mass: share to cover, at most 1.
         audit: counts what is chosen.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
+        below: rows of fewer tokens, padding not counted, attend to everything.
         first_head, heads: of a layer of ``heads`` query heads these are the ones from ``first_head`` on.
         step: of so many queries the scores of one are exact. None: :func:`..ops._prompts.step_of` says.
 
@@ -120,6 +122,8 @@ def sparse_attention(
     means = key_means(key, start)
     out = query.new_empty(batch, q, q_heads, value.shape[3]).transpose(1, 2)
     wanted = torch.full((batch, q_heads), mass, dtype=torch.float32, device=query.device)
+    if start is not None and below:
+        wanted.masked_fill_((n - start < below)[:, None], 1.0)
     at_once, step = queries_at_once(batch * q_heads, q, n), step or step_of(n)
     for lo in range(0, q, at_once):
         some, past = query[:, :, lo : lo + at_once], n - q + lo

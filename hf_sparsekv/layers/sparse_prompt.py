@@ -46,7 +46,7 @@ def attention_of(
         or too_precise(query)
         or _learns(step, query)
     )
-    return exact if exactly else partial(_sparse_or_exact, step, config.prefill, audit)
+    return exact if exactly else partial(_sparse_or_exact, step, config.prefill, config.prefill_below, audit)
 
 
 def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
@@ -84,6 +84,7 @@ def _learns(step: Step, query: Tensor) -> bool:
 def _sparse_or_exact(
     step: Step,
     mass: float,
+    below: int,
     audit: PromptAudit,
     query: Tensor,
     key: Tensor,
@@ -99,7 +100,7 @@ def _sparse_or_exact(
     if mask is not None or dropout or (columns is not None and start is None):
         return exact_of(step)(query, key, value, params, columns=columns, mask=mask, dropout=dropout)
     audit.passes += 1
-    attend = partial(_attend, mass, audit, start, query.shape[1])
+    attend = partial(_attend, mass, below, audit, start, query.shape[1])
     if step.absorbed is None:
         return attend(query, key, value, params)
     return step.absorbed.attention(query, key, value, params, columns=columns, attend=attend)
@@ -107,6 +108,7 @@ def _sparse_or_exact(
 
 def _attend(
     mass: float,
+    below: int,
     audit: PromptAudit,
     start: Tensor | None,
     heads: int,
@@ -136,6 +138,7 @@ def _attend(
         mass,
         audit,
         start=start,
+        below=below,
         first_head=head,
         heads=heads,
     )

@@ -15,6 +15,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
+from hf_sparsekv.layers import sparse_prompt as sparse_layers
 from hf_sparsekv.layers.sparse_prompt import too_precise
 from hf_sparsekv.ops._prompts import BLOCK, STEP, TILE
 from hf_sparsekv.telemetry.prompt_stats import PromptStats, described
@@ -115,6 +116,41 @@ def test_rows_of_latents_begin_where_their_padding_ends(rows, monkeypatch):
     torch.testing.assert_close(again[live], out[live], atol=1e-4, rtol=1e-4)
     assert [layer.densities for layer in other] == [layer.densities for layer in prompts]
     assert all(layer.density < 1 for layer in prompts)
+
+
+@pytest.mark.parametrize(
+    ("below", "sparse"), [(0, [True] * 3), (1436, [True, True, False]), (1437, [True, False, False])]
+)
+def test_short_rows_beside_long_ones_are_exact(below, sparse):
+    """As they are alone: their padding does not count."""
+    query, key, value = tensors(1024, 1536, batch=3)
+    key[:, :, ::29] *= 6
+    start = torch.tensor([0, 100, 101], dtype=torch.int32)
+    columns = torch.arange(1536) >= start[:, None]
+    exact = exact_attention(query, key, value, AttentionParams(0.4), columns=columns)
+    audit = PromptAudit()
+    found = sparse_attention(query, key, value, 0.4, 0.4, audit, start=start, below=below)
+    far = (found - exact).abs().amax((1, 2, 3))
+    assert [bool(off > 1e-2) for off in far] == sparse, far
+    assert (far[[not one for one in sparse]] < 1e-5).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4-moe-lite"])
+@torch.no_grad()
+def test_layers_say_which_rows_are_short(name, monkeypatch):
+    """Latents are attended to a row at a time."""
+    said = []
+
+    def attend(*args, start, below, **named):
+        said.append((start.tolist(), below))
+        return real(*args, start=start, below=below, **named)
+
+    real = sparse_layers.sparse_attention
+    monkeypatch.setattr(sparse_layers, "sparse_attention", attend)
+    monkeypatch.setattr(mla, "_PIECE", 1)
+    cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill_below": 650}), offload=None)
+    model(name)(**prompt(3, 700, (0, 63, 300)), past_key_values=cache)
+    assert {below for _, below in said} == {650} and sorted({one for start, _ in said for one in start}) == [0, 63, 300]
 
 
 @torch.no_grad()
