@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hf_sparsekv.attention import parts, sparse_prompt
+from hf_sparsekv.attention import flash_4, parts, sparse_prompt
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.flash_4 import installed
 from hf_sparsekv.ops._prompts import BLOCK, TILE, key_means, step_of
@@ -161,6 +161,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, densities: list[float],
             out = row(named(config), run, work, least, first)
             first = out if first is None else first
             del out
+        if installed("flash_attn.cute"):
+            out = torch.empty_like(query)
+            run = lambda: flash_4.block_attention(query, key, value, ids, counts, dim**-0.5, n - q, out)  # noqa: B023, E731
+            row("FlashAttention 4", run, work, least, first)
         if installed("cudnn") or installed("flash_attn.cute"):
             beside_others(query, key, value, ids, counts, least)
 

@@ -92,8 +92,8 @@ def _forward() -> Callable[..., Any]:
     return _flash_attn_fwd
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention 4 is in use, and takes these ``[batch, heads, tokens, D]``."""
+def serves(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention 4 is in use, and takes these ``[batch, heads, tokens, D]``, with keys like the queries."""
     return (
         _uses.now > 0
         and query.is_cuda
@@ -156,7 +156,7 @@ def seen_in_part(counts: Tensor, past: int, rows: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def causal_mask() -> Any:
-    """Of a partial block a query sees the keys up to its own column: queries are those of the last columns."""
+    """A query sees the keys of a partial block up to its own column. Queries are those of the last columns."""
     import cutlass
     import cutlass.cute as cute
     from flash_attn.cute.utils import scalar_to_ssa

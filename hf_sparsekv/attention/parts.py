@@ -138,7 +138,7 @@ def make_plans(query: Tensor, key: Tensor, value: Tensor, longest: int) -> int:
     """
     made = 0
     longest = min(longest, piece(key, value) * 3 // 2)
-    without = has_quick_flash() or flash_4.serves(query, key, value)
+    without = has_quick_flash() or flash_4.serves(query, value)
     for n in [] if without else lengths(longest):
         parts = [t.new_empty(1, n, t.shape[1], t.shape[3]).transpose(1, 2) for t in (query, key, value)]
         if not serves(*parts):
@@ -206,7 +206,7 @@ def chunk_attention(
     """
     q, n = query.shape[2], key.shape[2]
     past, size = n - q, -(-q // grid(q)) * grid(q)
-    if flash_4.serves(query, key, value):
+    if flash_4.serves(query, value):
         return flash_4.causal_attention(query, key, value, scale)
     if (not past and q <= SHORT) or has_quick_flash():
         return rest(query, key, value, True, scale)[0]

@@ -138,7 +138,7 @@ def sparse_attention(
         seen = seen_blocks(past, rows, start, query.device)
         audit.add(covered, counts, seen, missed[0], missed[1], first_head, q_heads if heads is None else heads)
         mine = out[:, :, lo : lo + at_once]
-        if start is None and flash_4.serves(some, key, value):
+        if start is None and flash_4.serves(some, value):
             flash_4.block_attention(some, key, value, ids, counts, scale, past, mine)
         else:
             block_attention(some, key, value, ids, counts, scale, past, start, out=mine)

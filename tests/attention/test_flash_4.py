@@ -78,7 +78,7 @@ def fake(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("later", [0, 70], ids=["", "keys behind"])
 def test_chosen_blocks(name, later, fake):
-    """Of two rows, each head's lists, with queries of the last columns that are seen."""
+    """Two rows, each head with lists of its own; keys behind the queries are not seen."""
     q, past = SHAPES[name]
     query, key, value = tensors(q, past + q + later, dk=24, dv=16, batch=2)
     ids, counts = lists(2, 4, q, past, 0.4, wider=3)
@@ -98,7 +98,7 @@ def test_sparse_prompts_take_it(padded, fake, monkeypatch):
     audits = PromptAudit(), PromptAudit()
     expected = sparse_attention(query, key, value, 0.3, 0.8, audits[0], start=start)
     calls, real = [], flash_4.block_attention
-    monkeypatch.setattr(flash_4, "serves", lambda query, key, value: True)
+    monkeypatch.setattr(flash_4, "serves", lambda query, value: True)
     monkeypatch.setattr(flash_4, "block_attention", lambda *given: calls.append(given[0].shape[2]) or real(*given))
     found = sparse_attention(query, key, value, 0.3, 0.8, audits[1], start=start)
     torch.testing.assert_close(found, expected)
@@ -109,7 +109,7 @@ def test_sparse_prompts_take_it(padded, fake, monkeypatch):
 @pytest.mark.parametrize(("q", "n"), [(1100, 1100), (700, 1500)])
 def test_exact_prompts_take_it(q, n, fake, monkeypatch):
     """Whole and with a past, at once; no plan of cuDNN's is made ahead."""
-    monkeypatch.setattr(flash_4, "serves", lambda query, key, value: True)
+    monkeypatch.setattr(flash_4, "serves", lambda query, value: True)
     query, key, value = tensors(q, n, dk=24, batch=2)
     refuse = lambda *given: pytest.fail("another kernel")  # noqa: E731
     found = parts.chunk_attention(query, key, value, 0.3, refuse, refuse)
@@ -147,8 +147,8 @@ def test_what_it_serves(what, serves, fake, monkeypatch):
     )
     with flash_attention_4() if case["used"] else nullcontext():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
-        assert flash_4.serves(query, query, value) is serves
-    assert not flash_4.serves(query, query, value)
+        assert flash_4.serves(query, value) is serves
+    assert not flash_4.serves(query, value)
 
 
 def test_it_is_in_use_while_any_context_is_open(fake):
@@ -222,7 +222,7 @@ def test_chosen_blocks_on_a_gpu(dims, dtype, used):
             ids, counts = lists(batch, heads[0], q, past, 0.4, "cuda", wider=3)
             out = torch.empty(batch, q + 5, heads[0], dims[1], dtype=dtype, device="cuda").fill_(9).transpose(1, 2)
             mine = out[:, :, 2 : q + 2]
-            assert flash_4.serves(query, key, value)
+            assert flash_4.serves(query, value)
             flash_4.block_attention(query, key, value, ids, counts, 0.1, past, mine)
             expected = reference.block_attention(query, key, value, ids, counts, 0.1, past)
             off = (mine.float() - expected.float()).norm()
@@ -240,7 +240,7 @@ def test_prompts_on_a_gpu(dims, used):
         query, key, value = tensors(q, n, (8, 2), *dims, 1, torch.bfloat16, "cuda")
         side = torch.cat((key, value), -1)
         key, value = side[..., : dims[0]], side[..., dims[0] :]
-        assert parts.serves(query, key, value) and flash_4.serves(query, key, value)
+        assert parts.serves(query, key, value) and flash_4.serves(query, value)
         found = exact_attention(query, key, value, AttentionParams(0.1))
         many = query.double()
         keys, values = (t.double().repeat_interleave(4, 1) for t in (key, value))
