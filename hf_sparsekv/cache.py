@@ -25,13 +25,14 @@ from .bookkeeping.models import FirstAttentionLayer, need_config, once_bound, pr
 from .bookkeeping.notices import Notices
 from .bookkeeping.passes import LinearPasses
 from .bookkeeping.replayed import Replays
-from .bookkeeping.row_changes import crop_recent, forget, held_rows, join_layers, map_rows
+from .bookkeeping.row_changes import check_crop, crop_recent, forget, held_rows, join_layers, map_rows
 from .config import OffloadConfig, SparseConfig, checked, with_changes
 from .kv.forward_pass import Pass
 from .kv.pool import BlockPool
 from .kv.row_table import RowTable
 from .kv.rows import Rows
 from .layers.changes import in_all
+from .layers.checks import moves_itself
 from .layers.complete import check_complete
 from .layers.sparse_layer import SparseLayer
 from .offload.copy_streams import CopyStreams
@@ -334,14 +335,22 @@ class SparseCache(Cache):
 
     max_cache_len = property(prefix_tuning)  # deprecated in transformers
 
+    offload = prefetch = moves_itself
+
     def activate_past_recording(self) -> None:
         """As ``Cache.activate_past_recording``, for layers that are made later, too."""
         self._record_past = True
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``."""
+        """Remove the last ``-tokens_to_remove`` tokens, as ``Cache.crop``.
+
+        Raises:
+            ValueError: the model has layers with a recurrent state, which cannot give tokens back.
+        """
         tokens = int(tokens_to_remove)  # once: generate() passes a tensor on the device
+        if self.linear_passes.linear:
+            check_crop(self.layers, -tokens if tokens <= 0 else max(0, int(self.get_seq_length()) - tokens))
         self.under_way = None
         follow = self._joined == self.changes and self.row_batch is None
         if not (follow and crop_recent(self.row_table, self.layers, tokens)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 import warnings
+from operator import methodcaller
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.attention.interface import sparsekv_attention
+from hf_sparsekv.bookkeeping.making import use_rings
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels
@@ -43,6 +46,73 @@ def works(cache, name="llama"):
     inputs = prompt(2, 60, (0, 9), seed=5)
     found = model(name).generate(**inputs, do_sample=False, max_new_tokens=12, past_key_values=cache)
     return torch.equal(found, reference(name).generate(**inputs, do_sample=False, max_new_tokens=12))
+
+
+# ---------------------------------------------------------------------- what cannot be changed from outside
+
+EDITS = {
+    "mul_": lambda t: t.mul_(3),
+    "*=": lambda t: t.__imul__(3),
+    "a slice": lambda t: t.__setitem__((slice(None), 0), 0.0),
+    "a slice's view": lambda t: t[:, 0].zero_(),
+    "a transposed part": lambda t: t.transpose(2, 3).split(8, 2)[1].add_(1),
+    "copy_": lambda t: t.copy_(torch.zeros_like(t)),
+    "out=": lambda t: torch.mul(t, 3, out=t),
+    "out= of two": lambda t: torch.max(t, dim=3, out=(t[..., 0], torch.zeros(t.shape[:3], dtype=torch.long))),
+    "an operator": lambda t: torch.ops.aten.mul_.Scalar(t, 3),
+    "a masked fill": lambda t: t.masked_fill_(t > 0, 0),
+    "its data": lambda t: setattr(t, "data", torch.zeros_like(t)),
+    "detached": lambda t: t.detach().mul_(3),
+    "numpy": lambda t: t.numpy().__imul__(3),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_cached_keys_and_values_are_read_only(filled, edit):
+    """They are copies: an edit that takes effect in transformers' layers would be lost."""
+    for layer in filled.layers:
+        for held in (layer.keys, layer.values):
+            with pytest.raises((RuntimeError, ValueError), match=r"keys and values of a sparse cache|read-only"):
+                EDITS[edit](held)
+            own = held.clone()
+            EDITS[edit](own)
+            assert type(own) is type(held * 2) is torch.Tensor and float(held.sum()) != 0
+
+
+def test_rings_are_read_only():
+    cache = two_level(**FULL)
+    with torch.no_grad():
+        model("gemma3")(IDS, past_key_values=cache)
+    use_rings(cache)
+    for layer in cache.layers:
+        for edit in (lambda held=layer: held.keys.mul_(3), lambda held=layer: setattr(held, "values", IDS)):
+            with pytest.raises((RuntimeError, AttributeError), match="forward hook on the attention module's k_proj"):
+                edit()
+
+
+@pytest.mark.parametrize("call", [methodcaller("offload", 0), methodcaller("prefetch", 1)])
+def test_blocks_are_not_moved_by_hand(filled, call):
+    for held in (filled, two_level(), filled.layers[0]):
+        with pytest.raises(ValueError, match="a sparse cache moves its blocks by itself"):
+            call(held)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear"])
+def test_recurrent_states_cannot_be_cropped(name, recorded):
+    """Tokens stay in them. Nothing has changed then; a crop of nothing is none."""
+    cache = two_level(model_config=model(name).config, **FULL)
+    if recorded:
+        cache.activate_past_recording()
+    feed(name, cache, IDS)
+    copied = copy.deepcopy(cache)
+    for tokens in (-1, -4, 86, -90, -200):
+        with pytest.raises(ValueError, match="keeps a recurrent state, which cannot give back its last"):
+            cache.crop(tokens)
+    if recorded:  # else transformers' layers refuse any
+        cache.crop(0)
+    more = prompt(1, 5, seed=4)["input_ids"]
+    assert torch.equal(feed(name, cache, more), feed(name, copied, more))
 
 
 # ---------------------------------------------------------------------- empty input

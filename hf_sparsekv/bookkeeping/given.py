@@ -19,7 +19,7 @@ from ..layers.complete import check_complete
 
 # Up to transformers 5.20 chunks begin with the input's first token, whatever is cached.
 _CHUNKS_GO_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
-_READ = {"input_ids", "generation_config", "generation_mode"}
+_READ = {"self", "input_ids", "generation_config", "generation_mode"}
 _ANEW = ": call cache.reset() or make a new cache, or leave {option} out"
 
 
@@ -57,12 +57,18 @@ def _call_over(cache: Any) -> Mapping[str, Any] | None:
     return None
 
 
+def _virtual_tokens(model: Any) -> int:
+    """Tokens that PEFT's prompt tuning puts before the input of ``model``, whose inputs it prepares meanwhile."""
+    wrapper = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    return getattr(getattr(wrapper, "active_peft_config", None), "num_virtual_tokens", None) or 0
+
+
 def check_input(cache: Any, call: Mapping[str, Any]) -> None:
     """Raise unless a ``generate()`` over ``cache``, with these local variables, reads what is new in its input.
 
     Raises:
         ValueError: the input has no new tokens, or its mask has too few columns. Or transformers would read the whole
-            of it again: with drafts; in chunks, up to 5.20.
+            of it again: with drafts; in chunks, up to 5.20. Or PEFT has put virtual tokens before the first input.
         RuntimeError: an earlier error left the cache incomplete.
     """
     if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
@@ -74,6 +80,11 @@ def check_input(cache: Any, call: Mapping[str, Any]) -> None:
     held = int(cache.get_seq_length())
     if not held:
         return
+    if virtual := _virtual_tokens(call["self"]):
+        raise ValueError(
+            f"this cache holds {held} tokens, {virtual} of them virtual tokens of PEFT's prompt tuning, which "
+            "generate() would count as tokens of its input: call cache.reset() or make a new cache for each turn"
+        )
     given, config = call["model_kwargs"], call["generation_config"]
     mask = given.get("attention_mask")
     embeds = None if config.is_assistant else given.get("inputs_embeds")

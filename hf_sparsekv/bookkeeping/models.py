@@ -48,10 +48,12 @@ def prefix_tuning(cache: Cache) -> int:
     Raises:
         ValueError: always.
     """
+    given = getattr(cache, "_is_user_defined", False)
+    leave = "leave past_key_values out" if given else "call generate() outside of sparse()"
     raise ValueError(
         "PEFT's prefix tuning keeps its prefix in a DynamicCache of its own, which would take the place of "
-        f"{type(cache).__name__}, so that nothing were sparse: leave past_key_values out, or use LoRA or prompt "
-        "tuning, which work with sparse caches. (For the length of a cache: get_max_length())"
+        f"{type(cache).__name__}, so that nothing were sparse: {leave}, or use LoRA or prompt tuning, which work with "
+        "sparse caches. (For the length of a cache: get_max_length())"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
@@ -102,6 +102,21 @@ def map_rows(
             layer.map_rows(index, mapped[id(layer.store.held)])
     if held:
         table.map_rows(order, max(mapped.values(), key=lambda rows: rows.columns))
+
+
+def check_crop(layers: Layers, removed: int) -> None:
+    """Raise ValueError if some layer cannot take ``removed`` tokens back: its recurrent state holds them all in one.
+
+    (transformers' own ``crop()`` leaves such a state as it is, and steps go on from tokens that are gone.)
+    """
+    for index, layer in enumerate(layers if removed else ()):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            holds = *layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values()
+            if any(holds) and not layer.is_croppable:
+                raise ValueError(
+                    f"layer {index} keeps a recurrent state, which cannot give back its last {removed} tokens: copy "
+                    "the cache before them (copy.deepcopy(cache)), or call reset() and read the text that stays again"
+                )
 
 
 class Shortened(Owner, Protocol):

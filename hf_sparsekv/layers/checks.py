@@ -86,3 +86,15 @@ def check_mask(store: LayerStore, mask: Tensor, past: int, drop_tokens: Callable
         "last tokens of a row, such as the padding after its answer, and nothing else: pass the same values for "
         "the other cached columns, or start a new cache"
     )
+
+
+def moves_itself(held: object, *args: object, **kwargs: object) -> None:
+    """In place of ``offload()`` and ``prefetch()`` of transformers' caches and layers, which move a whole layer.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "a sparse cache moves its blocks by itself, those that a step chooses: leave offload() and prefetch() out, and "
+        "make the cache with OffloadConfig(), or sparse(model, offload=True), to keep keys and values in host memory"
+    )

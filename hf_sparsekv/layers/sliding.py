@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention.handle import KVHandle, Step
 from ..attention.mla import Absorbed, calling_module, may_be_mla, passes_on
+from ..kv.inspected import Inspected
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
 from ..tensors import no_inference_mode, take_rows
@@ -53,49 +54,27 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self._kept: tuple[int, Tensor] | None = None  # a column, and what is overwritten from it on
         self._write(keys, values, self.cumulative_length - keys.shape[2])
         self.replay, self._refreshed = None, False  # what is made of an MLA module's projection
-        del self.keys, self.values
 
     def __deepcopy__(self, memo: dict) -> DynamicSlidingWindowLayer:
         """A stock layer: it becomes a ring again when a step of the copy is captured."""
         new = DynamicSlidingWindowLayer(self.sliding_window)
         memo[id(self)] = new
-        new.lazy_initialization(self.keys, self.values)
-        new.keys, new.values = self.keys, self.values
+        keys, values = self._last
+        new.lazy_initialization(keys, values)
+        new.keys, new.values = keys, values
         new.cumulative_length = self.cumulative_length
         return new
 
     # ------------------------------------------------------------------ as the stock layer
 
     @property
-    def _last(self) -> Tensor:
-        """The last ``sliding_window - 1`` columns (or all), in order, ``[batch, H, n, Dk + Dv]``."""
+    def _last(self) -> tuple[Tensor, Tensor]:
+        """A copy of the last ``sliding_window - 1`` columns (or all), in order: ``[batch, H, n, Dk]`` and ``Dv``."""
         n = min(self.cumulative_length, self.sliding_window - 1)
         at = torch.arange(self.cumulative_length - n, self.cumulative_length, device=self.device) % self.sliding_window
-        return self.ring[:, :, at]
+        return self.ring[:, :, at].split((self.key_dim, self.value_dim), dim=-1)
 
-    @property
-    def keys(self) -> Tensor:
-        return self._last[..., : self.key_dim]
-
-    @keys.setter
-    def keys(self, value) -> None:
-        pass  # the stock constructor's None
-
-    @keys.deleter
-    def keys(self) -> None:
-        pass
-
-    @property
-    def values(self) -> Tensor:
-        return self._last[..., self.key_dim :]
-
-    @values.setter
-    def values(self, value) -> None:
-        pass
-
-    @values.deleter
-    def values(self) -> None:
-        pass
+    keys, values = Inspected(lambda layer: layer._last[0]), Inspected(lambda layer: layer._last[1])  # type: ignore
 
     @no_inference_mode
     def _write(self, k: Tensor, v: Tensor, start: int) -> None:
@@ -114,7 +93,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         if self.replay is not None:
             step = Step(self, key_states, value_states, self.cumulative_length, absorbed)
             return KVHandle(step, "k"), KVHandle(step, "v")
-        keys, values = torch.cat((self.keys, key_states), 2), torch.cat((self.values, value_states), 2)
+        keys, values = (torch.cat(both, 2) for both in zip(self._last, (key_states, value_states)))
         self._write(key_states, value_states, self.cumulative_length)
         self.cumulative_length += key_states.shape[2]
         return keys, values

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
 from ..attention.masks import check_4d
 from ..attention.mla import Absorbed, absorb, calling_module, may_be_mla, passes_on
+from ..kv.inspected import Inspected
 from ..kv.read_back import materialise
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
@@ -26,7 +28,7 @@ from ..tensors import any_autocast, lowered, no_autocast
 from ..types import AttentionParams
 from .beginning import begin_pass
 from .captured import CapturedLayer
-from .checks import check_tokens, fits
+from .checks import check_tokens, fits, moves_itself
 from .decode import asked, asking, attend, finish, foresee, plan_of, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
@@ -35,6 +37,12 @@ from .prefill import leave_device_pools, new_store, read_ahead, store_columns
 from .sparse_prompt import PromptAudit, attention_of
 
 passes_on(__name__)
+
+
+@no_autocast
+def _inspected(layer: SparseLayer, which: int) -> Tensor | None:
+    """All cached keys, or values, on the device."""
+    return None if layer.store is None else materialise(layer.store)[which]
 
 
 class SparseLayer(Owned, CacheLayerMixin):
@@ -52,6 +60,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         audit: what sparse prompts have covered.
     """
 
+    keys, values = Inspected(partial(_inspected, which=0)), Inspected(partial(_inspected, which=1))  # type: ignore
     is_sliding = False
     is_compileable = False  # True would make generate() compile the model unasked
     is_croppable = True
@@ -106,8 +115,6 @@ class SparseLayer(Owned, CacheLayerMixin):
             ValueError: the tensors do not fit what is cached.
             RuntimeError: an earlier error left the layer incomplete.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError("sparse caches cannot be traced by torch.compile: run the model eagerly")
         if autocast := any_autocast():
             dtype = _dtype(self.store)
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
@@ -380,22 +387,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     def batch_size(self) -> int:
         return -1 if self.store is None else self.store.batch
 
-    @property
-    @no_autocast
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """All cached keys ``[batch, H, length, Dk]`` on the device: a copy, for inspection."""
-        return None if self.store is None else materialise(self.store)[0]
-
-    @property
-    @no_autocast
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """All cached values, see :attr:`keys`."""
-        return None if self.store is None else materialise(self.store)[1]
-
-    def offload(self) -> None:
-        """Nothing to do: where blocks live is the store's business."""
-
-    prefetch = offload
+    offload = prefetch = moves_itself
 
     def drop(self) -> None:
         """Have no store, and no memory of one; nothing is cached."""

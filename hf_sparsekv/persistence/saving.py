@@ -152,7 +152,7 @@ def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
             f"layer {index} is a {type(layer).__name__}: caches with layers other than full and sliding-window "
             "attention (linear attention, for one) cannot be saved yet"
         )
-    keys, values = layer.keys, layer.values
+    keys, values = (held.as_subclass(torch.Tensor) for held in (layer.keys, layer.values))
     record = Layer(
         device=str(keys.device),
         dtype=dtype_name(keys.dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,6 +188,51 @@ def test_prefix_tuning(known):
     ):
         net.generate(IDS, past_key_values=cache, **ANSWER)
     assert cache.get_max_length() == -1
+
+
+def test_prefix_tuning_inside_sparse():
+    """Nobody gave past_key_values, so the message does not say to leave them out."""
+    net = build("llama", "sparsekv")
+    net.__class__ = PrefixTuned
+    with sparse(net), pytest.raises(ValueError, match=r"call generate\(\) outside of sparse\(\), or use LoRA"):
+        net.generate(IDS, **ANSWER)
+
+
+class PromptTuning:
+    """PEFT's model with prompt tuning: it puts virtual tokens before the first input of ``net``."""
+
+    active_peft_config = SimpleNamespace(num_virtual_tokens=8)
+
+    def __init__(self, net):
+        self.net, self.own = net, net.prepare_inputs_for_generation
+        self.virtual = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
+        net.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self, ids, *args, **kwargs):
+        made = self.own(ids, *args, **kwargs)
+        cache, mask = given_cache(made), made.get("attention_mask")
+        made["attention_mask"] = torch.cat((mask.new_ones(len(mask), 8), mask), dim=1)
+        made["position_ids"] = None
+        if not cache.get_seq_length():
+            embeds = self.net.get_input_embeddings()(made["input_ids"])
+            made |= {"input_ids": None, "inputs_embeds": torch.cat((self.virtual, embeds), dim=1)}
+        else:
+            made["input_ids"] = ids[:, -1:]
+        return made
+
+
+@pytest.mark.parametrize("more", [1, 5, 9, 30])  # fewer, and more, than the virtual tokens
+def test_a_second_turn_with_prompt_tuning(more):
+    """generate() would leave out as many new tokens as there are virtual ones."""
+    net, cache = build("llama", "sparsekv"), two_level(**FULL)
+    PromptTuning(net)
+    text = net.generate(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, **ANSWER)
+    assert cache.get_seq_length() == 8 + text.shape[1] - 1
+    ids = torch.cat((text, prompt(1, more, seed=3)["input_ids"]), dim=1)
+    with pytest.raises(
+        ValueError, match=r"105 tokens, 8 of them virtual tokens of PEFT.*make a new cache for each turn"
+    ):
+        net.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **ANSWER)
 
 
 def test_the_length_of_an_empty_cache():
