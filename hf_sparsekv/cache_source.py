@@ -5,10 +5,13 @@ Apart from :mod:`.generating`, which says who wants it, and for how long.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import threading
+import weakref
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +33,10 @@ from .generate_watch import GenerateWatch
 from .ranks import ranks_of
 
 METHOD = "_prepare_cache_for_generation"
+
+# The ``with sparse(...)`` around what runs now, outermost first. Tasks and asyncio.to_thread() inherit it, threads do
+# not. Weak, because a context may outlive the model.
+_around: ContextVar[tuple[weakref.ref[Use], ...]] = ContextVar("hf_sparsekv_around", default=())
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,26 @@ class Use:
 
     Attributes:
         sources: those that it has entered.
+        opened_by: the thread or task.
     """
 
     settings: Settings
     lasting: bool = False
     sources: list[CacheSource] = field(default_factory=list)
-    thread: int = field(default_factory=threading.get_ident)
-    name: str = field(default_factory=lambda: threading.current_thread().name)
+    opened_by: str = field(default_factory=lambda: _running())
+
+    @property
+    def is_around(self) -> bool:
+        """Whether what runs now is inside."""
+        return any(one() is self for one in _around.get())
+
+    def open(self) -> None:
+        """What this thread or task does from now on is inside."""
+        _around.set((*_around.get(), weakref.ref(self)))
+
+    def close(self) -> None:
+        """Undo :meth:`open`. In another thread or task than :meth:`open` nothing is left to undo."""
+        _around.set(tuple(one for one in _around.get() if one() not in (None, self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Use:
         """Of a copy of the model. No ``with`` ends it there, so it lasts: ``disable()`` ends it."""
@@ -86,12 +106,20 @@ class Use:
         return new
 
 
+def _running() -> str:
+    """The thread that runs, or its asyncio task."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        task = None
+    return f"thread ({threading.current_thread().name})" if task is None else f"task ({task.get_name()})"
+
+
 class CacheSource:
     """Replaces one model's ``_prepare_cache_for_generation``, and restores the model at the end.
 
-    The innermost ``sparse()`` decides, and without one ``enable()``. Several threads may be inside only with equal
-    settings. So it does not matter which of them calls ``generate()``; it may also be a thread that is not inside (as
-    with a streamer).
+    The innermost ``sparse()`` decides, and without one ``enable()``. Several threads or tasks may be inside only with
+    equal settings. A thread that is not inside gets what is enabled, or else the settings of whoever is (a streamer's).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -111,7 +139,7 @@ class CacheSource:
         """Put a new cache where ``generate()`` looks for it, unless its caller has given one."""
         given = self.signature.bind(*args, **kwargs).arguments
         inputs: dict = given["model_kwargs"]
-        uses = self.uses[-1:]  # empty if another thread has just left
+        uses = self._in_force()
         theirs = given_cache(inputs)
         if uses and theirs is not None:
             if uses[0].settings.exact is not None and isinstance(theirs, SparseCache):
@@ -130,21 +158,29 @@ class CacheSource:
         """Set up the model for ``use``; one that lasts takes the place of the one before.
 
         Raises:
-            RuntimeError: another thread is inside, with other settings.
+            RuntimeError: another thread or task is inside, with other settings.
             ValueError: exact mode of a model that chooses tokens by itself.
         """
         if use.settings.exact is not None:
             check_exact(self.model.config)
         others = [one for one in self.uses if not (use.lasting and one.lasting)]
         for other in others:
-            if other.thread != use.thread and any(one.settings != use.settings for one in others):
-                raise RuntimeError(
-                    f"another thread ({other.name}) uses this model inside sparse() with {other.settings}; this "
-                    f"one asks for {use.settings}. Use the same settings, or wait for its end; or give each generate() "
-                    "a cache of its own, past_key_values=..., which may differ"
-                )
+            if not other.is_around and any(one.settings != use.settings for one in others):
+                raise _conflict(other, use.settings)
         self.uses = [use, *others] if use.lasting else [*others, use]
         self._settle()
+
+    def _in_force(self) -> list[Use]:
+        """The use whose settings the ``generate()`` that runs gets; none if another thread has just left.
+
+        Raises:
+            RuntimeError: another thread or task is inside, with other settings than those around this ``generate()``.
+        """
+        mine = [one for one in self.uses if one.is_around] or [one for one in self.uses if one.lasting]
+        for other in self.uses[-1:]:  # the model is set up for it
+            if mine and mine[-1].settings != other.settings:
+                raise _conflict(other, mine[-1].settings)
+        return mine[-1:] or self.uses[-1:]
 
     def leave(self, use: Use, before: Sequence[Use] = ()) -> None:
         """Set up the model for the remaining uses and those that lasted ``before``, or restore it after the last."""
@@ -195,6 +231,14 @@ class CacheSource:
                 f"{type(self.model).__name__} computes its attention itself, not by transformers' AttentionInterface: "
                 "sparse decoding cannot take its place"
             )
+
+
+def _conflict(other: Use, settings: Settings) -> RuntimeError:
+    return RuntimeError(
+        f"another {other.opened_by} uses this model inside sparse() with {other.settings}; this one asks for "
+        f"{settings}. Use the same settings, or wait for its end; or give each generate() a cache of its own, "
+        "past_key_values=..., which may differ"
+    )
 
 
 def _attends(model: PreTrainedModel) -> bool:

@@ -160,7 +160,7 @@ def sparse(
     Raises:
         TypeError: the model cannot generate, or there is no such option.
         ValueError: this kind of model cannot decode sparsely, or a value is wrong.
-        RuntimeError: another thread uses the model inside ``sparse()`` with other settings.
+        RuntimeError: another thread or task uses the model inside ``sparse()`` with other settings.
     """
     return SparseContext(model, _settings(config, offload, optimize, changes, exact, drafts))
 
@@ -275,6 +275,7 @@ def _enter(model: torch.nn.Module, use: Use) -> None:
                     source = CacheSource(target)
                 use.sources.append(source)
                 source.enter(use)
+            use.open()
         except BaseException:
             _leave(use, before)
             raise
@@ -283,6 +284,7 @@ def _enter(model: torch.nn.Module, use: Use) -> None:
 def _leave(use: Use, before: Sequence[Use] = ()) -> None:
     """End ``use``, which had taken the place of those ``before``."""
     with _changing:
+        use.close()
         for source in reversed(use.sources):
             if use in source.uses:
                 source.leave(use, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
 import gc
 import inspect
@@ -10,6 +12,7 @@ import shutil
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -489,6 +492,83 @@ def test_threads_with_the_same_settings(net):
         for thread in threads:
             thread.join()
     assert not raised
+
+
+async def in_task(net, entered: asyncio.Event, go_on: asyncio.Event, *settings, **more) -> torch.Tensor:
+    """A text in a task of its own, which waits inside."""
+    with sparse(net, *settings, **more):
+        entered.set()
+        await go_on.wait()
+        return await asyncio.to_thread(net.generate, **prompt(2, 90, (0, 30)), **GO)
+
+
+@pytest.mark.parametrize("first", [{}, {"exact": True, "drafts": 3}])
+def test_a_second_task_with_other_settings_is_refused(net, first):
+    """The first gets what it asked for, whoever entered last."""
+
+    async def main():
+        entered, go_on = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(in_task(net, entered, go_on, FEW, **first), name="first")
+        await entered.wait()
+        refused = pytest.raises(RuntimeError, match=r"another task \(first\) uses this model inside sparse\(\) with")
+        with refused, sparse(net, FEW, exact=True, drafts=2):
+            pass
+        with sparse(net, FEW, **first):  # the same settings
+            go_on.set()
+            text = await task
+        with sparse(net, FEW, exact=True, drafts=2):  # once it has left
+            assert torch.equal(net.generate(**prompt(2, 90, (0, 30)), **GO), expected())
+        return text
+
+    with as_it_was(net):
+        text = asyncio.run(main())
+        with sparse(net, FEW, **first):
+            assert torch.equal(text, net.generate(**prompt(2, 90, (0, 30)), **GO))
+        assert not first or torch.equal(text, expected())
+
+
+def test_tasks_inside(net):
+    """Children have their own settings inside; their parent gets an error meanwhile, and its own afterwards."""
+
+    async def main():
+        entered, go_on = asyncio.Event(), asyncio.Event()
+        with sparse(net, FEW):
+            child = asyncio.create_task(in_task(net, entered, go_on, EVERYTHING), name="child")
+            await entered.wait()
+            with pytest.raises(RuntimeError, match=r"another task \(child\) uses this model"):
+                await asyncio.to_thread(net.generate, **prompt(2, 90, (0, 30)), **GO)
+            go_on.set()
+            assert torch.equal(await child, expected())
+            assert config_of(net) == FEW
+
+    with as_it_was(net):
+        asyncio.run(main())
+
+
+def test_a_thread_that_expects_what_is_enabled(net):
+    """It is not inside the context of another thread."""
+    with as_it_was(net):
+        enable(net, EVERYTHING)
+        assert elsewhere(lambda: config_of(net) == EVERYTHING or 1 / 0) is None
+        with sparse(net, FEW):
+            assert config_of(net) == FEW
+            assert "another thread (MainThread) uses this model inside sparse()" in str(
+                elsewhere(lambda: config_of(net))
+            )
+            inherited = contextvars.copy_context()
+            assert elsewhere(lambda: inherited.run(config_of, net) == FEW or 1 / 0) is None
+        disable(net)
+
+
+def test_a_context_keeps_no_model_alive():
+    """One that was left elsewhere, as the fixtures of asynchronous tests are."""
+    opened = sparse(build("llama", "sdpa"), FEW)
+    held = contextvars.copy_context()
+    watched = weakref.ref(held.run(opened.__enter__))
+    opened.__exit__(None, None, None)
+    del opened
+    gc.collect()
+    assert watched() is None and held is not None
 
 
 def test_a_copy_made_inside_works_by_itself(net):
