@@ -48,6 +48,7 @@ from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import no_autocast
 from .types import AttentionParams
+from .untraced import all_untraced
 
 passes_on(__name__)
 
@@ -128,6 +129,10 @@ class SparseCache(Cache):
         self._checked = False  # what the model is
         if model_config is not None:
             self.bind(model_config)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        all_untraced(cls)
 
     def __repr__(self) -> str:
         where = "device" if self.offload_config is None else "host"
@@ -456,4 +461,5 @@ class SparseCache(Cache):
         return load_cache(cls, cls.kinds, path, config, offload, model_config, device)
 
 
+all_untraced(SparseCache)
 SparseCache.kinds.append(SparseCache)

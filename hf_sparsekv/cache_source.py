@@ -31,6 +31,7 @@ from .cuda_graph.optimize import runner_of, unoptimize
 from .exact_mode.install import Exact, install, remove
 from .generate_watch import GenerateWatch
 from .ranks import ranks_of
+from .untraced import untraced
 
 METHOD = "_prepare_cache_for_generation"
 
@@ -135,6 +136,7 @@ class CacheSource:
         self.watch = GenerateWatch(model)
         self.tap = QueryTap(model)  # for eager steps of predictive caches; optimize() has its own
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Put a new cache where ``generate()`` looks for it, unless its caller has given one."""
         given = self.signature.bind(*args, **kwargs).arguments

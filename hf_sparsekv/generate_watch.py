@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from .attention.interface import NAME
 from .cache import SparseCache
 from .cache_name import NAMES
+from .untraced import untraced
 
 _BATCHING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 
@@ -42,6 +43,7 @@ class _StandIn:
         functools.update_wrapper(self, original)  # generate() and pipelines look at signatures
         self.original, self.does = original, does
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.does(self.original, *args, **kwargs)
 
@@ -111,7 +113,7 @@ class GenerateWatch:
                 self._calls[thread] = outer
         reason = self._why_dense(call)
         if reason is not None:
-            warnings.warn(f"no step of this generate() was sparse: {reason}", stacklevel=3)
+            warnings.warn(f"no step of this generate() was sparse: {reason}", stacklevel=4)
         return out
 
     def _prepare(self, original: Callable, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..cache_name import given_cache
+from ..untraced import untraced
 from .points import Point, Points, place
 
 
@@ -89,6 +90,7 @@ class Hooks:
         """A decoder layer is called: the layer before, of the point ``ends``, is done; that of ``begins`` starts."""
         here = self._here
 
+        @untraced
         def entered(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
             before, here.before = here.before, None
             cache = given_cache(given)
@@ -124,6 +126,7 @@ class Hooks:
     def _turned(self) -> Callable:
         here, rotary = self._here, self.points.rotary
 
+        @untraced
         def turned(module: nn.Module, args: tuple, given: dict[str, Any], out: Any) -> None:
             if module is not rotary:
                 return

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..untraced import untraced
+
 _OWN = "_sparsekv_own_forward"
 _BYTES = 1 << 30  # of the scores of the queries that are taken at once
 
@@ -25,6 +27,7 @@ def is_ours(cache: object) -> bool:
     return hasattr(cache, "attend")
 
 
+@untraced
 def forward(self, *args, **kwargs) -> Tensor:
     """Replaces an indexer's ``forward``: indices ``[batch, q, k]``, -1 where a query has fewer columns to choose from.
 

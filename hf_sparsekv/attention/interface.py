@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..types import AttentionParams
+from ..untraced import untraced
 from .exact import exact_attention
 from .handle import KVHandle
 from .indices import index_mask
@@ -20,6 +21,7 @@ from .mla import Absorbed
 NAME = "sparsekv"
 
 
+@untraced
 def sparsekv_attention(
     module: torch.nn.Module,
     query: Tensor,

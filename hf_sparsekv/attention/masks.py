@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from ..untraced import untraced
+
 # Advice for a cache that holds more than the caller thinks.
 SECOND_PROMPT = (
     ". For another prompt, or the same one after an error, call cache.reset() or make a new cache; to go on with a "
@@ -35,6 +37,7 @@ def columns_of(mask: Tensor | None) -> Tensor | None:
     return getattr(mask, _COLUMNS, mask)
 
 
+@untraced
 def sparsekv_mask(
     batch_size: int,
     q_length: int,

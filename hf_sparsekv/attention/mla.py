@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..model_watch import kind_of
 from ..types import AttentionParams
+from ..untraced import untraced
 from .exact import _MASK_BYTES, _mask, exact_attention
 from .handle import KVHandle
 from .indexer import is_ours, restore_indexer, take_pieces
@@ -32,7 +33,7 @@ from .indexer import is_ours, restore_indexer, take_pieces
 _NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OWN, _HELD = "_sparsekv_own_expand_kv", "_sparsekv_kv_b"
 # Modules whose functions lie between an attention module's forward and `caller`.
-_BETWEEN = {"transformers.cache_utils", __name__}
+_BETWEEN = {"transformers.cache_utils", "torch._dynamo.eval_frame", __name__}
 _PIECE = 1 << 29  # bytes of keys and values that are expanded at once
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SAMPLE = (
@@ -62,15 +63,20 @@ def passes_on(name: str) -> None:
     _BETWEEN.add(name)
 
 
+def _calling() -> dict[str, Any]:
+    """Local variables of the innermost function in the call stack that does not just pass calls on."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
 def caller() -> nn.Module | None:
     """The attention module whose ``forward()`` is calling ``update()``, or None if something else does.
 
     ``Cache.update()`` does not get the module, so it is looked up in the call stack.
     """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    module = None if frame is None else frame.f_locals.get("self")
+    module = _calling().get("self")
     return module if isinstance(module, nn.Module) else None
 
 
@@ -99,6 +105,7 @@ def calling_model() -> nn.Module | None:
 # ---------------------------------------------------------------------- the method that is replaced
 
 
+@untraced
 def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Replaces a module's ``expand_kv``: handles pass through it to our attention function.
 
@@ -109,15 +116,14 @@ def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(kv_nope, KVHandle):
             if kv_nope.step.absorbed:
                 return kv_nope, k_rot
-        elif hasattr(self, "indexer") and _keeps_latents(sys._getframe(1), self.layer_idx):
+        elif hasattr(self, "indexer") and _keeps_latents(_calling().get("past_key_values"), self.layer_idx):
             return kv_nope, k_rot
     own = self.__dict__.get(_OWN)
     return own(kv_nope, k_rot) if own is not None else type(self).expand_kv(self, kv_nope, k_rot)
 
 
-def _keeps_latents(frame: types.FrameType, layer_idx: int) -> bool:
-    """Whether the function of ``frame`` is about to give a cache of ours what it has expanded."""
-    cache: Any = frame.f_locals.get("past_key_values")
+def _keeps_latents(cache: Any, layer_idx: int) -> bool:
+    """Whether a module that is about to give ``cache`` what it has expanded should give it latents."""
     if not is_ours(cache):
         return False
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None

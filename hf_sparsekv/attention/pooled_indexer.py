@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..untraced import untraced
 from .indexer import arguments, is_ours, own_forward, replace_forward
 from .masks import columns_of, shows
 
@@ -34,6 +35,7 @@ def take_pooled(model: Any) -> None:
             replace_forward(module, partial(forward, model.config))
 
 
+@untraced
 def forward(config: Any, self: Any, *args, **kwargs) -> Tensor:
     """Replaces an indexer's ``forward``: leaves its choice with our cache. What it returns hides nothing.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -17,6 +16,7 @@ from ..attention.pooled_indexer import take_pooled
 from ..config import SparseConfig
 from ..layers.indexed import IndexedLayer
 from ..policies.indexed import chooses
+from ..untraced import untraced
 from .models import check_attention, check_kind, need_config
 
 passes_on(__name__)
@@ -86,8 +86,7 @@ def prepare_model(cache: Any) -> None:
     Raises:
         ValueError: the model's attention function, in any forward pass, compiles what it is given.
     """
-    if not torch.compiler.is_compiling():  # refused later, by its own error
-        check_attention(getattr(calling_model(), "config", None), cache)
+    check_attention(getattr(calling_model(), "config", None), cache)
     if cache._checked or not (cache.model_config is None or _served(cache.model_config)):
         return
     model = calling_model()
@@ -106,6 +105,7 @@ def _served(config: PreTrainedConfig | None) -> bool:
 class AllPositions:
     """The positions of all columns, which Qwen4-Exp keeps with the cache (5.17), or with its first such layer."""
 
+    @untraced
     def __get__(self, cache: Any, kind: type) -> Any:
         if cache is None:
             return self
@@ -114,6 +114,7 @@ class AllPositions:
             raise AttributeError("no positions are kept")  # as the model asks
         return positions
 
+    @untraced
     def __set__(self, cache: Any, positions: Tensor) -> None:
         need_config(cache.model_config, type(cache).__name__)
         self._layer(cache).indexer_position_ids = positions

@@ -82,7 +82,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
             layer.activate_past_recording()
     if not any(isinstance(layer, SparseLayer) for layer in stock):
         why = why_dense(model_config, stock)
-        warnings.warn(f"{why}: {type(cache).__name__} has nothing to make sparse", stacklevel=4)
+        warnings.warn(f"{why}: {type(cache).__name__} has nothing to make sparse", stacklevel=5)
     return stock
 
 

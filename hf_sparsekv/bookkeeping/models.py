@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionAndFullAttentionLayer
 
+from ..untraced import untraced
+
 
 def check_kind(config) -> None:
     """Raise for the configuration of an encoder-decoder, a whole model's or that of one of its attention modules."""
@@ -103,9 +105,11 @@ def once_bound(name: str) -> Callable[..., Tensor]:
 class FirstAttentionLayer:
     """RecurrentGemma's own: written when a forward pass begins, which then looks into the layer of this index."""
 
+    @untraced
     def __get__(self, cache: Any, kind: type) -> Any:
         return self if cache is None else cache._first_attention
 
+    @untraced
     def __set__(self, cache: Any, index: int) -> None:
         need_config(cache.model_config, type(cache).__name__)
         cache._first_attention = index

@@ -273,7 +273,7 @@ class Prompts:
         else:
             self._able, self._memory = False, None
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        warnings.warn(f"short prompts run eagerly ({why})", stacklevel=6)
+        warnings.warn(f"short prompts run eagerly ({why})", stacklevel=7)
 
     def _room(self, kind: Kind | Piece) -> Kept:
         """Memory for the keys and values of a prompt. All graphs share it, for the cache takes them at once."""

@@ -31,6 +31,7 @@ from ..layers.sliding import SlidingRing
 from ..model_watch import ModelWatch
 from ..policies.plan import Plan
 from ..ranks import ranks_of
+from ..untraced import untraced
 from .capture import Capturer, Wanted, kernel_kind
 from .captured_step import CapturedStep, autocast_of, held_addresses
 from .eligibility import Eligibility
@@ -111,6 +112,7 @@ class StepRunner:
         runner = self
 
         @functools.wraps(self.original)  # generate() inspects the signature
+        @untraced
         def forward(*args, **kwargs):
             return runner(*args, **kwargs)
 
@@ -188,7 +190,7 @@ class StepRunner:
         if reason:
             if reason not in self._said:
                 self._said.add(reason)
-                warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=4)
+                warnings.warn(f"decode steps run eagerly: {reason}", stacklevel=5)
             return self._eagerly(*args, **kwargs)
         self.tap.hooks.meet(cache)
         layers = cache.sparse_layers
@@ -302,11 +304,11 @@ class StepRunner:
         except RuntimeError as error:  # the model's own code cannot be captured
             if wanted.drafts is not None:  # of several tokens, at least
                 self.eligibility.drafts_cannot = True
-                warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=5)
+                warnings.warn(f"drafts are verified eagerly ({_first_line(error)})", stacklevel=6)
                 return None
             self.eligibility.cannot = f"the model's forward cannot be captured ({_first_line(error)})"
             self._said.add(self.eligibility.cannot)
-            warnings.warn(f"decode steps run eagerly: {self.eligibility.cannot}", stacklevel=5)
+            warnings.warn(f"decode steps run eagerly: {self.eligibility.cannot}", stacklevel=6)
             return None
         finally:
             steps.held = None  # the trial steps moved it

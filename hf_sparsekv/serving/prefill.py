@@ -20,6 +20,7 @@ from ..cache_name import over
 from ..cuda_graph.prompts import paused_passes
 from ..exact_mode.clock import Clock
 from ..row_batch import positions
+from ..untraced import untraced
 
 # Least tokens of a chunk if only its length bounds its time. Reading the weights and launching the kernels dominates
 # shorter chunks. They would make tokens look slow, and so keep the next chunk short, too.
@@ -199,6 +200,7 @@ class Segments:
         if error is not None:
             raise error
 
+    @untraced
     def _between(self, module: nn.Module, args) -> None:
         if threading.get_ident() != self._ident:
             return
