@@ -11,6 +11,8 @@ from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PrefixCache, QueryTap, SparseCache, TokenConfig, tensors
+from hf_sparsekv.layers.sparse_layer import SparseLayer
+from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
 from hf_sparsekv_eval.prefix import prefill
 
 NEW = 8
@@ -88,13 +90,27 @@ def test_padding_latents_softcaps_sinks_and_sliding_layers(family):
     assert torch.isfinite(answer(net, two_level(model_config=net.config, **TIGHT), inputs).float()).all()
 
 
-def test_foreseen_queries_are_computed_as_the_model_does():
-    """The layer before is asked inside autocast, what it gives chooses outside."""
+def test_foreseen_queries_are_computed_as_the_model_does(monkeypatch):
+    """The layer before is asked inside autocast, bit for bit what the model computes, what it gives chooses outside."""
     net, inputs = build("llama", "sparsekv"), prompt(1, 150)
     cache = predictive(False, predictor="layer", **TIGHT)
+    begin, choose, by_model, chosen_for = SparseLayer.foresee, LayerAheadPolicy.foresee, [], []
+
+    def begins(layer, expected, stream):
+        by_model.append(expected()[0])
+        begin(layer, expected, stream)
+
+    def chooses(policy, query, store, plan):
+        assert not torch.is_autocast_enabled("cpu")
+        chosen_for.append((by_model[-1].to(LOW), query))
+        choose(policy, query, store, plan)
+
+    monkeypatch.setattr(SparseLayer, "foresee", begins)
+    monkeypatch.setattr(LayerAheadPolicy, "foresee", chooses)
     with QueryTap(net):
         answer(net, cache, inputs)
-    assert cache.stats().foreseen_calls > 0
+    assert 0 < len(chosen_for) == cache.stats().foreseen_calls
+    assert all(torch.equal(*both) for both in chosen_for)
 
 
 def test_prefixes_and_evaluation(expected):
