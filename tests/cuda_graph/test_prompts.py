@@ -172,6 +172,22 @@ def test_pieces_that_are_left_alone(replayed, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("pads", [(7,), (0, 21)])
+@pytest.mark.parametrize("given", [False, True])
+def test_pieces_that_show_padding_again_are_refused(replayed, pads, given):
+    """However often they come: a replay would read on as if the padding were tokens."""
+    net, runner = replayed
+    ids, mask = prompt(len(pads), 216, pads).values()
+    cache, before = plain(), runner.prompts.replays
+    net(ids[:, :200], attention_mask=mask[:, :200], past_key_values=cache)
+    more = {"attention_mask": torch.ones_like(mask)} if given else {}
+    for _ in range(EAGER + 2):
+        with pytest.raises(ValueError, match="shows padding again"):
+            net(ids[:, 200:], past_key_values=cache, logits_to_keep=1, **more)
+    assert runner.prompts.replays == before
+
+
+@torch.no_grad()
 def test_a_pool_of_other_blocks_has_pieces_of_its_own(replayed, monkeypatch):
     """It may come to lie where another cache's was, with rings of the same shape: that one's graph reads it wrong."""
     net, runner = replayed
