@@ -175,7 +175,12 @@ def test_chosen_blocks_are_watched():
     net.generate(**INPUTS, **GO, **over(net, cache))
     cache.bind(net.config)
     assert cache.get_seq_length() == 109, "binding again changes nothing"
-    assert cache.chosen_blocks() is not None
+    seen, sealed = cache.chosen_blocks(), torch.tensor(cache.joined_rows().sealed)[:, None]
+    for layer, share in zip(cache.sparse_layers, seen.share, strict=True):
+        tokens = layer.policy.chosen - torch.tensor([[0], [30]])  # of a row without its padding
+        blocks = torch.where(tokens // 16 < sealed, tokens // 16, len(share))
+        marks = torch.zeros(2, len(share) + 1).scatter_(1, blocks, 1.0)[:, :-1]
+        assert torch.equal(share, marks.mean(0)) and 0 < marks.sum() < marks.numel()
 
 
 def test_reserved_keys_do_not_move():

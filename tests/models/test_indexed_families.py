@@ -182,6 +182,7 @@ def test_blocks_of_heads(offload, monkeypatch):
     monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * (2 + 16) * 90)
     monkeypatch.setattr(indices, "_BYTES", 11 * 8 * 2 * 2 * 90)
     cache = new_cache(offload)
+    cache.watch_blocks()
     assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), expected)
     assert len(pieces) == 2 * 13
     stats, dense, chosen = cache.stats(), cache.sparse_layers[::2], cache.sparse_layers[1::2]
@@ -191,6 +192,9 @@ def test_blocks_of_heads(offload, monkeypatch):
     read = sum(3 * 8 + (rest or 8) for rest in last) * 2 * 2
     for layer in chosen:
         assert int(layer.store.counters.attended.sum()) == read
+        tokens = layer.policy.chosen.masked_fill(layer.policy.chosen >= 16 * 5, -1)  # 4 blocks of 8, of each head
+        marks = torch.zeros(2, 2, 6).scatter_(2, tokens // 16 % 6, 1.0)[..., :5]
+        assert torch.equal(cache.chosen_blocks().share[layer.index], marks.mean((0, 1)))
     for length in (3, 20, 31):  # before there are more blocks than are chosen
         few = prompt(2, length)
         assert torch.equal(net.generate(**few, **GO, **over(net, new_cache(offload))), stock.generate(**few, **GO))

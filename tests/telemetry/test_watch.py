@@ -29,7 +29,7 @@ def filled(ours, cache, batch: int = 1, pads=None, ends: tuple[int, ...] = (LENG
     return cache
 
 
-@pytest.mark.few(name=ONE_EACH)
+@pytest.mark.few(name=(*ONE_EACH, "predictive"))
 @pytest.mark.parametrize("name", [name for name in CACHES if name not in SILENT])
 def test_marks(name):
     """As many as the counters say, and captured steps make those of eager ones, also once the table has grown."""
