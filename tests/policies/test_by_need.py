@@ -8,6 +8,8 @@ import pytest
 import torch
 from caches import FULL, TAIL, progressive, two_level
 from models import build, model, prompt
+from oracle import TOLERANCE, Race
+from test_progressive import WalkOracle
 
 from hf_sparsekv import SparseCache, TokenConfig
 
@@ -39,6 +41,17 @@ def test_as_progressive_selection(pads, offload, more):
     everything = two_level(offload, **{**NEED, "mass": 1.0})
     logits(everything, pads)
     assert 0 < mine.stats().attended_tokens < everything.stats().attended_tokens
+
+
+@pytest.mark.parametrize("mass", [0.75, 0.9])
+def test_the_mass_is_the_one_that_is_asked_for(mass):
+    """An oracle that is told the same mass chooses as many tokens, and gives the same logits."""
+    told = progressive(False, threshold=mass, min_tokens=64, **LABELS).config
+    race = Race(two_level(False, **{**NEED, "mass": mass}, **LABELS), WalkOracle(told))
+    start = prompt(2, 200, (0, 30))
+    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.run(12) < TOLERANCE
+    assert race.ours.stats().attended_tokens == pytest.approx(race.oracle.attended, rel=1e-3)
 
 
 def test_learned_sinks_hold_mass_too():
