@@ -14,12 +14,11 @@ from hf_sparsekv.option_names import guess
 BENCHMARKS = {
     "operator": ("operators.run", True, "the attention of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
-    "rows": ("rows", True, "rows of any lengths in one batch: steps, joins, leaves"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
     "replicas": (
         "replicas",
         False,
-        "replicas under Ray Serve: its proxy's cost a token, what prefix routing finds",
+        "replicas under Ray Serve: traces, a lost replica",
     ),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
@@ -31,7 +30,7 @@ HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 {chr(10).join(f"  {name:10} {about}" for name, (*_, about) in BENCHMARKS.items())}
 
   --help after a name shows its options; --list shows the known model shapes and variants.
-  Rows are appended to benchmarks/results. Also: python -m benchmarks.plot, python -m benchmarks.probes.NAME."""
+  Rows are appended to benchmarks/results. Also: python -m benchmarks.probes.NAME."""
 
 
 def show_list() -> None:

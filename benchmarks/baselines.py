@@ -26,7 +26,6 @@ from hf_sparsekv.offload.host_limit import host_memory_limit
 from hf_sparsekv.option_names import guess
 from hf_sparsekv.policies.registry import called, methods
 
-from .free_selection import FreeConfig
 from .shapes import cached_token, kv_bytes, text_config, windows
 
 
@@ -139,7 +138,6 @@ VARIANTS = {
             settings={**_BUDGET, "tail": None},
             config=PredictiveConfig,
         ),
-        Variant("predictive:free", "the same selection given for free", settings=_BUDGET, config=FreeConfig),
         *(
             Variant(
                 f"predictive:second{how}",

@@ -20,7 +20,6 @@ from transformers import LogitsProcessor
 from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cache_name import generate_over, over
 from hf_sparsekv.cuda_graph.optimize import runner_of
-from hf_sparsekv.kv.rows import Rows
 
 from .shapes import text_config
 
@@ -310,49 +309,14 @@ def in_a_row_ms(step: Steps, steps: int) -> list[float]:
     return clock.between()[WARM_UP - 1 :]
 
 
-def replay_ms(model, cache, began: Rows | None = None) -> list[float]:
-    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards.
-
-    ``began``: rows that the cache has had; then the steps that it has taken since, again, but the first ``LEFT_OUT``.
-    Blocks that these have sealed are sealed once more.
-    """
+def replay_ms(model, cache) -> list[float]:
+    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards."""
     step = list(runner_of(model).graphs[cache].values())[-1]
     rows, device = cache.joined_rows(), model.device
     steps = cache.row_table.steps(device)
-    steps.load(rows if began is None else began)
+    steps.load(rows)
     steps.held = None  # a replay takes them further
-    if began is None:
-        return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on[device]), device=device.type)
-    taken = min(now - then for then, now in zip(began.lengths, rows.lengths))
-    return timed(step.graph.replay, repeat=taken, device=device.type)
-
-
-class _Marked:
-    """A graph whose replays lie between two marks of a clock while ``rows`` of a batch decode."""
-
-    def __init__(self, graph, clock: Clock, batch, rows: int) -> None:
-        self.graph, self.clock, self.batch, self.rows = graph, clock, batch, rows
-
-    def replay(self) -> None:
-        if len(self.batch.active) != self.rows:
-            self.graph.replay()
-            return
-        self.clock.mark()
-        self.graph.replay()
-        self.clock.mark()
-
-
-@contextmanager
-def marked_replays(model, cache, rows: int) -> Iterator[Clock]:
-    """Captured steps in which ``rows`` of the cache's rows decode mark their beginnings and ends meanwhile."""
-    clock, steps = Clock(model.device), list(runner_of(model).graphs[cache].values())
-    for step in steps:
-        step.graph = _Marked(step.graph, clock, cache.row_batch, rows)
-    try:
-        yield clock
-    finally:
-        for step in steps:
-            step.graph = step.graph.graph
+    return timed(step.graph.replay, before=lambda: steps.after.copy_(rows.on[device]), device=device.type)
 
 
 def free() -> None:

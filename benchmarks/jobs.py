@@ -6,8 +6,7 @@
 Jobs begin in the order given, as soon as enough GPUs are free. One that does not fit yet lets later ones pass. ``,``
 waits for all before it. A job that would not end within ``--seconds`` by its ``least`` does not begin. One that takes
 longer than its ``limit`` is killed with all its processes. Output goes to OUT/NAME.txt, rows to OUT/NAME.csv ($ROWS in
-a command). Some commands need a variable: MODEL, a directory or .gguf file of a real model, or VLLM, a folder that
-holds vLLM.
+a command). Some commands need VLLM, a folder that holds vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".yaml")
 BARRIER = ","
-NEEDS = "MODEL", "VLLM"
+NEEDS = ("VLLM",)
 PORTS = 8100, 20  # the first job's first, and how many each GPU has
 
 

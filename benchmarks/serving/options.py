@@ -5,9 +5,6 @@
     python -m benchmarks serving goodput SYSTEM --rates 0.1 0.2 0.4 --clip 32k --seed 1
     python -m benchmarks serving saturated SYSTEM --trace FILE [FILE ...] --seconds 60
     python -m benchmarks serving closed SYSTEM --rows 1 2 4 8 --context 32k
-    python -m benchmarks serving overhead SYSTEM --rows 1 8 32 --context 8k
-    python -m benchmarks serving again SYSTEM --context 128k
-    python -m benchmarks serving beside SYSTEM --context 128k --short 1k --rows 8
     python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
     python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
     python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
@@ -15,7 +12,7 @@
     python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
 
 SYSTEM: dense, sparse, exact, offload, working-set, segments (our engine, each with one thing more than the one before:
-see ours.py); vllm; transformers. One system a process, so that none finds another one's memory. Random weights of a
+see ours.py); vllm. One system a process, so that none finds another one's memory. Random weights of a
 known shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
 (--kv-gb), rows at a time (--max-rows) and, but for the last rung, tokens of prompts in a step (--chunk).
 
@@ -31,11 +28,7 @@ full as it can be: tokens_per_s, requests_per_s and the mean number of rows that
 seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
-a prompt. overhead: step_ms of captured steps alone, over as many rows; between_ms in the engine; overhead_ms, the
-difference of their means; and by the device's clock in the engine, means: step_ms:inside_mean of the captured steps,
-outside_ms between them. again: ttft_s:first of a question about a document of --context tokens, ttft_s:again of others
-about it, one after the other. beside: ttft_s:long of a prompt of --context tokens, ttft_s:short of --count others that
-come a second apart while it is read, and between_ms of --rows that decode meanwhile. Ours also: captures, steps,
+a prompt. Ours also: captures, steps,
 step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts, found) of the engine; hit_rate, missed_mb
 and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
 """
@@ -53,7 +46,7 @@ from . import trace
 from .ours import BUDGET, RUNGS, SERVED, serve_flags
 from .settings import Settings
 
-SYSTEMS = (*RUNGS, "vllm", "transformers")
+SYSTEMS = (*RUNGS, "vllm")
 CHUNK = Settings.chunk
 
 
@@ -87,17 +80,9 @@ def arguments(command: str) -> ArgumentParser:
         add("--rates", type=float, nargs="+", required=True, help="requests a second")
         add("--iteration-ms", type=float, help="a decode iteration; default: measured, 32 rows of 4k")
         add("--all-rates", action="store_true", help="also those behind the first that fails its limits")
-    elif command in ("again", "beside"):
-        add("--context", type=parse_tokens, default=131072, metavar="TOKENS", help="of the long prompt (default: 128k)")
-    if command == "beside":
-        add("--short", type=parse_tokens, default=1024, metavar="TOKENS", help="of the short prompts (default: 1k)")
-        add("--count", type=int, default=10, help="short prompts, a second apart (default: 10)")
-        add("--rows", type=int, nargs=1, default=[8], help="that decode meanwhile (default: 8)")
-        add("--tokens", type=int, default=4096, help="of their answers (default: 4,096)")
-        add("--head-start", type=float, default=5.0, help="seconds in which their prompts are read (default: 5)")
-    if command in ("closed", "overhead"):
-        add("--rows", type=int, nargs="+", default=[1, 8, 32] if command == "overhead" else [1, 2, 4, 8, 16, 32])
-        add("--context", type=parse_tokens, default=8192 if command == "overhead" else 32768, metavar="TOKENS")
+    elif command == "closed":
+        add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+        add("--context", type=parse_tokens, default=32768, metavar="TOKENS")
         add("--tokens", type=int, default=256, help="of the shortest answer")
     return parser
 

@@ -10,7 +10,6 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import contextmanager
-from itertools import pairwise
 
 import psutil
 import torch
@@ -20,7 +19,6 @@ from hf_sparsekv.serving.garbage import set_aside
 
 from ..arguments import rows_file
 from ..baselines import NotRun
-from ..decoding import LEFT_OUT, free, marked_replays
 from ..drawn_lists import draw
 from ..report import Report
 from ..shapes import case_name, known_config, random_model
@@ -43,13 +41,10 @@ from .client import (
 from .options import CHUNK, arguments
 from .ours import RUNGS, OurSystem
 from .settings import Settings
-from .step_alone import step_alone_ms
 from .trace import Request
 
 ITERATION_ROWS, ITERATION_CONTEXT = 32, 4096
 LEAST = 16  # tokens that all rows make together
-AGAIN = 5  # questions about a document behind the first
-ROW_PROMPT = 4096  # tokens of what decodes beside a long prompt
 WARM_UP = 600, 8  # tokens of a prompt and its answer before what counts
 
 
@@ -112,10 +107,6 @@ class Bench:
             from .vllm_engine import VllmSystem
 
             return VllmSystem(settings, self.args.vllm)
-        if name == "transformers":
-            from .transformers_engine import TransformersSystem
-
-            return TransformersSystem(self.model, settings)
         options = self.args.options
         if self.args.prompt_density is not None:
             draw(self.args.prompt_density)
@@ -222,8 +213,6 @@ def run_goodput(args: Namespace, report: Report) -> None:
 
 def run_saturated(args: Namespace, report: Report) -> None:
     """All requests of a trace at once, one trace after the other."""
-    if args.system == "transformers":
-        raise SystemExit("saturated cancels what is left, which transformers is not asked to: name another one")
     made = [trace.read_trace(path) for path in args.trace]
     bench = Bench(args, report, longest([requests for _, requests in made]))
     args.prompt = made[0][0].prompt_median
@@ -289,92 +278,6 @@ def decode_together(bench: Bench, system, rows: int, held: bool = False) -> Toge
         raise NotRun(str(error)) from error
 
 
-def inside_ms(bench: Bench, system: OurSystem, rows: int) -> tuple[float, float]:
-    """Means by the device's clock: of a captured step while all rows decode, and from its end to the next one's begin.
-
-    In a run of its own: marks take the host some time.
-    """
-    with marked_replays(bench.model, system.engine._cache, rows) as clock:
-        decode_together(bench, system, rows)
-        marked = clock.between()[2 * LEFT_OUT :]
-    return mean(marked[::2]), mean(marked[1::2])
-
-
-def run_overhead(args: Namespace, report: Report) -> None:
-    """Steps in the engine beside the captured step alone."""
-    if args.system not in RUNGS:
-        raise SystemExit(f"overhead is of our engine ({', '.join(RUNGS)}), not of {args.system}")
-    if not args.device.startswith("cuda"):
-        raise SystemExit("overhead needs a CUDA device: it compares with a captured step")
-    bench = Bench(args, report, closed_length(args))
-    for rows in args.rows:
-        with report.measuring(rows, args.context, bench.label(), bench.model):
-            with bench.running(rows) as system:
-                inside = closed(bench, system, rows)
-                step_ms, outside_ms = inside_ms(bench, system, rows)
-                made = system.config, system.engine._cache.offload_config
-            lengths = [args.context + answered for answered in inside.answered]
-            alone = step_alone_ms(bench.model, bench.settings.max_length, lengths, *made)
-            report.add("step_ms:alone", alone)
-            # Means: where some row's block is full in every other step, a median is of one kind of steps or the other.
-            report.add("between_ms:mean", 1e3 * mean(inside.between_s))
-            report.add("step_ms:alone_mean", mean(alone))
-            report.add("overhead_ms", 1e3 * mean(inside.between_s) - mean(alone))
-            report.add("step_ms:inside_mean", step_ms)
-            report.add("outside_ms", outside_ms)
-        free()
-
-
-def run_again(args: Namespace, report: Report) -> None:
-    """A question about a document, and other ones."""
-    if args.system not in RUNGS:
-        raise SystemExit(f"again is of our engine ({', '.join(RUNGS)}): others run without shared prefixes here")
-    length, document = args.context + trace.QUESTION, 7_000_001
-    requests = [
-        Request(0.0, length, LEAST, document + nth, shared_tokens=args.context, document=document)
-        for nth in range(1, 2 + AGAIN)
-    ]
-    bench = Bench(args, report, longest([requests]))
-    with report.measuring(1, args.context, bench.label("again")), bench.running() as system:
-        system.restart()
-        times = []
-        for request in requests:
-            (played,) = play(system, [request], bench.vocabulary, args.timeout)
-            if played.error is not None:
-                raise RuntimeError(played.error)
-            times.append(played.ttft_s)
-        report.add("ttft_s:first", times[0], "s")
-        report.add("ttft_s:again", times[1:], "s")
-        bench.count(system)
-
-
-def run_beside(args: Namespace, report: Report) -> None:
-    """Short prompts that come while a long one is read, and rows decode."""
-    (rows,), begins = args.rows, args.head_start
-    decode = [Request(0.0, ROW_PROMPT, args.tokens, 7_100_001 + row) for row in range(rows)]
-    long = Request(begins, args.context, LEAST, 7_200_001)
-    short = [Request(begins + 1.0 + nth, args.short, LEAST, 7_300_001 + nth) for nth in range(args.count)]
-    bench = Bench(args, report, longest([[*decode, long, *short]]))
-    label = bench.label("beside", f"short={args.short}")
-    with report.measuring(rows, args.context, label), bench.running(rows + args.count + 2) as system:
-        if isinstance(system, OurSystem):
-            system.restart()
-        played = play(system, [*decode, long, *short], bench.vocabulary, args.timeout)
-        errors = [one.error for one in played if one.error is not None]
-        if errors:
-            raise RuntimeError(errors[0])
-        before, (slow, *quick) = played[:rows], played[rows:]
-        until = slow.token_times[0]
-        gaps = [b - a for one in before for a, b in pairwise(one.token_times) if begins < b <= until]
-        if any(one.token_times[-1] < until for one in before):
-            report.note("not all rows decoded all the while: give more --tokens")
-        report.add("ttft_s:long", slow.ttft_s, "s")
-        report.add("ttft_s:short", [one.ttft_s for one in quick], "s")
-        report.add("between_ms:p50", 1e3 * quantile(gaps, 0.5))
-        report.add("between_ms:p99", 1e3 * quantile(gaps, 0.99))
-        bench.count(system)
-
-
 def longest(traces) -> int:
     """Tokens of the longest request, in whole blocks, and one block more."""
     most = max((r.prompt_tokens + r.output_tokens for requests in traces for r in requests), default=0)
@@ -394,9 +297,6 @@ RUNS = {
     "goodput": (run_goodput, "a sweep of rates"),
     "saturated": (run_saturated, "as many rows as there is room for"),
     "closed": (run_closed, "a fixed number of rows"),
-    "overhead": (run_overhead, "steps in the engine beside the captured step"),
-    "again": (run_again, "questions about a document that has been read"),
-    "beside": (run_beside, "short prompts that come while a long one is read"),
 }
 
 

@@ -77,8 +77,8 @@ def test_the_file(monkeypatch, capsys):
         assert not {"{", "}"} & set(one.run.replace("${", "")), one.name
         assert one.least < one.limit
         assert subprocess.run(["bash", "-n", "-c", one.run], capture_output=True).returncode == 0, one.name
-    assert found["structured"].missing == ["MODEL"] and found["trace-vllm"].missing == ["VLLM"]
-    for asked, told in ((["new"], "new: one of suite"), (["structured"], "needs MODEL"), (["ray"], "needs 4 GPUs")):
+    assert found["trace-vllm"].missing == ["VLLM"]
+    for asked, told in ((["new"], "new: one of suite"), (["trace-vllm"], "needs VLLM"), (["ray"], "needs 4 GPUs")):
         with pytest.raises(SystemExit):
             jobs.main([*asked, "--gpus", "0"])
         assert told in capsys.readouterr().err

@@ -14,10 +14,8 @@ import torch
 from models import build
 from read_rows import read_rows
 
-from benchmarks import decoding
 from benchmarks.baselines import NotRun
-from benchmarks.report import Report
-from benchmarks.serving import client, ours, run, step_alone, trace
+from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import (
     play,
 )
@@ -25,9 +23,8 @@ from benchmarks.serving.replayed import ReplayedKeys, RowQueries, replaying
 from benchmarks.serving.settings import Settings
 from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
 from benchmarks.serving.vllm_engine import VllmSystem
-from hf_sparsekv import OffloadConfig, Sampling, SparseCache
+from hf_sparsekv import Sampling, SparseCache
 from hf_sparsekv.kv.read_back import materialise
-from hf_sparsekv.serving.work import Work
 
 pytestmark = pytest.mark.slow
 
@@ -258,7 +255,6 @@ def short(tmp_path, monkeypatch):
 
 
 SYSTEMS = [
-    "transformers",
     "dense",
     "sparse --budget 16",
     "sparse --budget 16 --kv replayed",
@@ -313,7 +309,7 @@ def test_traces_of_one_seed_have_tokens_of_their_own(tiny, tmp_path):
     assert cached == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("system", ["transformers", "sparse --budget 16", "working-set --budget 16"])
+@pytest.mark.parametrize("system", ["sparse --budget 16", "working-set --budget 16"])
 def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
     speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
@@ -345,102 +341,10 @@ def test_what_a_name_says(tiny, tmp_path):
     }
 
 
-def overhead(tiny, options: str) -> run.Bench:
-    command = f"sparse {options} --tokens 40 --lead 8 --model {tiny} --device cpu --kv-gb 0.05"
-    args = run.arguments("overhead").parse_args(command.split())
-    return run.Bench(args, Report("serving", "tiny", None, None), run.closed_length(args))
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_step_alone_is_of_rows_as_long_as_in_the_engine(offload, tiny, tmp_path, monkeypatch):
-    """Without a GPU; and each row seals a block in the steps that are taken again."""
-    seen = []
-
-    def replay(model, cache, began):
-        rows = cache.joined_rows()
-        assert cache.row_batch.active == (0, 1, 2) and cache.config.token_budget == 16
-        assert (cache.offload_config is not None) == offload
-        assert [then - step_alone.WARM_UP_STEPS for then in began.lengths] == lengths
-        assert {now - then for then, now in zip(began.lengths, rows.lengths)} == {64 + decoding.LEFT_OUT}
-        assert all(then < now for then, now in zip(began.sealed, rows.sealed))
-        seen.append(rows)
-        return [1.0, 2.0, 3.0]
-
-    monkeypatch.setattr(step_alone, "replay_ms", replay)
-    monkeypatch.setattr(step_alone, "optimize", lambda model: None)
-    monkeypatch.setattr(step_alone, "unoptimize", lambda model: None)
-    bench = overhead(tiny, "--rows 3 --context 200")
-    assert bench.settings.max_length == 512  # 200 + 40 + 2 * 8, in whole 256, and 256 more
-    made = OffloadConfig(device_pool=100_000) if offload else None
-    lengths = [230, 220, 210]
-    config = ours.TokenConfig(token_budget=16)
-    assert step_alone.step_alone_ms(bench.model, 512, lengths, config, made) == [1.0, 2.0, 3.0]
-    assert len(seen) == 1
-
-
-def test_captured_steps_of_full_batches_are_timed(tiny, monkeypatch):
-    """Without a GPU: a step's graph is made up, and takes 5 ms, and 300 while not all rows decode."""
-    replays = []
-
-    class Graph:
-        def replay(self):
-            replays.append(len(cache.row_batch.active))
-            time.sleep(5e-3 if replays[-1] == 2 else 0.3)
-
-    step, own = SimpleNamespace(graph=Graph()), Work.step
-
-    def replayed(work):
-        step.graph.replay()
-        return own(work)
-
-    monkeypatch.setattr(Work, "step", replayed)
-    bench = overhead(tiny, "--rows 2 --context 100")
-    system = bench.make(2)
-    cache = system.engine._cache
-    monkeypatch.setattr(decoding, "runner_of", lambda model: SimpleNamespace(graphs={cache: {"kind": step}}))
-    with system.engine:
-        inside, outside = run.inside_ms(bench, system, 2)
-    assert replays.count(2) > 20 and replays.count(1) > 2
-    assert 5.0 <= inside < 150 and outside > 0
-    assert isinstance(step.graph, Graph), "as it was"
-
-
-def test_another_question_about_a_document_reads_the_question_alone(tiny, tmp_path, monkeypatch):
-    asked, own = [], run.play
-
-    def play(system, requests, *others):
-        before = system.engine.stats()
-        found = own(system, requests, *others)
-        after = system.engine.stats()
-        asked.append(after.prompt_tokens - before.prompt_tokens - after.cached_tokens + before.cached_tokens)
-        return found
-
-    monkeypatch.setattr(run, "play", play)
-    rows = run_serving("again working-set --context 3k --budget 64 --kv-gb 0.1 --host-gb 0.1", tiny, tmp_path)
-    found = {row["metric"]: row for row in rows}
-    assert {"ttft_s:first", "prefill_s"} < set(found) and ":again" in found["ttft_s:again"]["variant"]
-    assert asked[1] == 3 * 1024 + 64 and len(asked) == 7
-    assert all(64 < tokens <= 128 for tokens in asked[2:])  # a question, and what of the document is no whole block
-
-
-def test_short_prompts_beside_a_long_one(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "ROW_PROMPT", 100)
-    command = "beside working-set --context 900 --short 40 --count 2 --rows 2 --tokens 60 --head-start 0.2"
-    rows = run_serving(f"{command} --budget 64 --kv-gb 0.1 --host-gb 0.1", tiny, tmp_path)
-    found = {row["metric"]: row for row in rows}
-    assert "beside:short=40" in rows[0]["variant"] and (rows[0]["batch"], rows[0]["context"]) == ("2", "900")
-    assert {"ttft_s:long", "ttft_s:short", "between_ms:p50", "between_ms:p99", "prefill_s"} < set(found)
-    assert float(found["ttft_s:long"]["value"]) > 0 < float(found["ttft_s:short"]["value"])
-
-
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("saturated transformers --trace none", "saturated cancels what is left, which transformers is not asked to"),
         ("closed segments --rows 1 --chunk 16", "segments reads prompts as users have it"),
-        ("again vllm", "again is of our engine"),
-        ("overhead vllm", "overhead is of our engine"),
-        ("overhead sparse", "overhead needs a CUDA device"),
     ],
 )
 def test_commands_say_what_they_need(command, why, tiny):

@@ -5,9 +5,7 @@ Its tables: test_docs.py.
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,7 +14,7 @@ import pytest
 import torch
 from models import build
 
-from benchmarks import picture, race_picture, readme, tables
+from benchmarks import picture, readme, tables
 from benchmarks.baselines import VARIANTS, make_cache
 from hf_sparsekv import PredictiveConfig, SparseCache, TokenConfig, __version__, cache_source
 from hf_sparsekv.policies import crossover
@@ -117,34 +115,6 @@ def test_pictures_are_those_of_the_newest_rows(path):
     assert drawn == picture.files()[path], "run: python -m benchmarks.readme --write"
     ElementTree.fromstring(drawn)
     assert len(drawn) < 10_000 and "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
-
-
-@pytest.mark.parametrize("path", race_picture.PICTURES.values())
-def test_animated_races_are_what_the_command_makes(path):
-    """Small, without a script, and still for readers who want less motion."""
-    drawn = (ROOT / path).read_text()
-    assert drawn == race_picture.files()[path], "run: python -m benchmarks.race_picture"
-    assert (
-        len(drawn.encode()) < 100_000 and "<script" not in drawn and "http" not in drawn.replace("www.w3.org", "")[60:]
-    )
-    assert "prefers-color-scheme:dark" in drawn and "prefers-reduced-motion:reduce" in drawn
-    ElementTree.fromstring(drawn)
-
-
-def test_an_animated_race_shows_what_was_recorded():
-    """The clocks end with the recording's own time and median, and the text is the answer, broken between words."""
-    race = json.loads((ROOT / "demo/recorded/small-4k-cpu.json").read_text())
-    drawn = race_picture.animate(ROOT / "demo/recorded/small-4k-cpu.json")
-    for lane in race["lanes"]:
-        each, answer = statistics.median(lane["ms"][1:]), "".join(lane["pieces"])
-        assert f"{sum(lane['ms']) / 1e3:.1f} s {len(lane['ms'])} tokens {each:.1f} ms a token" in drawn
-        after = len(lane["ms"]) - lane["answer_tokens"]
-        assert drawn.count('<path class="m ') == after * len(race["lanes"]), "a mark for each token after the answer"
-        lines = {}
-        for column, line, text in race_picture.placed(lane["pieces"]):
-            assert column == len(lines.setdefault(line, "")) and column + len(text) <= race_picture.COLUMNS
-            lines[line] += text
-        assert " ".join(lines.values()).split() == answer.split()
 
 
 def test_the_picture_has_the_figures_of_the_tables():
