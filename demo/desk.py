@@ -24,7 +24,7 @@ from .turns import Turns
 from .view import Asked, RaceView
 
 REFRESH = 0.2  # seconds between pictures
-DEPTH = 50  # %, of the hidden fact at first; docs/measured/demo.md has the measurements
+DEPTH = 50  # %, of the hidden fact at first; docs/demo.md has the measurements
 _ANSWER = 1024  # tokens of context that are left for question and answer at first
 SILENT = 600  # seconds until the document and the conversation of a tab that nobody uses are forgotten
 _SWEEP = 15  # seconds between looks for such tabs
