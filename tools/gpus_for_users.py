@@ -1,4 +1,4 @@
-"""How many GPUs a number of users with long documents needs: the model of docs/measured/serving-scale.md, as a table.
+"""How many GPUs a number of users with long documents needs: the model of docs/serving-scale.md, as a table.
 
     python tools/gpus_for_users.py qwen3-8b --context 128k --gpu-memory 140GiB --host-memory 200GiB \\
         --tokens-per-s 400 --prompt-tokens-per-s 10600 --users 10 1000 100000

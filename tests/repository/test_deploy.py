@@ -141,7 +141,7 @@ def test_the_image_has_what_it_copies_and_no_root():
 
 
 def test_the_table_of_gpus_is_what_the_command_says():
-    page = (ROOT / "docs/measured/serving-scale.md").read_text()
+    page = (ROOT / "docs/serving-scale.md").read_text()
     (shown,) = re.findall(r"^    python (tools/gpus_for_users\.py .*?)\n\n(\| users .*?)(?:\n\n|\Z)", page, re.M | re.S)
     args = shown[0].replace("\\\n", " ").split()
     done = forked.run([str(ROOT / args[0]), *args[1:]], cwd=ROOT).stdout
