@@ -156,11 +156,11 @@ def weights() -> str:
 # ---------------------------------------------------------------------- what answers are worth
 
 
-def _ruler(rows: list[dict], case: str, variant: str, none: str = NONE) -> str:
+def _ruler(rows: list[dict], case: str, variant: str) -> str:
     """Question prefilled / its last tokens as decode steps, in %, at 32k tokens."""
     name = f"ruler:average:{variant}"
     both = [newest(rows, name, metric, 1, 32 * K, case) for metric in ("score", "score_in_steps")]
-    return none if None in both else " / ".join(f"{100 * value:.1f}" for value in both)
+    return UNKNOWN if None in both else " / ".join(f"{100 * value:.1f}" for value in both)
 
 
 def ruler_by_default(case: str, context: int) -> tuple[tuple, tuple, float | None]:
@@ -185,13 +185,6 @@ def models() -> str:
     return table(("RULER, %", "tokens", "full attention", "default settings", "read of the context"), lines)
 
 
-def presets() -> str:
-    """RULER at 32k tokens on both probe models."""
-    rows = read("accuracy.csv")
-    lines = ((about, *(_ruler(rows, case, variant) for case in PROBES)) for about, variant in DATA["presets"])
-    return table(("", "grouped queries", "latents (MLA)"), lines)
-
-
 def _needles_found(rows: list[dict], variant: str) -> list[float] | None:
     """Facts found in the small model's context, of five at each length."""
     name, shapes = f"needle:average:{variant}", [shape(f"1x{length}") for length in DATA["needles"]["lengths"]]
@@ -206,7 +199,7 @@ def all_presets() -> str:
     for about, variant, timed in DATA["all_presets"]:
         rows = of_todays_settings(steps, timed[0])
         cells = [cell_of(newest(rows, timed, "tpot_ms", *shape(text)), none=UNKNOWN) for text in shapes]
-        cells += [_ruler(accuracy, case, variant, UNKNOWN) for case in PROBES]
+        cells += [_ruler(accuracy, case, variant) for case in PROBES]
         # Full attention is what it always was; caches by name are today's since then.
         rows = accuracy if variant == "full" else since_defaults(accuracy, variant)
         found = _needles_found(rows, variant)
@@ -371,14 +364,22 @@ def picture() -> str:
 
 PAGES = {
     "README.md": {"picture": picture, "models": models},
-    "docs/speed.md": {"speed": speed, "default-steps": default_steps, "two-levels": two_levels, "offloaded": offloaded},
-    "docs/measured/presets.md": {"all-presets": all_presets},
+    "docs/speed.md": {
+        "speed": speed,
+        "default-steps": default_steps,
+        "gpus": gpus,
+        "two-levels": two_levels,
+        "offloaded": offloaded,
+    },
     "docs/compared.md": {"peers": peers.tables},
-    "docs/measured/serving.md": {"ladder": ladder},
-    "docs/benchmarks-serving.md": {"full": full, "working-sets": working_sets},
-    "docs/measured/serving-scale.md": spread_tables.TABLES,
-    "docs/measured/hardware.md": {"gpus": gpus, "weights": weights},
-    "docs/accuracy.md": {"presets": presets, "methods": methods, "text": text, "needles": needles},
+    "docs/measured/serving.md": {
+        "ladder": ladder,
+        "full": full,
+        "working-sets": working_sets,
+        **spread_tables.TABLES,
+    },
+    "docs/hardware.md": {"weights": weights},
+    "docs/accuracy.md": {"all-presets": all_presets, "methods": methods, "text": text, "needles": needles},
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/measured/serving-scale.md, from the newest rows of ``parallel`` and ``serving``: several GPUs.
+"""Tables of docs/measured/serving.md, from the newest rows of ``parallel`` and ``serving``: several GPUs.
 
 Apart from :mod:`.readme`, which writes them into the page, because their columns are numbers of GPUs.
 """

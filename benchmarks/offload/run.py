@@ -2,8 +2,8 @@
 
     python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
 
-prefill: time and memory to read a prompt. The part is the rows' benchmark; docs/offloading.md says what each row means.
-Parts that are settled are in git (NOTES.md).
+prefill: time and memory to read a prompt. The part is the rows' benchmark; docs/benchmarking.md says what each row
+means. Parts that are settled are in git (NOTES.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The residual stream of random weights foresees nothing, so what a cache chooses 
 before (``hf_sparsekv/attention/points.py``) would always be wrong. Here each replayed query gets an expected one beside
 it: the query plus an error.
 
-* The recording (``profiles/*-foreseen.json``) is of the small real model (docs/benchmarks-statistics.md), by layer
+* The recording (``profiles/*-foreseen.json``) is of the small real model (docs/benchmarking.md), by layer
   and place of the residual stream: the error's size, how it varies between steps and how long it lasts, and the overlap
   of the tokens that both queries choose, for several shares of them; and how many of a step's tokens are still on the
   device if those of the latest selections are kept there.

@@ -10,9 +10,9 @@ With random keys and queries consecutive steps select almost unrelated blocks, a
   not in stored blocks.
 
 Strength of topics, noise and widths and the weights of the four parts were fitted for each recorded layer
-(docs/benchmarks-statistics.md) and are kept in the profile, so nothing is fitted here. Matched are the overlap of block
+(docs/benchmarking.md) and are kept in the profile, so nothing is fitted here. Matched are the overlap of block
 selections at lags 1, 2, 4, 8 and 16 for an eighth of the blocks and at lag 1 for a sixteenth and a quarter, the mass
-that these selections cover, and the number of blocks for 95 % of the mass; docs/benchmarks-statistics.md says how
+that these selections cover, and the number of blocks for 95 % of the mass; docs/benchmarking.md says how
 closely. Statistics are carried to other contexts as *fractions* of the stored blocks, never as counts: 128 of 2048
 blocks behave as 7 of 109. A layer between recorded ones (36 layers from 30) gets interpolated parameters.
 """
