@@ -275,7 +275,7 @@ def test_after_a_prefix():
 
 
 def test_a_longer_prompt_continues_the_old_text():
-    """As docs/reuse.md says, and as with transformers' own caches: it looks like a conversation's next turn."""
+    """As docs/saving.md says, and as with transformers' own caches: it looks like a conversation's next turn."""
     cache, text = used()
     other = prompt(1, 120, seed=3)["input_ids"]
     continued = {"input_ids": torch.cat((text[:, :93], other[:, 93:]), 1)}

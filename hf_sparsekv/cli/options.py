@@ -229,7 +229,7 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
 
 def placed(kind: CacheKind, config: SparseConfig, options: CacheOptions) -> CacheOptions:
-    """``--offload`` said, by the rule of docs/offloading.md: blocks are on the device unless the user asks.
+    """``--offload`` said, by the rule of docs/host-memory.md: blocks are on the device unless the user asks.
 
     ``--offload`` asks, and so does an option that only blocks in host memory have. Impossible places are wrong usage.
     """

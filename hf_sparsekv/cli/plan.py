@@ -330,7 +330,7 @@ def _show_spreadings(
     results.print(f"most tokens a second: {_spread_as(first)}; requests need nothing of each other")
     if last.ranks > first.ranks:
         results.print(f"soonest first token and answer of one request: {_spread_as(last)}")
-    note("how many GPUs a load needs: docs/measured/serving-scale.md")
+    note("how many GPUs a load needs: docs/serving-scale.md")
 
 
 def _spread_as(way: Spreading) -> str:

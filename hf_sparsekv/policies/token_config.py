@@ -38,9 +38,9 @@ class TokenConfig(BudgetOrMass):
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
     By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/studies/ruler.md). Offloaded, what a step chooses is copied to the device after
+    what a bound on a block hides (docs/studies/settings.md). Offloaded, what a step chooses is copied to the device after
     its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose they read in
-    host memory (docs/offloading.md).
+    host memory (docs/host-memory.md).
 
     Each row and KV head attends to as many tokens as it needs: heads differ (docs/studies/by-need.md).
 
@@ -77,11 +77,11 @@ class TokenConfig(BudgetOrMass):
             are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
         token_reduce: the same for the token score.
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
-            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/ruler.md). ``None``, which
+            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/settings.md). ``None``, which
             files of earlier releases hold, means off.
         tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
             columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
-            attention for one more token's reading in ``tail_tokens`` (docs/studies/not-chosen.md). Lost facts stay
+            attention for one more token's reading in ``tail_tokens`` (docs/studies/settings.md). Lost facts stay
             lost. Without effect with ``level="block"``. ``None``: they do not count.
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """

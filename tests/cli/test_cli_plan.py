@@ -263,7 +263,7 @@ def test_plan_says_whose_memory_it_reckons_with(tiny, monkeypatch):
 
 
 def test_blocks_are_on_the_device_unless_the_user_asks(tiny):
-    """By one rule for every command, API and configuration file (docs/offloading.md)."""
+    """By one rule for every command, API and configuration file (docs/host-memory.md)."""
 
     def of(**given) -> bool:
         options = opt.CacheOptions(**given)

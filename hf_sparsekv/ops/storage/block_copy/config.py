@@ -11,7 +11,7 @@ from ..._device import programs as device_programs
 # The kernel reads pinned memory in place. Few programs fill the link, and each further program takes SMs from the
 # decode step that runs at the same time. The same numbers serve both measured GPUs, each on PCIe 5.0:
 # - H200: copying 256 MiB within a captured step costs 6 to 10 % of its time with 16 programs, 20 to 31 % with 64, both
-#   at 51 GB/s. Small blocks need twice as many programs (rows of 4 KB: 46 GB/s). docs/offloading.md.
+#   at 51 GB/s. Small blocks need twice as many programs (rows of 4 KB: 46 GB/s). docs/speed.md.
 # - H200, slowdown of a captured chain of linear layers by simultaneous copies: 9.2 and 9.1 % with 16 programs of 4 and
 #   of 8 warps, the best in two runs.
 # - H100, the same: 16 of 4 warps 9.4 % (alone 45.3 and 48.7 GB/s in two runs), 16 of 2 warps 9.3 to 10.2 % (48.4 to
