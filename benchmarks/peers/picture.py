@@ -32,8 +32,6 @@ def draw(setting: Setting, systems: dict[str, Measured], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from ..plot import save
-
     groups = list(dict.fromkeys(name.partition(":")[0] for name in systems))
     tasks = len({task for one in systems.values() for task in (*one.inside, *one.after)})
     figure, panels = plt.subplots(1, len(AXES), figsize=(11, 5.6), sharey=True)
@@ -62,7 +60,10 @@ def draw(setting: Setting, systems: dict[str, Measured], out: Path) -> None:
     figure.legend(handles=list(drawn.values()), loc="lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"{setting} (filled: question after the context, hollow: inside)", fontsize=10)
     figure.tight_layout(rect=(0, 0.05 + 0.035 * -(-len(drawn) // 4), 1, 1))
-    save(figure, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({"svg.hashsalt": out.stem}):  # names by chance would make every run a change
+        figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:

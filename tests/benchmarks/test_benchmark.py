@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from models import build
 
 from benchmarks import baselines, decoding, filling, shapes
 from benchmarks import step as bench_step
-from benchmarks.baselines import VARIANTS, NotRun, Variant, find, make_cache
-from hf_sparsekv import TokenConfig
+from benchmarks.baselines import VARIANTS, Variant, find, make_cache
 from hf_sparsekv.kv.block_ids import bucket
-from hf_sparsekv.policies.registry import called, methods
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 
@@ -29,13 +26,6 @@ def decode(model, variant: Variant, context: int = CONTEXT, length: int | None =
 
 
 # ---------------------------------------------------------------------- shapes
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), (("1x8k", (1, 8192)), ("8X32K", (8, 32768)), ("2x5000", (2, 5000)), ("3x1", (3, 1)))
-)
-def test_parse_shape(text, expected):
-    assert shapes.parse_shape(text) == expected
 
 
 SIZES = {
@@ -79,13 +69,6 @@ def test_limit_by_hand():
     assert bench_step.limit_ms(10**9, config, 2, 4096, 2, 2e12) == pytest.approx((1e9 + kv) / 2e12 * 1e3)
 
 
-def test_weights_without_the_embedding_table():
-    def weights(tied: bool) -> int:
-        return shapes.weight_bytes(build("llama", "sdpa", tie_word_embeddings=tied))
-
-    assert weights(False) == weights(True), "read once, as the output layer"
-
-
 def test_limits_of_latents_and_experts():
     """GLM-4.7-Flash: 1,152 bytes a token and layer; of 64 experts in 46 layers a row reads 4, six rows 20.5."""
     config = shapes.known_config("glm-4.7-flash")
@@ -96,93 +79,6 @@ def test_limits_of_latents_and_experts():
     assert six - one == pytest.approx(every * (1 - (1 - 4 / 64) ** 6 - 4 / 64), rel=1e-6)
     total = sum(p.nbytes for p in net.parameters()) - net.get_input_embeddings().weight.nbytes
     assert one == pytest.approx(total - every * 60 / 64, rel=1e-6)
-
-
-def test_first_layers_only():
-    config = shapes.known_config("glm-4.7-flash", 3)
-    assert config.num_hidden_layers == len(shapes.windows(config)) == len(config.mlp_layer_types) == 3
-    assert len(shapes.windows(shapes.known_config("gemma3-12b", 7))) == 7
-
-
-def test_layers_that_hold_no_keys_are_refused():
-    with pytest.raises(ValueError, match="linear_attention cannot be filled"):
-        shapes.windows(build("qwen3-next", "sparsekv").config)
-
-
-# ---------------------------------------------------------------------- variants
-
-
-def test_find():
-    found = find("two_level:lag+offload", crossover=True)
-    assert (found.name, found.offload, found.crossover) == ("two_level:lag", True, True)
-    assert found.label(fused=True) == "two_level:lag+fused+offload"
-    assert find("hf_dynamic", offload=True).label(fused=True) == "hf_dynamic"
-    for text in ("three_level", "two_level+disk", "hf_dynamic+offload"):
-        with pytest.raises(ValueError, match=r"there is no variant|cannot be offloaded"):
-            find(text)
-
-
-def test_variants_are_what_they_say():
-    model = build("llama", "sparsekv")
-    for name, variant in VARIANTS.items():
-        if not variant.ours:
-            continue
-        config = make_cache(model, variant, 1000).config
-        assert config.dense_below is None, "a selection is measured even where it does not pay"
-        assert config.max_length == 1000
-        kind, _, preset = name.partition(":")
-        if kind in called() and preset in called()[kind].config.PRESETS:
-            assert config == called()[kind].config.preset(preset, max_length=1000, dense_below=None)
-            continue
-        if name.startswith(("progressive", "mass", "predictive:mass")):
-            assert config.threshold == float(name.removeprefix("predictive:").split(":")[1])
-            continue
-        if name.endswith(":no_tail") or name == "captured_dense":
-            assert config.tail is None
-        if name.startswith("predictive"):
-            assert config.token_budget == 1024
-            continue
-        if not isinstance(config, TokenConfig):
-            assert config == methods()[name].config(max_length=1000, dense_below=None)
-            continue
-        assert config.level == {"block_only": "block", "token_only": "token"}.get(name.split(":")[0], "two_level")
-    assert make_cache(model, find("two_level", crossover=True), None).config.dense_below == "auto"
-
-
-def test_a_second_gpu_is_the_next_one_and_has_to_be_there(monkeypatch):
-    gpu, variant = SimpleNamespace(device=torch.device("cuda", 1)), VARIANTS["predictive:second"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(NotRun, match="a second GPU chooses the tokens, and torch finds one only"):
-        baselines.check(variant, gpu, 1, 100)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    baselines.check(variant, gpu, 1, 100)
-    assert [baselines.next_device(torch.device("cuda", i)).index for i in (0, 3)] == [1, 0]
-    with pytest.raises(NotRun, match="do not go to host memory"):
-        baselines.check(find("predictive:second+offload"), gpu, 1, 100)
-    assert baselines.second_gpu(make_cache(build("llama", "sparsekv"), variant, 100)) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    (
-        ("hf_offloaded", "offloaded cache needs a CUDA device"),
-        ("hf_static_compile", "hf_static is the same uncompiled"),
-        ("sdpa_best", "only a CUDA device captures"),
-    ),
-)
-def test_what_a_cpu_cannot_do_is_said(name, message):
-    with pytest.raises(NotRun, match=message):
-        baselines.check(VARIANTS[name], build("llama", "sdpa"), 1, 100)
-
-
-def test_host_memory_is_checked_before_it_is_taken(monkeypatch):
-    class OnGpu:
-        device, dtype, config = torch.device("cuda"), torch.bfloat16, shapes.known_config("qwen3-8b")
-
-    with pytest.raises(NotRun, match=r"19\.3 GB of keys and values, 10\.0 GB of host memory"):
-        baselines.check(VARIANTS["hf_offloaded"], OnGpu, 1, 1 << 17, int(10e9))
-    baselines.check(VARIANTS["hf_offloaded"], OnGpu, 1, 1 << 17, int(20e9))
 
 
 # ---------------------------------------------------------------------- filled caches
@@ -206,16 +102,6 @@ def test_all_caches_hold_the_same(name):
         assert int(cache.get_seq_length()) == CONTEXT + NEW
         assert torch.equal(tokens, expected), variant.name
     assert len(set(expected.flatten().tolist())) > 2, "text that could differ"
-
-
-@pytest.mark.parametrize(("name", "lag"), (("llama", True), ("gemma3", False)))
-def test_selections_select(name, lag):
-    settings = {"token_budget": 32, "num_blocks": 2, "block_size": 16, "window": 16, "dense_layers": 0, "lag": lag}
-    _, cache = decode(build(name, "sparsekv"), Variant("small", "", settings=settings))
-    stats = cache.stats()
-    assert stats.decode_steps == NEW
-    assert stats.sparse_calls == NEW * len(cache.sparse_layers)
-    assert stats.attended_share < 0.5
 
 
 def test_replayed_keys_and_queries():

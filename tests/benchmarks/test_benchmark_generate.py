@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from models import VOCAB, build
 from read_rows import read_rows as rows
 
-from benchmarks import decoding, filling, shapes
 from benchmarks import generate as bench_generate
-from benchmarks.baselines import VARIANTS, make_cache
 
 CACHES = ("hf_dynamic", "hf_static", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
 
@@ -40,32 +37,3 @@ def test_generate_reads_and_samples(tiny, tmp_path):
         ("two_level:sample", "tpot_ms", "ms"),
         ("two_level:sample", "ttft_s", "s"),
     ]
-
-
-@pytest.mark.slow
-def test_generate_takes_a_shape(monkeypatch, tmp_path):
-    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: build("gemma3", "sdpa").config)
-    path = tmp_path / "generate.csv"
-    args = f"--model toy --device cpu --context 1k --new-tokens 4 --caches two_level --csv {path}"
-    assert bench_generate.main(args.split()) == 0
-    assert [(row["case"], row["context"]) for row in rows(path)] == [("toy:float32", "1024")]
-    assert bench_generate.main(f"{args} --no-csv".split()) == 0
-    assert len(rows(path)) == 1
-
-
-def test_unknown_caches_are_named(capsys):
-    for name, message in (("sdpa_best", "sdpa_best is no cache"), ("paged", "no variant 'paged'; known: hf_dynamic")):
-        with pytest.raises(SystemExit):
-            bench_generate.arguments().parse_args(["--caches", name])
-        assert message in capsys.readouterr().err
-
-
-def test_sampled_tokens_are_drawn():
-    model = build("llama", "sparsekv")
-    cache = make_cache(model, VARIANTS["hf_dynamic"], None)
-    filling.fill_cache(model, cache, 1, 50)
-    found = decoding.generate(model, cache, 1, 12, sample=True, eos=True)
-    assert found.tokens.shape == (1, 12), "the end of the text never comes"
-    assert int(found.tokens.max()) < VOCAB
-    assert len(found.tpot_ms) == 6
-    assert found.first_ms > 0

@@ -15,8 +15,6 @@ from benchmarks import baselines, shapes, traffic
 from benchmarks.decoding import generate
 from benchmarks.filling import ReplayedSource, fill_layers
 from benchmarks.offload import run as offload
-from benchmarks.report import Report
-from benchmarks.step import arguments as step_arguments
 from hf_sparsekv.policies.measured import PackStats
 
 pytestmark = pytest.mark.slow
@@ -109,25 +107,6 @@ def test_traffic_of_a_cache(pool, fetches):
         assert found.host == pytest.approx(layers * heads * SMALL["token_budget"] * token, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0.25kv", 250), ("1KV", 1000), ("0.3", 0.3), ("8e9", 8_000_000_000), ("0", 0), (None, None)],
-)
-def test_pool_sizes(text, expected):
-    assert shapes.pool_size(text, 1000) == expected
-    assert type(shapes.pool_size(text, 1000)) is type(expected)
-    assert text is None or shapes.parse_pool(text) == text
-
-
-def test_pool_sizes_that_are_none(capsys):
-    for text in ("much", "kv", "-1", "-0.1kv"):
-        with pytest.raises(ValueError, match="a device pool is a share"):
-            shapes.pool_size(text, 1000)
-    with pytest.raises(SystemExit):
-        step_arguments().parse_args(["--device-pool", "much"])
-    assert "a device pool is a share of the KV (0.25kv)" in capsys.readouterr().err
-
-
 def test_step_reports_what_crossed_the_link(stepped):
     """``benchmarks step --offload``: the same figures, with a pool of a share of the KV."""
     command = f"--shapes 1x{CONTEXT} --variants two_level:lag --offload --kv replayed --tokens 12"
@@ -169,12 +148,6 @@ def test_chunks_read_the_same_prompt(name):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    assert offload.main(["prefill"]) == 1
-    assert "there is no CUDA device; prefill also runs" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------------- on a GPU
 
 
@@ -189,9 +162,3 @@ def test_prompts_on_a_gpu(tmp_path, monkeypatch):
     assert offload.main(command.split()) == 0
     found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
     assert found >= {"prefill prefill_s", "prefill prefill_gb"}
-
-
-def test_the_report_counts_without_knowing_how_many(tmp_path):
-    with Report("prefill", "tiny", tmp_path / "a.csv", None) as report, report.measuring(1, 5, "x"):
-        report.add("tpot_ms", 1.0)
-    assert report.close() == 0

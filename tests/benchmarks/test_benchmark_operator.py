@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -11,17 +10,16 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import experts, linear, quantised_linear, sweep
+from benchmarks.operators import experts, quantised_linear, sweep
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
-from benchmarks.operators.run import arguments, main, shapes
+from benchmarks.operators.run import main
 from benchmarks.operators.sweep import differs, variants
 from benchmarks.operators.walk import WalkLayer
 from benchmarks.report import Report
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.ops.selection.token_score.triton import token_score
-from hf_sparsekv.tuning.layer_step import MODELS, VERIFIED, Layer, Shape
+from hf_sparsekv.tuning.layer_step import VERIFIED, Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
 pytestmark = pytest.mark.slow
@@ -82,44 +80,12 @@ def test_inputs_are_what_a_store_would_hold(layer):
     assert (layer.attended == CONFIG.sinks + SHAPE.recent + CONFIG.token_budget).all()
 
 
-def test_bounds_enclose_the_keys(layer):
-    keys = layer.kv[..., : SHAPE.dim]
-    assert (keys <= layer.bounds[:, :, :1]).all()
-    assert (keys >= layer.bounds[:, :, 1:]).all()
-
-
 def test_bytes_of_the_target_shape():
     """1 x 32k of Qwen3-8B by hand: bounds, labels of 128 blocks, 1024 tokens and the recent buffer, 8 heads."""
     shape = Shape(1, 32768)
     assert shape.full_blocks == 509
     assert shape.bytes_read("two_level") == 8 * (509 * 512 + 128 * 64 * 36 + (1024 + 4 + 143) * 512)
     assert shape.bytes_read("dense") == 8 * (509 * 64 + 4 + 143) * 512
-
-
-def test_bytes_of_latents():
-    """1 x 32k of GLM-4.7-Flash: one row of 576 numbers a token, 128 label channels, for all 20 heads."""
-    shape = Shape(1, 32768, **MODELS["glm-4.7-flash"])
-    assert shape.case == "glm-4.7-flash"
-    assert (shape.channels, shape.width, shape.values) == (128, 576, 512)
-    assert shape.bytes_read("dense") == (509 * 64 + 4 + 143) * 1152
-    assert shape.bytes_read("two_level") == 509 * 2 * 1152 + 128 * 64 * 68 + (1024 + 4 + 143) * 1152
-
-
-def test_a_context_that_is_too_short_is_refused():
-    with pytest.raises(ValueError, match="stored blocks"):
-        Layer(Shape(1, 4096), torch.device("cpu"), seed=0)
-
-
-def test_arguments():
-    found = shapes(arguments().parse_args([]))
-    assert [(s.batch, s.context) for s in found] == [(1, 32768), (1, 131072), (8, 32768), (8, 131072)]
-    args = ["--shapes", "2x5000", "--heads", "14x2", "--dim", "64", "--dtype", "float16", "--num-blocks", "32"]
-    (shape,) = shapes(arguments().parse_args(args))
-    assert (shape.batch, shape.context, shape.q_heads, shape.heads, shape.dim) == (2, 5000, 14, 2, 64)
-    assert shape.dtype == torch.float16
-    assert shape.case == "q14-kv2-d64"
-    (shape,) = shapes(arguments().parse_args(["--shapes", "1x32k", "--model", "glm-4.7-flash"]))
-    assert (shape.q_heads, shape.heads, shape.dim, shape.value_dim) == (20, 1, 576, 512)
 
 
 @INTERPRETED
@@ -132,48 +98,6 @@ def test_ways_to_run_an_operator_agree(layer, operator):
         got = result().clone()
         first = got if first is None else first
         assert not differs(got, first), name
-
-
-@INTERPRETED
-def test_ways_to_attend_over_codes(layer, monkeypatch):
-    """Codes are what is read, and their results are near those of what they stand for."""
-    layer.step()
-    plain = layer.out.clone()
-    layer.encode()
-    assert layer.kv.dtype == torch.int8
-    name, run, result = next(iter(variants([layer], "sparse_decode")))
-    run(0)
-    coded = result().clone()
-    assert 0 < (coded - plain).norm() < 0.03 * plain.norm(), name
-    layer.decode(layer.tokens, "token")
-    assert not differs(layer.out, coded)
-
-
-@INTERPRETED
-def test_the_kernel_in_cuda_is_timed(layer, monkeypatch):
-    """It is asked for what is scored otherwise; where it does not serve, that is no time of another kernel."""
-
-    def score_all(*given, serves=True):
-        *labels, reduce, sinks, norms, out, fill = given
-        return serves and token_score(*labels, None, reduce, sinks=sinks, norms=norms, out=out, fill=fill) is out
-
-    monkeypatch.setattr(sweep, "_has_cuda_kernels", lambda layers: True)
-    monkeypatch.setattr(sweep, "score_all", score_all)
-    layer.step()
-    ways = list(variants([layer], "long_score"))
-    ways[0][1](0)
-    expected = ways[0][2]().clone()
-    ((_, run, result),) = [way for way in ways if way[0] == "in CUDA C++"]
-    result().zero_()
-    run(0)
-    assert not differs(result(), expected)
-    monkeypatch.setattr(sweep, "score_all", partial(score_all, serves=False))
-    with pytest.raises(RuntimeError, match="does not serve here"):
-        run(0)
-
-
-def test_times_without_what_comes_before():
-    assert Time(5.0, 4.5, 6.0) - Time(2.0, 1.0, 3.0) == Time(3.0, 2.5, 4.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -251,35 +175,6 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, monkeypatch, capsys, repo
 
 
 @INTERPRETED
-def test_some_of_the_ways(layer, clocks, reported):
-    """The first one always, as all are compared with it. Where there are no such ways to name it is an error."""
-    layer.step()
-    found, _ = reported(lambda report: module.sweep([layer], report, ["token_select"], ["warps=16"]))
-    assert list(found) == ["two_level:warps=4", "two_level:warps=16"]
-    layer.encode()
-    found, _ = reported(lambda report: module.sweep([layer], report, ["token_select"], ["none of them"]))
-    assert list(found) == ["two_level:kv_dtype=int8:warps=4"]
-    wrong = [[*of, *o] for of in ([], ["--sweep", "linear"]) for o in (["--ways", "warps=16"], ["--kv-dtype", "int8"])]
-    for args in (*wrong, ["--model", "glm-4.7-flash", "--sweep", "latent_tokens", "--kv-dtype", "int8"]):
-        with pytest.raises(SystemExit):
-            main(args)
-
-
-def test_linear_layers_are_compared(monkeypatch, capsys, clocks, reported):
-    """With the first way's result."""
-    weights = [torch.randn(48, 64) for _ in range(2)]
-    xs = [torch.randn(3, 64).half().float() for _ in weights]
-    monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T)
-    found, _ = reported(lambda report: linear.measure(report, "out", weights, xs, None))
-    names = ["triton", "torch", "rows=32,inputs=128,stages=8,warps=4"]
-    assert list(found)[:3] == [f"linear:out:{name}" for name in names]
-    assert "out, 3 rows, quickest: triton, 3.00 us" in capsys.readouterr().out
-    monkeypatch.setattr(linear, "small_linear", lambda x, weight, bias, activation, config: x @ weight.T + 1)
-    reported(lambda report: linear.measure(report, "out", weights, xs, None))
-    assert "another result than triton's" in capsys.readouterr().out
-
-
-@INTERPRETED
 @pytest.mark.parametrize("form", quantised_linear.FORMATS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_quantised_linear_layers_are_compared(monkeypatch, capsys, rows, form, clocks, reported):
@@ -324,31 +219,6 @@ def test_ways_to_run_experts(monkeypatch, capsys, part, clocks, reported):
     _, failed = reported(lambda report: experts.measure(report, sets, part, 1e12))
     assert len(failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in failed[0]
     assert f"{part}, 3 rows, quickest:" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("usual", "tried"),
-    [
-        (experts.UP, [experts.UP, *experts.UPS]),
-        (experts.DOWN, [experts.DOWN, *experts.DOWNS]),
-    ],
-)  # fmt: skip
-def test_tiles_are_different(usual, tried):
-    assert len(set(tried)) == len(tried) > 10 and usual in tried
-
-
-def test_operators_of_the_other_layout_are_refused(layer):
-    for operator, other in (("latent_tokens", "sparse_decode"), ("latent_masses", "block_attend")):
-        with pytest.raises(ValueError, match=f"{operator} does not fit this shape: {other} does"):
-            variants([layer], operator)
-    with pytest.raises(ValueError, match="dense_decode does not fit this shape: latent_decode does"):
-        variants([Layer(LATENTS, torch.device("cpu"), seed=0)], "dense_decode")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    assert main([]) == 1
-    assert "CUDA" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

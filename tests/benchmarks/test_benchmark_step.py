@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 
 import pytest
@@ -14,7 +13,7 @@ from read_rows import read_rows as rows
 from benchmarks import decoding, filling, kernels, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
-from benchmarks.report import Report, spread
+from benchmarks.report import Report
 from hf_sparsekv import optimize
 
 pytestmark = pytest.mark.slow
@@ -23,11 +22,6 @@ BATCH, CONTEXT = 2, 300
 
 
 # ---------------------------------------------------------------------- rows
-
-
-def test_spread():
-    assert spread([3.0]) == (3.0, None, None)
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 1.5, 4.5)
 
 
 def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys):
@@ -57,30 +51,6 @@ def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys)
     last = rows(path)[-1]
     found = [last[name] for name in ("variant", "metric", "value", "unit", "low")]
     assert found == ["fifth", "allocations", "0", "count", ""]
-
-
-def test_a_variant_that_did_not_run_takes_the_runner_out(monkeypatch):
-    """A runner that has met an error does not capture again, so the next variant gets a new one."""
-    taken = []
-    monkeypatch.setattr("benchmarks.report.unoptimize", taken.append)
-    with Report("step", "tiny", None, 3) as report:
-        for name, error in (("fine", None), ("broken", KeyError("x")), ("full", MemoryError("x"))):
-            with report.measuring(1, 512, name, f"the model of {name}"):
-                if error:
-                    raise error
-    assert taken == ["the model of broken", "the model of full"]
-
-
-def test_interruption_keeps_what_was_measured(tmp_path):
-    path = tmp_path / "step.csv"
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Report("step", "tiny", path, 1) as report,
-        report.measuring(1, 512, "first"),
-    ):
-        report.add("tpot_ms", 1.0)
-        raise KeyboardInterrupt
-    assert len(rows(path)) == 1
 
 
 def test_a_failing_variant_of_step_does_not_lose_the_others(tmp_path, monkeypatch):
@@ -188,45 +158,6 @@ def test_the_step_that_is_repeated_is_the_same():
     assert cache.row_table.rows.lengths == (CONTEXT + 3,) * BATCH
 
 
-def test_synchronisations_are_found_by_place(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with decoding.synchronisations() as so_far:
-        for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
-        warnings.warn("Synchronization debug mode is a prototype", stacklevel=1)
-        assert so_far().total() == 3
-        ((place, times),) = so_far().items()
-    assert place.startswith("test_benchmark_step.py:")
-    assert times == 3
-    assert modes == ["warn", "default"]
-
-
-def test_arguments_of_step():
-    args = bench_step.arguments().parse_args(
-        ["--shapes", "1x8k", "8x32k", "--variants", "two_level", "--compile", "--offload"]
-    )
-    assert args.shapes == [(1, 8192), (8, 32768)]
-    found = bench_step.variants(args)
-    assert [v.label(True) for v in found] == ["two_level+fused+offload", "hf_static_compile"]
-    assert bench_step.variants(bench_step.arguments().parse_args([]))[0].name == "hf_dynamic"
-
-
-def test_codes_in_host_memory_have_rows_of_their_own(tmp_path):
-    args = bench_step.arguments().parse_args(
-        ["--variants", "two_level", "hf_dynamic", "--offload", "--kv-dtype", "int8", "--device-pool", "0.25kv"]
-    )
-    model = build("llama", "sparsekv")
-    with Report("step", "tiny", tmp_path / "rows.csv", 1) as report:
-        bench = bench_step.Bench(model, report, args)
-        ours, stock = (bench.label(variant) for variant in bench_step.variants(args))
-    assert ours.endswith("+offload:pool=0.25kv:kv_dtype=int8") and "int8" not in stock
-    cache = bench_step.make_cache(model, bench_step.variants(args)[0], 600, kv_dtype=args.kv_dtype)
-    assert cache.offload_config.kv_dtype == "int8"
-    with pytest.raises(SystemExit):
-        bench_step.main(["--variants", "two_level", "--kv-dtype", "int8"])
-
-
 def test_step_prints_its_kernels(stepped, monkeypatch, capsys):
     """Of a step that is made for it, of an offloaded cache, too."""
     found, steps = [kernels.Kernel("attends", 0.0, 5.0)], []
@@ -261,14 +192,3 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
         assert (variant, "tpot_ms") in found
     assert ("sdpa_best+fused", "step_ms") in found
-
-
-def test_what_kernels_add_to_a_step():
-    """Of one that was launched early, what it ends behind the others; of one that ended before them, less than none."""
-    found = [kernels.Kernel(*one) for one in (("a", 0.0, 5.0), ("b", 1.0, 9.0), ("c", 2.0, 3.0), ("d", 8.0, 4.0))]
-    assert [us for _, us in kernels.added(found, 0)] == [5.0, 5.0, -5.0, 2.0]
-    assert [us for _, us in kernels.added(found, 1, 1)] == [5.0]
-    assert [line.split() for line in kernels.describe_step(found).splitlines()[-2:]] == [
-        ["-5.00", "us", "more,", "3.00", "us", "c"],
-        ["2.00", "us", "more,", "4.00", "us", "d"],
-    ]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from caches import FULL, TIGHT, predictive, two_level
+from caches import TIGHT, predictive, two_level
 from captured import Imitation
 from models import build
 from read_rows import read_rows
 
-from benchmarks import filling, foresight, shapes
+from benchmarks import foresight, shapes
 from benchmarks import step as bench_step
 from benchmarks.synthetic import foreseen as fs
-from benchmarks.synthetic.foreseen import Foreseen, Pairs, Selection, StoredIndex
+from benchmarks.synthetic.foreseen import Pairs, Selection, StoredIndex
 from benchmarks.synthetic.keys import SyntheticKV
 from benchmarks.synthetic.replay import ReplayedQueries
-from benchmarks.synthetic.statistics import WORKING_SET, stored_blocks
+from benchmarks.synthetic.statistics import stored_blocks
 from hf_sparsekv import PredictiveConfig, predict_ahead
 from hf_sparsekv.attention.points import Point
 
@@ -57,51 +57,7 @@ def test_scores_are_those_of_caches(method):
             assert torch.equal(chosen.long().sort().values, best)
 
 
-def test_overlap_literally():
-    scores, others = torch.tensor([5.0, 4, 1, 0]), torch.tensor([5.0, 1, 4, 0])
-    assert float(fs.overlap(scores, others, 2)) == 0.5
-    assert float(fs.overlap(scores, others, 3)) == 1.0
-    ids = torch.tensor([[[0, 3, 5, -1], [1, 2, 3, 4]]])
-    assert foresight.shared(ids, torch.tensor([[[3, 5, 6, -1], [9, -1, -1, -1]]])) == pytest.approx(2 / 7)
-
-
-def test_memory_of_errors():
-    assert fs.remembered((0.2, 0.2, 0.2)) == pytest.approx((0.2, 0, 0, 0.8))
-    assert fs.remembered((1.0, 1.0, 1.0)) == (1, 0, 0, 0)
-    assert fs.remembered((-0.4, 0.0, 0.0)) == (0, 0, 0, 1), "an error cannot turn round"
-    slow = fs.remembered((0.94 * 0.5, 0.94**4 * 0.5, 0.94**16 * 0.5))
-    assert slow == pytest.approx((0, 0.5, 0, 0.5))
-
-
 # ---------------------------------------------------------------------- the recording
-
-
-def test_recorded_profile():
-    found = Foreseen()
-    assert found.layers == 30 and found.source["model"] == "SmolLM2-135M-Instruct"
-    for layer in range(2, 30):
-        for share in map(float, fs.SHARES):
-            step, *places = (found.overlap(share, layer, 30, p) for p in (None, *fs.PLACES))
-            assert 0 < step < 1 and all(0 < p < 1 for p in places)
-            rates = [found.hit_rate(room, share, layer, 30) for room in fs.ROOMS]
-            assert 0 < rates[0] < rates[-1] <= 1 and rates == sorted(rates)
-            assert rates[0] == pytest.approx(step, abs=0.05), "room for what the step before chose"
-            assert 1 < found.overlap(share, layer, 30, None, ":working_set") < WORKING_SET
-    mean = {p: np.mean([found.at(f"{p}:cosine", layer, 30) for layer in range(2, 30)]) for p in fs.PLACES}
-    assert mean["mid"] > mean["in"] > 0.9
-    shares = [found.overlap(share, 10, 30, "in") for share in (1 / 128, 0.012, 1 / 64)]
-    assert min(shares[0], shares[2]) <= shares[1] <= max(shares[0], shares[2])
-    assert found.overlap(0.9, 10, 30, "mid") == found.overlap(0.25, 10, 30, "mid")
-    rates = [found.hit_rate(room, 1 / 64, 10, 30) for room in (0.5, 1, 3, 4, 16, 100)]
-    assert rates[0] == rates[1] < rates[2] < rates[3] < rates[4] == rates[5]
-    assert sum(found.memory("in", 5, 36)) == pytest.approx(1)
-
-
-def silent(net, *names: str) -> None:
-    """These projections of all layers add nothing to the residual stream."""
-    for name, parameter in net.named_parameters():
-        if any(name.endswith(f"{end}.weight") for end in names):
-            torch.nn.init.zeros_(parameter)
 
 
 # ---------------------------------------------------------------------- imitated
@@ -129,20 +85,6 @@ def test_pairs_overlap_as_recorded(config, place, chosen):
         assert abs(within) < 0.06 and abs(steps) < 0.09, (layer, within, steps)
         off.append((within, steps))
     assert np.abs(np.mean(off, axis=0)).max() < 0.04
-
-
-def test_pairs_repeat_and_errors_last():
-    made = SyntheticKV(2, 4, 2, 64, 2, 1500, dtype=torch.float32)
-    pairs, again = (Pairs(made, Selection(128, "in", PredictiveConfig())) for _ in range(2))
-    queries = pairs.queries(30)
-    assert torch.equal(queries, again.queries(30)) and torch.equal(pairs.expected(queries), again.expected(queries))
-    assert torch.equal(pairs.queries(7), queries[:7])
-    errors = (pairs.expected(queries) - queries)[:, 1, ..., 1:]
-    direction = torch.nn.functional.normalize(errors, dim=-1)
-    kept = float((direction[16:] * direction[:-16]).sum(-1).mean())
-    assert kept == pytest.approx(pairs.recording.at("in:error_16", 1, 2), abs=0.1)
-    all_of_it = Pairs(made, Selection(4096, "in", PredictiveConfig()))
-    assert torch.equal(all_of_it.expected(queries), queries), "nothing is left out, so nothing needs to be expected"
 
 
 # ---------------------------------------------------------------------- given to caches
@@ -196,12 +138,6 @@ def test_caches_choose_for_the_expected_queries(captured, monkeypatch):
     tap.remove()
 
 
-def test_expected_queries_of_another_shape():
-    queries = torch.zeros(3, 2, 1, 4, 16)
-    with pytest.raises(ValueError, match="expected queries must be as many as the queries"):
-        ReplayedQueries(queries, queries[:2])
-
-
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [({"level": "two_level", "lag": True}, False), ({"offload": False}, False), ({}, True)],
@@ -232,19 +168,6 @@ def test_caches_that_expect_nothing(settings, copies):
     assert wanted.hit_rate == pytest.approx(np.mean(rates))
     each = layers[0].store.heads * selection.chosen * layers[0].store.token_bytes
     assert wanted.missed == pytest.approx(sum((1 - rate) * each for rate in rates))
-
-
-def test_a_cache_that_attends_to_everything(capsys):
-    """No pair is needed, and the report says so."""
-    net = build("llama", "sparsekv", max_position_embeddings=4096)
-    cache = predictive(model_config=net.config, **FULL)
-    source = filling.ReplayedSource(net, 1, 600)
-    filling.fill_layers(source, cache)
-    source.start(cache)
-    assert source.pairs is not None
-    with torch.no_grad(), predict_ahead(net):
-        net(torch.full((1, 1), 5), past_key_values=cache)
-    assert foresight.achieved(cache, source.replayed, source.pairs.selection) is None
 
 
 # ---------------------------------------------------------------------- rows

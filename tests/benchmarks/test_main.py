@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.arguments import new_parser, rows_file
 from hf_sparsekv.cli.app import app
 from hf_sparsekv_eval.cache_specs import parse_cache
 
@@ -98,23 +97,6 @@ def test_lists_of_caches_are_valid():
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("generate", "--context", "100M"), "'100M' is no length; write for example 512 or 32k"),
-        (("step", "--shapes", "1x32k", "8by32k"), "'8by32k' is no shape; write BATCHxLENGTH, for example 8x32k"),
-        (("offload", "prefill", "--lengths", "k"), "'k' is no length"),
-    ],
-)
-def test_wrong_sizes_are_named(args, says, monkeypatch, capsys):
-    """By what is wrong about them, not by the function that found out."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # before anything asks for more than that
-    with pytest.raises(SystemExit, match="2"):
-        main(list(args))
-    told = " ".join(capsys.readouterr().err.split())
-    assert says in told and "parse_" not in told
-
-
-@pytest.mark.parametrize(
     ("args", "status", "says"),
     [
         ("generate --model qwen3-9b", 1, "there is no model 'qwen3-9b': did you mean 'qwen3-8b'?"),
@@ -145,26 +127,3 @@ def test_what_cannot_be_measured_is_one_line(args, status, says, tiny, tmp_path,
     assert found == status, told
     assert len(told) == 1 and told[0].startswith("error: ") and says.replace("TINY", str(tiny)) in told[0], told
     assert not list(tmp_path.glob("rows.csv"))
-
-
-def test_a_benchmark_that_was_nearly_named(capsys):
-    assert main(["generat"]) == 2
-    assert "error: there is no benchmark 'generat' (did you mean 'generate'?)" in capsys.readouterr().err
-
-
-def test_models_take_spellings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    parser = new_parser("step", "", "model")
-    assert parser.parse_args(["--model", "Qwen3_8B"]).model == "qwen3-8b"
-    for name in ("Qwen/Qwen3-8B", "someone/other", "./qwen3-8b"):  # with weights of their own
-        assert parser.parse_args(["--model", name]).model == name
-    (tmp_path / "Qwen3-8B").mkdir()
-    assert parser.parse_args(["--model", "Qwen3-8B"]).model == "Qwen3-8B"
-
-
-def test_rows_go_to_the_checkout_wherever_one_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in BENCHMARKS:
-        file = rows_file(new_parser(name, "").parse_args([]))
-        assert file == ROOT / "benchmarks" / "results" / f"{name}.csv"
-    assert not list(tmp_path.iterdir())

@@ -43,29 +43,6 @@ def test_nothing_is_lost_and_the_order_stays(table, capsys):
     assert [path.name for path in table.parent.iterdir() if path.is_file()] == ["step.csv"]
 
 
-@pytest.mark.parametrize("last", ["2026-10-31", "2026-11-04"])
-def test_a_day_that_divides_nothing_is_refused(table, last):
-    before = table.read_text()
-    with pytest.raises(SystemExit, match=r"of 8 rows of .* or before"):
-        older.main(["step", last])
-    assert table.read_text() == before and benchmarks.files_of("step.csv") == [table]
-
-
-def test_a_day_is_moved_once(table):
-    whole = table.read_bytes()
-    older.main(["step", "2026-11-02"])
-    table.write_bytes(whole)  # as if such rows had come again
-    before = table.read_text()
-    with pytest.raises(SystemExit, match="is there already"):
-        older.main(["step", "2026-11-02"])
-    assert table.read_text() == before
-
-
-def test_a_table_that_is_not_there(table):
-    with pytest.raises(SystemExit, match=r"none-such\.csv"):
-        older.main(["none-such", "2026-11-02"])
-
-
 def test_files_of_rows_are_small():
     large = [path for path in benchmarks.RESULTS.rglob("*.csv") if path.stat().st_size > older.MOST]
     assert not large, "run: python -m benchmarks.older NAME DAY"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from benchmarks.peers import (
 )
 from benchmarks.peers.prompt_file import Prompt
 from hf_sparsekv.results import Row
-from hf_sparsekv_eval.samples import Sample, found_any, found_share
+from hf_sparsekv_eval.samples import Sample, found_share
 
 ROOT = Path(__file__).parents[2]
 TEXT = "A text.\nWith lines.\nWhat is there?<|assistant|>There is"
@@ -76,33 +73,6 @@ def test_rulers_prompts_are_written_and_read(tmp_path, chat):
     assert prompt_file.fingerprint(path) != before
 
 
-def test_how_a_sample_scores_is_found_out():
-    share, some = (prompts.of_sample(byte_level(), sample(score=score)) for score in (found_share, found_any))
-    assert (share.score, some.score, share.stop) == ("share", "any", (7,))
-    assert (share.scored("ONE"), some.scored("ONE"), some.scored("no")) == (0.5, 1, 0)
-    inside = ("there", "the", "here")  # one contains others
-    assert [prompts.scoring(sample(inside, score)) for score in (found_share, found_any)] == ["share", "any"]
-    with pytest.raises(ValueError, match="peers cannot compute it"):
-        prompts.of_sample(byte_level(), sample(score=lambda output, references: float(output == "one two")))
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"question": 0}, "no context"),
-        ({"question": 60}, "no question"),
-        ({"score": "f1"}, "none of share, any"),
-        ({"references": []}, "nothing can be scored"),
-        ({"other": 1}, "line 1, is no prompt"),
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path, changes, match):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({**dataclasses.asdict(prompt()), **changes}))
-    with pytest.raises(ValueError, match=match):
-        prompt_file.read(path)
-
-
 # ---------------------------------------------------------------------- answers
 
 
@@ -125,20 +95,6 @@ def test_every_way_to_ask_gives_the_tokens_of_generate(model, name):
         for question in ("inside", "after", "steps"):
             assert tokens(model, system, one, question) == wanted
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_an_answer_ends_at_a_stop_its_room_or_a_full_score(model):
-    made = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    system, one = (
-        answering.System("full", DynamicCache, run_ours.sizes),
-        dataclasses.replace(prompt(), max_new_tokens=20),
-    )
-    first = tokens(model, system, one, "inside", 20)
-    assert answering.output(model, made, system, one, "inside") == made.decode(first)
-    found = dataclasses.replace(one, references=(str(first[2]),))
-    assert answering.output(model, made, system, found, "inside") == made.decode(first[: answering.CHECK])
-    stopped = dataclasses.replace(one, stop=(first[4],))
-    assert answering.output(model, made, system, stopped, "inside") == made.decode(first[: first.index(first[4]) + 1])
 
 
 def test_bytes_of_what_is_held_masked_and_quantised(model):
@@ -229,12 +185,3 @@ def test_newest_rows_of_the_same_prompts_are_merged():
     assert str(first) == "m, prompts of 16,384 tokens, GPU" and report.markdown({}) == report.NOTHING
     with pytest.raises(ValueError, match="has a score and a cost"):
         picture.draw(first, {"a": found[first]["a"]}, Path("nowhere.svg"))
-
-
-def test_a_press_that_is_not_there_is_named(monkeypatch):
-    presses = SimpleNamespace(SnapKVPress=lambda compression_ratio: compression_ratio)
-    monkeypatch.setitem(sys.modules, "kvpress", presses)
-    assert run_kvpress.press_of("SnapKV:0.25") == 0.75
-    for text in ("Snap:0.5", "SnapKV", "SnapKV:25", "SnapKV:0"):
-        with pytest.raises(SystemExit, match="presses are SnapKV"):
-            run_kvpress.press_of(text)

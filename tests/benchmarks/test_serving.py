@@ -14,7 +14,6 @@ import torch
 from models import build
 from read_rows import read_rows
 
-from benchmarks.baselines import NotRun
 from benchmarks.serving import client, ours, run, trace
 from benchmarks.serving.client import (
     play,
@@ -73,12 +72,6 @@ def test_the_dense_system_is_dense_with_all_rows():
     finally:
         system.close()
     assert stats.dense_calls > 0 == stats.sparse_calls
-
-
-def test_vllm_that_is_not_there_is_not_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(NotRun, match="vLLM cannot be imported"):
-        VllmSystem(settings())
 
 
 class FakeVllm:
@@ -152,21 +145,6 @@ def test_vllms_steps_are_told_to_requests(vllm):
     assert engine.given["kv_cache_memory_bytes"] == 1 << 22
     assert engine.given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 5]}
     assert not Path(engine.given["model"]).exists()
-
-
-def test_a_step_of_vllm_that_fails_fails_its_requests(vllm):
-    class Broken(FakeVllm):
-        def step(self):
-            raise RuntimeError("out of order")
-
-    vllm.LLM = Broken
-    system = VllmSystem(settings())
-    played = play(system, [Request(0.0, 10, 4, 1), Request(0.2, 10, 4, 2)], VOCABULARY, timeout=30)
-    assert [one.error for one in played] == [
-        "RuntimeError: out of order",
-        "RuntimeError: vLLM has failed: out of order",
-    ]
-    system.close()
 
 
 def test_rows_ask_at_places_of_their_own():
@@ -297,18 +275,6 @@ def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     assert not any("rate=8" in row["variant"] for row in strict)
 
 
-def test_traces_of_one_seed_have_tokens_of_their_own(tiny, tmp_path):
-    """An engine keeps what it has read, and a sweep's rates are the same requests sooner."""
-    paths = []
-    for rate in (4.0, 8.0):
-        paths.append(str(tmp_path / f"{rate}.jsonl"))
-        config = TraceConfig(rate, 1.0, 400, 1, 330, 0.1, 6, 0.1)
-        write_trace(Path(paths[-1]), config, make_trace(config))
-    rows = run_serving(f"open sparse --budget 300 --trace {' '.join(paths)}", tiny, tmp_path)
-    cached = [float(row["value"]) for row in rows if row["metric"] == "cached_tokens"]
-    assert cached == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("system", ["sparse --budget 16", "working-set --budget 16"])
 def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
     rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
@@ -329,24 +295,3 @@ def test_a_full_system(system, tiny, tmp_path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # one request: none waits
     few = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
     assert len(few) == len(rows)
-
-
-def test_what_a_name_says(tiny, tmp_path):
-    """The longest answers and pieces of prompts, where they are not the usual ones."""
-    lengths = "--clip 60 --prompt 30 --output 6 --output-most 8 --seed 2"
-    rows = run_serving(f"goodput dense --rates 4 --seconds 0.5 {lengths} --iteration-ms 1e5", tiny, tmp_path)
-    assert {row["variant"] for row in rows} == {
-        "dense:gpu=0.05gb:chunk=32:rate=4:out=6:most=8:seed=2",
-        "dense:gpu=0.05gb:chunk=32:out=6:most=8:seed=2",
-    }
-
-
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("closed segments --rows 1 --chunk 16", "segments reads prompts as users have it"),
-    ],
-)
-def test_commands_say_what_they_need(command, why, tiny):
-    with pytest.raises(SystemExit, match=why):
-        run.main(f"{command} --model {tiny} --device cpu --no-csv".split())

@@ -22,7 +22,7 @@ from benchmarks.serving.client import (
     together,
     within,
 )
-from benchmarks.serving.trace import Request, TraceConfig, make_trace, read_trace, write_trace
+from benchmarks.serving.trace import Request, TraceConfig, make_trace
 from hf_sparsekv.serving.request import Busy, Output
 
 VOCABULARY = 97
@@ -46,43 +46,6 @@ def test_a_trace_has_the_lengths_and_gaps_that_it_says():
     assert math.exp(np.median(outputs)) == pytest.approx(256, rel=0.03)
     assert outputs.std() == pytest.approx(0.7, rel=0.03)
     assert len({r.seed for r in made}) == len(made)
-
-
-def test_another_rate_gives_requests_of_the_same_lengths_sooner():
-    slow, fast = (make_trace(TraceConfig(rate=rate, seconds=100, seed=5)) for rate in (1.0, 4.0))
-    assert len(fast) > len(slow) > 50
-    for a, b in zip(slow, fast):
-        assert (a.prompt_tokens, a.output_tokens) == (b.prompt_tokens, b.output_tokens)
-        assert a.arrival == pytest.approx(4 * b.arrival)
-    assert make_trace(TraceConfig(rate=1.0, seconds=100, seed=6))[0] != slow[0]
-    longer = make_trace(TraceConfig(rate=1.0, seconds=100, seed=5, clip=131072))
-    assert all(a.prompt_tokens == min(b.prompt_tokens, 32768) for a, b in zip(slow, longer))
-    seeds = [one.seed for trace in (slow, fast, longer) for one in trace]
-    assert len(set(seeds)) == len(seeds) and min(seeds) > 1e9  # and none is that of a prompt outside of traces
-
-
-def test_prompts_are_the_same_again_and_share_no_beginning():
-    first, other = Request(0.0, 50, 4, seed=1), Request(0.0, 50, 4, seed=2)
-    ids = first.ids(1000)
-    assert len(ids) == 50 and ids == first.ids(1000)
-    assert ids[:4] != other.ids(1000)[:4]
-    assert all(isinstance(one, int) and 8 <= one < 1000 for one in ids)
-
-
-def test_files_of_traces(tmp_path):
-    path, config = tmp_path / "made" / "trace.jsonl", TraceConfig(rate=1.0, seconds=30, seed=1)
-    made = make_trace(config)
-    write_trace(path, config, made)
-    assert read_trace(path) == (config, made)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:3], "{}"]))
-    with pytest.raises(ValueError, match="line 4: no trace's line"):
-        read_trace(path)
-    path.write_text("")
-    with pytest.raises(ValueError, match="is empty"):
-        read_trace(path)
-    with pytest.raises(ValueError, match="rate must be positive, got 0"):
-        TraceConfig(rate=0, seconds=1)
 
 
 # ---------------------------------------------------------------------- a system of known times
@@ -182,30 +145,6 @@ def test_what_fails_is_counted_and_told():
     assert not found.meets(10.0)
     none = figures([Played(requests[0], error="x")])
     assert none.tokens_per_s == 0 and not none.meets(10.0)
-
-
-def test_what_does_not_come_in_time_is_cancelled():
-    clock, cancelled = Time(), []
-
-    class Late:
-        def __init__(self, at: float) -> None:
-            self.at = at
-
-        def result(self, timeout):
-            raise TimeoutError(f"after {timeout:g} s")
-
-        def cancel(self):
-            cancelled.append(self.at)
-
-    class Never:
-        def submit(self, ids, sampling):
-            return Late(clock.now() - 1000)
-
-    requests = [Request(float(i), 5, 2, i) for i in range(2)]
-    played = play(Never(), requests, VOCABULARY, timeout=7.0, clock=clock)
-    assert [one.error for one in played] == ["TimeoutError: after 7 s"] * 2
-    assert cancelled == [0.0, 1.0]
-    assert "ttft_s" not in played[0].record() and played[0].record()["error"] == played[0].error
 
 
 def served(tbt: float, delay: float, failed: int = 0) -> Figures:

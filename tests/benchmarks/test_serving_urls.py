@@ -18,10 +18,9 @@ from read_rows import read_rows
 
 from benchmarks.serving import ours, run, urls
 from benchmarks.serving.settings import Settings
-from benchmarks.serving.trace import QUESTION, Request, TraceConfig, make_trace, read_trace, write_trace
+from benchmarks.serving.trace import QUESTION, TraceConfig, make_trace, read_trace, write_trace
 from hf_sparsekv import Engine, ServingConfig
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.serving.http import create_app
 
 VOCABULARY = 97
@@ -85,12 +84,6 @@ def test_requests_share_documents_and_the_others_are_unchanged(tmp_path):
     assert "document" not in (tmp_path / "plain.jsonl").read_text()
 
 
-@pytest.mark.parametrize("wrong", [{"documents": 8}, {"shared": 0.5}, {"documents": 8, "shared": 1.5}])
-def test_documents_and_their_share_go_together(wrong):
-    with pytest.raises(ValueError, match="documents and shared go together"):
-        TraceConfig(rate=1.0, seconds=1, **wrong)
-
-
 # ---------------------------------------------------------------------- without a server
 
 
@@ -109,25 +102,6 @@ def test_prompts_with_the_same_beginning_go_to_the_same_server():
     assert min(Counter(routed).values()) > 0.2 * len(requests)
 
 
-def test_salt_changes_tokens_and_nothing_else():
-    requests = make_trace(TraceConfig(rate=2.0, seconds=60, seed=1, prompt_median=300, documents=2, shared=0.9))
-    other = urls.salted(requests, 3)
-    assert urls.salted(requests, 0) == requests
-    shape = [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in requests]
-    assert shape == [(one.arrival, one.prompt_tokens, one.output_tokens, one.shared_tokens) for one in other]
-    assert all(a.ids(50000)[:8] != b.ids(50000)[:8] for a, b in zip(requests, other))
-    a, b = [one for one in other if one.document == max(r.document for r in other)][:2]
-    assert a.shared_tokens and a.ids(50000)[: a.shared_tokens] == b.ids(50000)[: b.shared_tokens]
-
-
-def test_tokens_of_events():
-    words = [(1.0, " 5 6"), (2.0, " 7")]
-    assert urls.spread_tokens(words, 3) == (1.0, 1.0, 2.0)
-    other = [(1.0, "a b c"), (2.0, "d"), (3.0, "e")]
-    assert urls.spread_tokens(other, 3) == (1.0, 2.0, 3.0)
-    assert urls.spread_tokens(other[:2], 6) == (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)
-
-
 def test_flags_have_the_memory_of_the_settings(tiny_shape, capsys):
     settings = Settings("tiny", tiny_shape, "bfloat16", 10**9, 2 * 10**9, 8, 4096)
     flags = ours.serve_flags(settings, "segments", 512)
@@ -138,11 +112,6 @@ def test_flags_have_the_memory_of_the_settings(tiny_shape, capsys):
     assert ours.serve_flags(settings, "sparse")[-1] == "--no-offload"
     assert run.main(["flags", "segments", "--context", "32k", "--host-gb", "100"]) == 0
     assert "--context 32768 " in capsys.readouterr().out
-
-
-def test_an_unknown_shape_is_told():
-    with pytest.raises(CommandError, match="there is no shape 'qwen9'"):
-        loading.load("random:qwen9", None, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------- with servers
@@ -171,19 +140,3 @@ def test_a_trace_over_two_servers(tiny_shape, tmp_path, monkeypatch):
     played = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [len(line["token_times"]) for line in played] == [one.output_tokens for one in requests]
     assert all(np.diff(line["token_times"]).min() >= 0 for line in played)
-
-
-def test_streams_at_a_time_and_what_a_server_refuses(tiny_shape, tmp_path, monkeypatch):
-    monkeypatch.setattr(urls, "known_config", lambda name: tiny_shape)
-    rows = tmp_path / "rows.csv"
-    with serving() as (url, _):
-        command = ["closed", url, "--rows", "2", "--context", "64", "--tokens", "40", "--lead", "8"]
-        assert run.main([*command, "--csv", str(rows)]) == 0
-        system = urls.UrlSystem([url], timeout=60)
-        fits, long = system.play([Request(0.0, 20, 4, 1), Request(0.0, 600, 4, 2)], VOCABULARY)
-    found = {row["metric"]: float(row["value"]) for row in read_rows(rows)}
-    assert found["tokens_per_s"] > 0 and found["ttft_s"] > 0 and "between_ms" in found
-    assert fits.error is None and len(fits.token_times) == 4
-    assert "400" in long.error
-    with pytest.raises(SystemExit, match="no server with OpenAI's API answers"):
-        urls.UrlSystem([url])

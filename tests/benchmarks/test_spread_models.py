@@ -75,14 +75,3 @@ def test_captured_steps_and_where_their_time_goes(imitated, tmp_path):
     assert {"capture_s", "steps_ms", "tpot_ms", "step_ms", "peak_gb:rank0"} <= set(rows)
     kinds = "sums", "linear", "other", "selection", "attention"
     assert [rows[f"{kind}_ms"] for kind in kinds] == [1.0, 1.0, 1.0, 1.0, 0.0]
-
-
-def test_what_is_not_to_be_had_is_told(capsys):
-    for argv, message in (
-        ("--ranks 2 --layers-over 2", "two ways to spread"),
-        ("--no-shapes", "nothing to measure"),
-        ("--variants nothing", "there is no variant 'nothing'"),
-    ):
-        with pytest.raises(SystemExit):
-            parallel.main(f"--device cpu {argv}".split())
-        assert message in capsys.readouterr().err

@@ -12,10 +12,9 @@ from captured import Imitation, same_counts
 from models import build, prompt
 from rich.console import Console
 
-from benchmarks.synthetic.achieved import achieved, measure
-from benchmarks.synthetic.keys import LEAD, Profile, SyntheticKV, blend
+from benchmarks.synthetic.achieved import achieved
+from benchmarks.synthetic.keys import LEAD, SyntheticKV
 from benchmarks.synthetic.replay import ReplayedQueries
-from hf_sparsekv import TokenConfig
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.handle import Step
 from hf_sparsekv.types import AttentionParams
@@ -70,20 +69,6 @@ def test_as_recorded():
     assert f"{found[5]['blocks_for_95']:.3f} ({targets[5]['blocks_for_95']:.3f})" in printed.getvalue()
 
 
-def test_longer_context_keeps_fractions():
-    made = synthetic(layers=36, context=24576, heads=3, q_heads=9)
-    k, q = made.keys_values(17)[0], made.queries(24)[:, 17, 0]
-    found = {name: float(v.mean()) for name, v in measure(k[0], q, made.config).items()}
-    assert not off(found, made.profile.targets(17, 36))
-
-
-def test_blends_remember_all_or_nothing_at_the_ends():
-    weights = (0.5, 0.2, 0.2, 0.1)
-    assert blend(weights, 0) == weights
-    assert blend(weights, 1) == (1, 0, 0, 0) and blend(weights, -1) == (0, 0, 0, 1)
-    assert all(sum(blend(weights, by)) == pytest.approx(1) for by in (-0.6, -0.1, 0.25, 0.9))
-
-
 # ---------------------------------------------------------------------- tensors
 
 
@@ -98,36 +83,6 @@ def test_deterministic():
     assert queries.shape == (9, 2, 2, 12, 64)
     assert torch.equal(queries[:5], again.queries(5)), "more steps continue fewer ones"
     assert made.prompt_queries(1).shape == (2, 12, LEAD, 64)
-
-
-def test_pieces_do_not_show(monkeypatch):
-    """However many blocks are made at once: right shape, topics begin with the blocks, nothing is left out."""
-    monkeypatch.setattr("benchmarks.synthetic.keys.PIECE", 4 * 64 * 64 * 2)
-    small = SyntheticKV(1, 2, 1, 32, 1, 321, config=TokenConfig(block_size=16, sinks=0), dtype=torch.bfloat16)
-    k = small.keys_values(0)[0]
-    assert k.dtype == torch.bfloat16 and bool((k[..., 0] == 0).all())
-    means = k.float()[0, :, :320, 1:].unflatten(1, (20, 16)).mean(2)
-    assert float(means.std()) > 0.7 * small.parameters(0).topic, "blocks of another size"
-    made = synthetic(layers=1, context=1000, batch=1)
-    k, v = made.keys_values(0)
-    assert k.shape == v.shape == (1, 4, 1000, 64)
-    assert bool(k.isfinite().all() and v.isfinite().all())
-    means = k[0, :, :960, 1:].unflatten(1, (15, 64)).mean(2)
-    assert float(means.std()) > 0.7 * made.parameters(0).topic, "all tokens of a block share its topic"
-    assert float(v.std()) == pytest.approx(1, abs=0.02)
-    assert bool((k[:, :, made.config.sinks :, 0] == 0).all())
-
-
-def test_profile():
-    profile = Profile()
-    assert profile.layers == 30 and profile.source["model"] == "SmolLM2-135M-Instruct"
-    first, last = profile.parameters(0, 36), profile.parameters(35, 36)
-    assert first == profile.parameters(0, 30) and last == profile.parameters(29, 30)
-    between = profile.targets(1, 59)["blocks_for_95"]
-    assert between == pytest.approx(sum(profile.recorded["blocks_for_95"][:2]) / 2)
-    for layer in range(30):
-        p = profile.parameters(layer, 30)
-        assert sum(p.weights) == pytest.approx(1, abs=1e-3) and min(p.weights) >= 0
 
 
 # ---------------------------------------------------------------------- replayed queries
@@ -197,23 +152,3 @@ def test_generate(settings):
     replayed.remove()
     assert torch.equal(generate(net, cache, replayed), own)
     assert not torch.equal(own, texts[0])
-
-
-def test_install_refuses():
-    _, cache, made = filled()
-    with pytest.raises(ValueError, match="3 sparse ones"):
-        ReplayedQueries(made.queries(2)[:, :2]).install(cache)
-    with pytest.raises(ValueError, match=r"\[steps, layers, batch, Hq, D\]"):
-        ReplayedQueries(made.queries(2)[0])
-    first = ReplayedQueries(made.queries(2))
-    first.install(cache)
-    with pytest.raises(ValueError, match="already"):
-        ReplayedQueries(made.queries(2)).install(cache)
-    first.remove()
-    first.remove()
-    wrong = ReplayedQueries(made.queries(2)[:, :, :, :2])
-    wrong.install(cache)
-    layer = cache.sparse_layers[0]
-    step = Step(layer, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), layer.get_seq_length())
-    with pytest.raises(ValueError, match="replayed queries are"):
-        layer.attend(step, torch.randn(1, 4, 1, 16), None, AttentionParams(0.25))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from captured import ImitatedGraphs, Imitation
@@ -11,11 +9,9 @@ from models import build
 from read_rows import read_rows
 from torch import nn
 
-import benchmarks
 from benchmarks import readme, shapes
 from benchmarks import weights as bench
 from benchmarks.weight_formats import FORMATS, Format, convert, kept_bytes
-from hf_sparsekv import unoptimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion.fuse import fuse
@@ -117,14 +113,6 @@ def test_rows(formats, as_on_gpu, tmp_path, capsys):
     assert rows["bf16:token_only+eager", "tpot_ms"]["context"] == "600"
 
 
-def test_without_a_gpu_it_says_so(formats, capsys):
-    """Eager figures are those of this machine; the rows of captured ones say that nothing was."""
-    assert bench.main([*COMMAND.split(), "--formats", "bytes", "--no-csv", "--layers", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "decode steps run eagerly: the model is not on a CUDA device" in out
-    assert "bytes:token_only " in out and "rows appended" not in out
-
-
 def test_answers_are_asked_for_behind_the_same_tokens():
     """Said tokens that the model would not have said itself change nothing in what it would say next."""
     model = build("llama", "sdpa", **WIDE)
@@ -192,16 +180,6 @@ def test_layers_multiply_nearly_as_before(name):
     assert all(not p.requires_grad for p in model.model.layers[0].mlp.parameters())
 
 
-def test_blocks_of_8_bit_floats():
-    """Multiplied by a kernel of the hub, which is not there: the weights are looked at themselves."""
-    layer = nn.Linear(200, 300)
-    new = FORMATS["fp8-blocks"].make(layer)
-    scale = new.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
-    assert new.weight_scale_inv.shape == (3, 2)
-    assert torch.allclose(new.weight.float() * scale, layer.weight, rtol=0.07, atol=1e-4)
-    assert new.bias is layer.bias
-
-
 def test_bytes_are_counted_once():
     """Those that a step reads: without a table that is only looked up in, with one that is the output layer, too."""
     model = build("llama", "sdpa")
@@ -209,14 +187,6 @@ def test_bytes_are_counted_once():
     assert kept_bytes(model) == own - model.model.embed_tokens.weight.nbytes
     tied = build("llama", "sdpa", tie_word_embeddings=True)
     assert kept_bytes(tied) == kept_bytes(model)
-
-
-def test_libraries_that_are_missing_say_so(monkeypatch):
-    for name in ("bitsandbytes", "torchao.quantization"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in ("bnb-nf4", "bnb-int8", "torchao-int8"):
-        with pytest.raises(ImportError):
-            convert(build("llama", "sdpa"), FORMATS[name])
 
 
 # ---------------------------------------------------------------------- the table
@@ -247,18 +217,3 @@ def test_the_table(monkeypatch):
     assert found["bnb-int8"][3] == "not captured"
     assert found["bnb-nf4"] == ["does not run", *[""] * 6]
     assert found["torchao-int8"] == [unknown] * 7
-
-
-def test_the_table_before_anything_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
-    assert readme.weights().count(readme.UNKNOWN) == 7 * len(FORMATS)
-
-
-def test_a_model_taken_out_of_optimize_is_as_before(formats, as_on_gpu):
-    """Each way to decode begins with the model as it was made."""
-    model = build("llama", "sparsekv", **WIDE)
-    args = bench.arguments().parse_args(COMMAND.split())
-    bench.ready(model, bench.SPARSE, args, True)
-    assert runner_of(model) is not None
-    bench.ready(model, bench.SPARSE, args, False)
-    assert runner_of(model) is None and unoptimize(model) is model

@@ -28,17 +28,6 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path 
 FIRST = TEXT.partition("<details>")[0]
 
 
-def test_newest_rows_and_marks():
-    row = {"case": "m", "variant": "v", "metric": "tpot_ms", "batch": "1", "context": "8"}
-    rows = [{**row, "value": "3"}, {**row, "value": "2"}, {**row, "batch": "2", "value": "1"}]
-    assert readme.newest(rows, "v", "tpot_ms", 1, 8, "m") == 2
-    assert readme.newest(rows, "v", "tpot_ms", 1, 16, "m") is None
-    rows.append({**row, "variant": "w", "value": "7"})
-    assert readme.newest(rows, ("v", "w"), "tpot_ms", 1, 8, "m") == 7, "of any of the names"
-    with pytest.raises(ValueError, match="lacks the marks <!-- speed -->"):
-        readme.between("no marks", "speed")
-
-
 def test_the_table_of_presets(monkeypatch):
     """A line for each; a cell without a row says so, and rows of earlier defaults and of other GPUs do not count."""
     row = {"case": "qwen3-8b", "batch": "1", "context": str(32 << 10), "metric": "tpot_ms", "device": readme.GPU}
@@ -72,25 +61,6 @@ def test_the_table_of_presets(monkeypatch):
     assert found[6][1:] == ["8.0", *nothing * 7]
     tables["step.csv"].append(now | {"value": "6"})
     assert "| 6.0 | not measured |" in readme.all_presets()
-
-
-def test_steps_of_other_defaults_are_not_beside_todays(monkeypatch):
-    """A GPU whose rows of the defaults are all older has none; dense steps are what they were."""
-    row = {"case": "qwen3-8b", "batch": "1", "context": str(8 << 10), "metric": "step_ms", "device": readme.GPU}
-    row |= {"variant": "token_only+fused", "commit": "old", "value": "5"}
-    rows = [
-        row,
-        row | {"variant": "captured_dense+fused", "value": "4"},
-        row | {"commit": SINCE, "batch": "9"},
-    ]
-    rows.append(row | {"device": readme.GPUS["H100"], "value": "6"})  # since then, on the other GPU
-    monkeypatch.setattr(readme, "read", lambda name, device=None: [r for r in rows if device in (None, r["device"])])
-    lines = [line for line in readme.gpus().splitlines() if "| 1 x 8k |" in line]
-    none = readme.UNKNOWN
-    assert lines == [
-        f"| H200 | 1 x 8k | {none} | 4.00 | {none} | {none} |",
-        f"| H100 | 1 x 8k | {none} | {none} | 6.00 | {none} |",
-    ]
 
 
 def test_every_preset_is_in_the_table():
@@ -227,26 +197,4 @@ def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
         ["vLLM 0.26.0", "1", "100 (5 of 9 not finished)", "", "", "", "no", "new"],
         ["our engine, dense", "2", "200 (100 to 300)", "2.00 (1.00 to 3.00), 2.0", "3.0, 250", "2.05", "1 of 2", "new"],
         ["+ layer segments (offloaded, as it comes)", "1", "100", "1.00, 2.0", "3.0, 250", "2.00", "yes", "new"],
-    ]
-
-
-def test_rows_that_fit_and_do_not_stand_side_by_side(monkeypatch):
-    def rows(
-        system: str, batch: int, commit: str, *values: float, rest: str = readme.DATA["working_sets"]
-    ) -> list[dict]:
-        of = {"case": tables.CASE, "context": "8192", "commit": commit, "batch": str(batch)}
-        of["variant"] = f"{system}:{rest}"
-        return [{**of, "metric": n, "value": str(v)} for n, v in zip(("tokens_per_s", "between_ms", "host_mb"), values)]
-
-    made = [
-        *rows("offload", 16, "old", 1, 1, 1),
-        *rows("offload", 16, "new", 600, 25.6, 850),
-        *rows("offload", 2, "new", 277, 7.2, 11),
-        *rows("working-set", 16, "newer", 1798, 7.4, 29),
-        *rows("working-set", 16, "newest", 1, 1, 1, rest="gpu=24gb:budget=2048:kv=replayed"),
-    ]
-    monkeypatch.setattr(tables, "read", lambda name: made)
-    assert readme.working_sets().splitlines()[2:] == [
-        "| 2 | 277 | 7.2 | 11 | not run | not run | not run | new |",
-        "| 16 | 600 | 25.6 | 850 | 1,798 | 7.4 | 29 | new, newer |",
     ]

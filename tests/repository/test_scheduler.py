@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from grids import not_telling
 
 from tools import test_gpu
@@ -50,29 +49,12 @@ def test_a_worker_that_dies(tmp_path, restarts, run):
     assert run is None or len(passed) == run, out
 
 
-def test_counts_of_a_report(tmp_path):
-    """A test that fails and whose teardown fails, too, is one that failed."""
-    report = tmp_path / "report.xml"
-    cases = ["<testcase classname='a' name='x'/>", "<testcase classname='a' name='s'><skipped/></testcase>"]
-    cases += [f"<testcase classname='a' name='y'><{kind}/></testcase>" for kind in ("failure", "error")]
-    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    assert test_gpu.counts(report) == (1, 1, 1, ["a::y"])
-
-
 @pytest.mark.parametrize(
     ("gpu", "host", "cores", "workers"),
     [(80, 128, 16, 15), (141, 128, 64, 25), (80, 512, 64, 22), (16, 32, 64, 4), (2, 4, 1, 1)],
 )
 def test_workers(gpu, host, cores, workers):
     assert test_gpu.default_workers(gpu << 30, host << 30, cores) == workers
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu(tmp_path, capsys):
-    """No row, and an exit status."""
-    assert test_gpu.main(["--csv", str(tmp_path / "rows.csv")]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @dataclass
