@@ -6,9 +6,6 @@
     python -m benchmarks operator --sweep token_score sparse_decode --no-csv
     python -m benchmarks operator --sweep sparse_decode --ways clusters= --no-csv
     python -m benchmarks operator --sweep sparse_decode --kv-dtype int8 --no-csv    # of codes
-    python -m benchmarks operator --sweep linear --no-csv              # all linear layers, at 1, 8 and 16 rows
-    python -m benchmarks operator --sweep quantised_linear --no-csv    # of 8 and 4 bits, at 1 and 8 rows
-    python -m benchmarks operator --sweep experts --no-csv             # of a mixture, at 1, 6 and 16 tokens
 
 Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
 comes from memory and not from the L2 cache. The step is compared with the references before it is timed.
@@ -30,14 +27,11 @@ from hf_sparsekv.tuning.timing import Time, captured
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from ..shapes import parse_shape
-from . import experts, linear, quantised_linear
 from .check import check
 from .limits import absorbed, dense_torch, expanded, read_bandwidth
 from .sweep import FIRST, OPERATORS, differs, variants
 from .walk import measure_walks
 
-# Sweeps that need no layer's attention.
-WITHOUT_CACHE = {module.NAME: module for module in (experts, linear, quantised_linear)}
 TARGETS = {(1, 32768): 33, (1, 131072): 33, (8, 32768): 50, (8, 131072): 65}  # us, the whole step
 
 
@@ -135,7 +129,7 @@ def arguments() -> ArgumentParser:
     parser.add_argument(
         "--sweep",
         nargs="+",
-        choices=(*OPERATORS, *WITHOUT_CACHE),
+        choices=OPERATORS,
         help="time the ways to run these operators instead",
     )
     parser.add_argument("--kv-dtype", choices=("int8",), help="of stored keys and values, on the device: with --sweep")
@@ -157,11 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed."""
     parser = arguments()
     args = parser.parse_args(argv)
-    swept = [name for name in args.sweep or () if name not in WITHOUT_CACHE]
-    if args.ways and not swept:
-        parser.error(f"--ways are of --sweep with one of {', '.join(OPERATORS)}")
-    if args.kv_dtype and (not swept or any(shape.value_dim for shape in shapes(args))):
-        parser.error(f"--kv-dtype is of keys and values (no latents), in --sweep with one of {', '.join(OPERATORS)}")
+    if args.ways and not args.sweep:
+        parser.error("--ways are of --sweep")
+    if args.kv_dtype and (not args.sweep or any(shape.value_dim for shape in shapes(args))):
+        parser.error("--kv-dtype is of keys and values (no latents), in --sweep")
     if not torch.cuda.is_available():
         print("the operator benchmark needs a CUDA device")
         return 1
@@ -169,23 +162,20 @@ def main(argv: list[str] | None = None) -> int:
     rate = read_bandwidth(device)
     print(f"{device_name()} {versions()}\nread-only bandwidth {rate / 1e12:.3f} TB/s")
     with Report("operator", "", rows_file(args), None) as report:
-        for name in args.sweep or ():
-            if name in WITHOUT_CACHE:
-                WITHOUT_CACHE[name].sweep(report, device, rate)
-        for shape in shapes(args) if swept or not args.sweep else ():
+        for shape in shapes(args):
             report.case = shape.case
             with report.measuring(shape.batch, shape.context, "all"):
                 layers = [Layer(shape, device, seed) for seed in range(set_count(shape, device))]
                 print(
                     f"{shape.case} {shape.batch} x {shape.context} {str(shape.dtype)[6:]}, {len(layers)} sets of inputs"
                 )
-                if swept:
+                if args.sweep:
                     check(layers[0])
                     for layer in layers:
                         layer.step()
                         if args.kv_dtype:
                             layer.encode()
-                    sweep(layers, report, swept, args.ways)
+                    sweep(layers, report, args.sweep, args.ways)
                 else:
                     measure(layers, report, rate)
             layers = None

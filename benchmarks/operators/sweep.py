@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,11 +176,6 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     if operator in LATENT and operator.startswith("latent_") != bool(layers[0].shape.value_dim):
         raise ValueError(f"{operator} does not fit this shape: {LATENT[operator]} does")
     return WAYS[operator](layers)
-
-
-def tile_name(tile: NamedTuple) -> str:
-    """A tile's entries, but for those that are None."""
-    return ",".join(f"{name}={value}" for name, value in tile._asdict().items() if value is not None)
 
 
 def compare(report: Report, ways: Iterable[Variant], sets: int, rows: int, case: str, what: str) -> None:

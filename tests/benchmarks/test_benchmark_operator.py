@@ -10,7 +10,6 @@ from read_rows import read_rows
 
 pytest.importorskip("triton")
 
-from benchmarks.operators import experts, quantised_linear, sweep
 from benchmarks.operators import run as module
 from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
@@ -154,13 +153,6 @@ def reported(tmp_path):
     return run
 
 
-@pytest.fixture
-def clocks(monkeypatch):
-    """What is timed runs once for each set, and takes 3 us."""
-    for place in (module, sweep):
-        monkeypatch.setattr(place, "captured", lambda run, sets: [run(i) for i in range(sets)] and Time(3, 2, 4))
-
-
 @INTERPRETED
 def test_sweeps_name_the_quickest_and_the_wrong(layer, monkeypatch, capsys, reported):
     times = iter((9.0, 3.0, 1.0))
@@ -172,53 +164,6 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, monkeypatch, capsys, repo
     _, failed = reported(lambda report: module.sweep([layer], report, ["token_select"]))
     assert len(failed) == 1 and "warps=16: another result" in failed[0]
     assert "token_select, quickest: warps=8, 3.00 us" in capsys.readouterr().out
-
-
-@INTERPRETED
-@pytest.mark.parametrize("form", quantised_linear.FORMATS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_quantised_linear_layers_are_compared(monkeypatch, capsys, rows, form, clocks, reported):
-    """With the first way's result, the wrong one named; the bound is that of codes and scales."""
-    weights = [quantised_linear.FORMATS[form](128, 256, torch.device("cpu")) for _ in range(2)]
-    xs = [torch.randn(rows, 256).half() for _ in weights]
-    few = (quantised_linear.Tile(4, 64, 1, 4), quantised_linear.Tile(32, 32, 2, 4))
-    monkeypatch.setattr(quantised_linear, "TILES", few)
-    for name in ("FORMS_ONE_ROW", "FORMS", "FORMS_8_BITS"):  # of a kernel that does not run here
-        monkeypatch.setattr(quantised_linear, name, ())
-    found, failed = reported(lambda report: quantised_linear.measure(report, form, weights, xs, 1e12))
-    assert not failed
-    assert len(found) == 3 + (len(few) if rows == 1 and form != "4bit" else 0)
-    bits, scales = (4, 128 * 4) if form == "4bit" else (8, 2 if form == "fp8_blocks" else 128)
-    assert found[f"limit:{form}"] == pytest.approx(1e-6 * (128 * 256 * bits / 8 + 4 * scales))
-    monkeypatch.setattr(quantised_linear, "small_linear", lambda x, weight: x @ weight.T + 1)
-    _, failed = reported(lambda report: quantised_linear.measure(report, form, weights, xs, 1e12))
-    assert len(failed) == 1 and "16 bits: another result" in failed[0]
-    assert f"{form}, {rows} rows, quickest:" in capsys.readouterr().out
-
-
-@INTERPRETED
-@pytest.mark.parametrize("part", experts.PARTS)
-def test_ways_to_run_experts(monkeypatch, capsys, part, clocks, reported):
-    """Each is run and compared, the wrong one named, and the bound is that of the distinct experts."""
-    sets = experts.draw(experts.layers(2, 9, 48, 24, torch.float16, torch.device("cpu")), 3, 2, 4)
-    chosen = [t.index.tolist() for t in sets]
-    assert all(len(set(row)) == 2 for index in chosen for row in index)
-    assert len({expert for index in chosen for expert in index[0]}) == 8
-    few = [experts.Tile(2, 64, 1), experts.Tile(1, 2048, 2, 64)]
-    for name in ("UPS", "DOWNS"):
-        monkeypatch.setattr(experts, name, few)
-    found, failed = reported(lambda report: experts.measure(report, sets, part, 1e12))
-    assert not failed
-    assert len(found) == 1 + (part == "both") + 1 + len(few) and found[f"experts:{part}:rows=2,inputs=64,warps=1"] == 3
-    distinct = sum(len({expert for row in index for expert in row}) for index in chosen) / len(chosen)
-    numbers = {"up": 2 * 24 * 48, "down": 24 * 48, "both": 3 * 24 * 48}[part]
-    assert found[f"limit:{part}"] == pytest.approx(1e-6 * 2 * numbers * distinct)
-    name = "experts_up" if part == "up" else "experts_down"
-    kernel = getattr(experts, name)
-    monkeypatch.setattr(experts, name, lambda *given: kernel(*given) + (given[-1] is few[1]))
-    _, failed = reported(lambda report: experts.measure(report, sets, part, 1e12))
-    assert len(failed) == 1 and "inputs=2048,warps=2,registers=64: another result" in failed[0]
-    assert f"{part}, 3 rows, quickest:" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
