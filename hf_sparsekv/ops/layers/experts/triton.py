@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 # A layer of GLM-4.7-Flash, both kernels, H100, 1 / 6 / 16 tokens: 28.1 / 137 / 281 us. Its bytes at 3.08 TB/s take 24.6
-# / 126 / 253 us (`python -m benchmarks operator --sweep experts`). With one output of 6,144 inputs per program of the
+# / 126 / 253 us (`benchmarks/operators/experts.py` of 9cce5c82). With one output of 6,144 inputs per program of the
 # down projection it takes 29.2 / 164 / 344 us. Registers allow an SM five programs of the up projection, of 16 KB each,
 # and eight of the down projection. Below 55 registers the up projection would spill with wider tokens.
 UP = Tile(2, 2048, 8, 64)

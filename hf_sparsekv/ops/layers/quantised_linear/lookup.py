@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 # By the most rows of x, for 4 and for 8 bits. With 128 registers a thread, 512 threads of an SM have 32 to 64 KB in
 # flight. The table takes 64 KB of shared memory, with room for the sums, below the 99 KB of compute 8.6, 8.9 and 12.0.
-# 4 bits were measured on an H200 with an 8B model's layers (`operator --sweep quantised_linear`): all seven take 53 us
+# 4 bits were measured on an H200 with an 8B model's layers (benchmarks/NOTES.md): all seven take 53 us
 # with one row, 63 us with 8 rows. More warps, tiles or prefetched loads, and clusters, take up to half more.
 FORMS_4_BITS = {
     4: Form(8, 1, 2, 2, 2),

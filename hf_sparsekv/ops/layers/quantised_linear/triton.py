@@ -17,7 +17,7 @@ from ..small_linear.triton import Tile
 from . import has_fp8, lookup, reference
 from .reference import FP8, LEAST, MAX_ROWS, check
 
-# Measured on an H200, int8, an 8B model's layers (`operator --sweep quantised_linear`): 4096 x 4096 5.9 us, 12288 x
+# Measured on an H200, int8, an 8B model's layers (benchmarks/NOTES.md): 4096 x 4096 5.9 us, 12288 x
 # 4096 12.8, 4096 x 12288 13.6. Tiles of 4,096 inputs without a limit of registers take up to a third more.
 ONE_ROW = Tile(4, 2048, 1, 4)
 ONE_ROW_SHORT, SHORT = Tile(4, 1024, 1, 4), 2048  # inputs; short tiles below
