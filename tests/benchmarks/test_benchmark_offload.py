@@ -11,10 +11,9 @@ import torch
 from models import build
 from read_rows import read_rows
 
-from benchmarks import baselines, shapes, traffic
+from benchmarks import baselines, offload, shapes, traffic
 from benchmarks.decoding import generate
 from benchmarks.filling import ReplayedSource, fill_layers
-from benchmarks.offload import run as offload
 from hf_sparsekv.policies.measured import PackStats
 
 pytestmark = pytest.mark.slow
@@ -42,9 +41,8 @@ def bench(tmp_path):
 
     def run(*given):
         given = [str(x) for x in given]
-        args = offload.arguments().parse_args([*given, "--device", "cpu", "--csv", str(path)])
-        session = offload.Session(args, build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096))
-        status = max(session.run(part) for part in args.parts)
+        model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
+        status = offload.main([*given, "--device", "cpu", "--csv", str(path)], model)
         found = defaultdict(dict)
         for row in read_rows(path):
             found[row["benchmark"], row["variant"], int(row["context"])][row["metric"]] = float(row["value"])
@@ -136,15 +134,13 @@ def test_prefill(bench, capsys):
 
 @pytest.mark.parametrize("name", ["hf_dynamic", "two_level:lag", "two_level:lag+offload"])
 def test_chunks_read_the_same_prompt(name):
-    from benchmarks.offload.prefill import prefill
-
     model = build("llama", "sparsekv")
     baselines.prepare(model, baselines.find(name), fused=False)
     ids = torch.randint(0, 90, (2, 300))
     with torch.no_grad():
         expected = model(ids, logits_to_keep=1).logits[:, -1]
     for chunk in (0, 100, 128):
-        found = prefill(model, baselines.make_cache(model, baselines.find(name), 300), ids, chunk)
+        found = offload.prefill(model, baselines.make_cache(model, baselines.find(name), 300), ids, chunk)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

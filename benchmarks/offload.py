@@ -1,27 +1,36 @@
 """Time and device memory to read a prompt: transformers' caches and ours, in one chunk and in several.
 
+    python -m benchmarks offload prefill --lengths 32k --chunks 0 8k
+
 Random tokens through the model's real forward pass, logits of the last token only; chunks go in one after the other, as
 ``generate(prefill_chunk_size=...)`` does it. ``prefill_s`` begins with an empty new cache, so an offloaded one pins its
 memory within it; ``prefill_s:reused`` is a second prompt in the same cache after ``reset()``. ``prefill_gb`` is the
-peak of device memory beyond what was taken before, the weights; ``pool_gb`` of it is the device pool.
+peak of device memory beyond what was taken before, the weights; ``pool_gb`` of it is the device pool. Other parts of
+this benchmark are settled, and in git (NOTES.md).
 """
 
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser
 
 import torch
 from torch import Tensor
 
+from hf_sparsekv import unoptimize
 from hf_sparsekv.cache_name import over
+from hf_sparsekv.fusion.fuse import why_not
+from hf_sparsekv.results import device_name, versions
 
-from ..baselines import check, find, make_cache, prepare
-from ..decoding import free
-from ..report import Report
-from ..shapes import text_config
+from .arguments import host_bytes, new_parser, rows_file
+from .baselines import Variant, check, find, make_cache, prepare
+from .decoding import free
+from .report import Report
+from .shapes import case_name, known_config, parse_tokens, random_model, text_config
 
 LONG = 65536  # tokens; longer prompts are timed once
 WARM = 4096  # tokens, or two chunks
+CACHES = ("hf_dynamic", "hf_offloaded", "two_level:lag", "two_level:lag+offload")
 
 
 @torch.no_grad()
@@ -45,12 +54,12 @@ def prefill(model, cache, ids: Tensor, chunk: int) -> Tensor:
 class Prefill:
     """One cache, length and chunk size."""
 
-    def __init__(self, session, name: str, length: int, chunk: int) -> None:
-        self.model, self.length, self.chunk = session.model, length, chunk
-        self.variant, self.host_bytes, self.fused = find(name), session.host_bytes, session.fused
-        generator = torch.Generator(self.model.device).manual_seed(0)
+    def __init__(self, model, variant: Variant, length: int, chunk: int, most: int | None, fused: bool) -> None:
+        self.model, self.length, self.chunk = model, length, chunk
+        self.variant, self.host_bytes, self.fused = variant, most, fused
+        generator = torch.Generator(model.device).manual_seed(0)
         shape = (1, length)
-        vocabulary = text_config(self.model).vocab_size
+        vocabulary = text_config(model).vocab_size
         self.ids = torch.randint(0, vocabulary, shape, device=self.model.device, generator=generator)
 
     @property
@@ -105,15 +114,50 @@ class Prefill:
         report.add("prefill_s:reused", times, "s")
 
 
-def run(part: str, session, report: Report) -> None:
+def run(model, args, report: Report) -> None:
     """All lengths, chunks and caches."""
-    args = session.args
+    fused = args.fused and model.device.type == "cuda" and why_not(model) is None
     for length in args.lengths:
         for chunk in args.chunks:
             if chunk >= length:
                 continue  # the same as one chunk
             for name in args.caches:
-                one = Prefill(session, name, length, chunk)
-                with report.measuring(1, length, one.label, session.model):
+                one = Prefill(model, find(name), length, chunk, host_bytes(args), fused)
+                with report.measuring(1, length, one.label, model):
                     one.measure(report, args.repeat)
                 free()
+
+
+def arguments() -> ArgumentParser:
+    """The command line."""
+    parser = new_parser("offload", __doc__, "model", "dtype", "fused", "host-gb")
+    add = parser.add_argument
+    add("part", choices=("prefill",))
+    add("--device", default="cuda")
+    add("--lengths", nargs="+", type=parse_tokens, default=[32768, 131072], metavar="TOKENS")
+    add("--chunks", nargs="+", type=parse_tokens, default=[0, 8192, 16384], help="0: one chunk")
+    add("--caches", nargs="+", default=list(CACHES), metavar="CACHE")
+    add("--repeat", type=int, help="timed runs; default 3, beyond 64k tokens 1")
+    return parser
+
+
+def main(argv: list[str] | None = None, model: torch.nn.Module | None = None) -> int:
+    """Run it, on a given model or a random one; 1 without a GPU, or if anything failed but for memory."""
+    args = arguments().parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        print("there is no CUDA device; prefill also runs with --device cpu and a small --model")
+        return 1
+    print(device_name(), versions())
+    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    case = case_name(args.model) + ("" if args.dtype in (None, "bfloat16") else f":{args.dtype}")
+    with Report("prefill", case, rows_file(args), None) as report, report.measuring(0, 0, "prefill"):
+        if model is None:
+            model = random_model(known_config(args.model), getattr(torch, dtype), torch.device(args.device))
+        run(model, args, report)
+    if model is not None:
+        unoptimize(model)
+    return report.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

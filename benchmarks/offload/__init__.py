@@ -1,1 +1,0 @@
-"""What it costs to keep blocks in host memory, part by part."""
