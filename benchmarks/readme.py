@@ -370,6 +370,7 @@ PAGES = {
         "gpus": gpus,
         "two-levels": two_levels,
         "offloaded": offloaded,
+        "weights": weights,
     },
     "docs/compared.md": {"peers": peers.tables},
     "docs/measured/serving.md": {
@@ -378,7 +379,6 @@ PAGES = {
         "working-sets": working_sets,
         **spread_tables.TABLES,
     },
-    "docs/hardware.md": {"weights": weights},
     "docs/accuracy.md": {"all-presets": all_presets, "methods": methods, "text": text, "needles": needles},
 }
 

@@ -260,7 +260,7 @@ def guess(there: Gpu, method: str | None) -> Rule | None:
 
     Both numbers are times, told in bytes that a dense step reads meanwhile, so both grow with the bandwidth. The fixed
     time is that of launches, the same on every GPU. The time for each row goes down with the processors. (An H100,
-    which has as many of them as an H200 and 0.70 of its bandwidth: docs/hardware.md.)
+    which has as many of them as an H200 and 0.70 of its bandwidth: docs/speed.md.)
     """
     rule = BUILT_IN[MEASURED].get(method or "")
     if not there.cuda_kernels:

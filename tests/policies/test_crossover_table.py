@@ -140,7 +140,7 @@ def steps_rule(dense: tuple[float, ...], sparse: tuple[float, ...]) -> Rule:
 def test_the_guess_for_an_h100_is_what_was_measured_there(monkeypatch):
     """Whole steps of an 8B model, commit 4ecdddd (dense ones of the H200: 351f7b9), two-level without and with lag.
 
-    The H200's are in benchmarks/results/step.csv, the H100's in docs/hardware.md.
+    The H200's are in benchmarks/results/step.csv, the H100's in docs/speed.md.
     """
     here, there = (5.41968, 8.90227, 13.7483), (7.23, 11.9, 18.5)
     ours = {"two_level": (5.2016, 5.57706, 6.92781), "two_level:lag": (4.97664, 5.21389, 6.68109)}
