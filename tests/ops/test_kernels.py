@@ -97,6 +97,29 @@ def test_shared_memory_is_what_the_compiler_says(tile, heads, stages, measured):
     assert decode_config.shared_bytes(one, 576, 512, 2) == measured
 
 
+# They read weights, or what their predecessor waited for, before they wait themselves.
+WAIT_LATER = {
+    *("experts_down_kernel", "quantised_one_row_kernel", "small_linear_one_row_kernel", "small_linear_rows_kernel"),
+    "topk_select_collect_kernel",
+}
+
+
+def test_every_kernel_waits_for_those_before_it():
+    """With programmatic dependent launch; one that did not would be right in most runs."""
+    first, later = {}, set()
+    for file in Path(ops.__file__).parent.rglob("*.py"):
+        for one in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(one, ast.FunctionDef) and one.name.endswith("_kernel")):
+                continue
+            if "PDL" in (arg.arg for arg in one.args.args):
+                first[one.name] = ast.unparse(one.body[1])
+                calls = [call for call in ast.walk(one) if isinstance(call, ast.Call)]
+                to = {ast.unparse(call.func) for call in calls if "PDL" in map(ast.unparse, call.args)}
+                later |= {one.name} if to - {"release"} else set()  # itself, or a function that it hands that to
+    assert len(first) > 40 and later == set(first)
+    assert {name for name, call in first.items() if call not in ("begin(PDL)", "wait(PDL)")} == WAIT_LATER
+
+
 def test_few_parameters():
     assert {name: n for name, n in kernels().items() if n > MOST} == {}
 
