@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import ipaddress
 import logging
 import os
 import signal
@@ -237,6 +236,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
     from ..serving.engine import Engine
     from ..serving.garbage import set_aside
     from ..serving.http import create_app
+    from ..serving.http.gate import is_loopback
     from ..serving.sampling import Sampling
     from ..serving.turns import short_turns
 
@@ -259,7 +259,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
             note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
             keyed = "" if api_key is None else " (with an API key)"
             note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
-            if api_key is None and not ipaddress.ip_address(address).is_loopback:
+            if api_key is None and not is_loopback(address):
                 note("anybody who reaches this machine may ask: no API key is set")
             _run(server, engine, listener, tensor_parallel)
     if tensor_parallel:

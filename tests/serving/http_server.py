@@ -15,11 +15,12 @@ from hf_sparsekv.serving.http.connections import protocol
 
 
 @contextmanager
-def serving(app, **bounds) -> Iterator[str]:
-    """Its address; ended afterwards, whatever is open. ``bounds``: of its connections."""
+def serving(app, host: str = "127.0.0.1", **bounds) -> Iterator[str]:
+    """Its address over IPv4; ended afterwards, whatever is open. ``bounds``: of its connections."""
     # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms an answer.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind((host, 0))
     listener.listen(512)
     options = {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(app, http=protocol(**bounds), **options)

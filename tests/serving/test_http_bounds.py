@@ -22,6 +22,7 @@ from waiting import wait_until
 from hf_sparsekv.serving.http import bodies, create_app, prompts, schema, shapes
 from hf_sparsekv.serving.http import tools as tools_module
 from hf_sparsekv.serving.http.errors import ApiError
+from hf_sparsekv.serving.http.gate import Gate
 from hf_sparsekv.serving.http.scan import Scan
 from hf_sparsekv.serving.http.tools import ToolReader
 from hf_sparsekv.serving.request import Output
@@ -336,6 +337,84 @@ def test_a_keyless_server_on_loopback_knows_its_names(url, host, status, path):
     assert response.status_code == (404 if status == 200 and path == "/nothing" else status), response.text
     if status == 403:
         assert "ask it by its address, or allow the name" in message(response, 403)
+
+
+LOOPBACK = ("127.0.0.1", "127.0.0.2", "127.255.255.254", "::1", "::1%lo", "::ffff:127.0.0.1", "::ffff:7f00:1")
+ELSEWHERE = ("192.168.1.5", "::ffff:192.168.1.5", "fe80::1%eth0", "2001:db8::1", "::", "/run/server.sock", "", None)
+
+
+def status_at(server: str | None, *headers: tuple[bytes, bytes], **options) -> int:
+    """Of a request that has reached this address, to a keyless server."""
+    sent: list[dict] = []
+
+    async def app(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers)}
+        scope["server"] = None if server is None else (server, 8000)
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await Gate(app, None, options.get("allowed_hosts", ()), lambda path, status: None)(scope, None, send)
+
+    asyncio.run(ask())
+    return sent[0]["status"]
+
+
+def test_loopback_is_known_however_it_is_written():
+    """A socket of both families has ``::ffff:127.0.0.1`` for 127.0.0.1."""
+    foreign = (b"host", b"evil.example:8000")
+    assert {one: status_at(one, foreign) for one in LOOPBACK} == dict.fromkeys(LOOPBACK, 403)
+    assert {one: status_at(one, foreign) for one in ELSEWHERE} == dict.fromkeys(ELSEWHERE, 200)
+    for one in LOOPBACK:
+        assert status_at(one, foreign, allowed_hosts=["Evil.Example."]) == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((name, 200) for name in ("localhost", "LocalHost.", "localhost:", "localhost.:8000", "127.1.2.3:80")),
+        *((name, 200) for name in ("[::1]", "[::1%25lo]:8000", "[::ffff:127.0.0.1]:8000", "[FE80::1]", "0.0.0.0:8000")),
+        *((name, 403) for name in ("evil.example", "evil.example.", "EVIL.example:80", "127.0.0.1.evil.example")),
+        *((name, 403) for name in ("[::1].evil.example", "[::1]evil.example:80", "[[::1]]", "[]", "[", "]", ":", "")),
+        *(
+            (name, 403)
+            for name in ("localhost:evil.example", "127.0.0.1:80:80", "localhost@evil.example", "2130706433")
+        ),
+        *((name, 403) for name in ("a.localhost", "localhost evil.example", "localhost,evil.example", "127.0.0.1/8")),
+    ],
+)
+def test_names_that_a_keyless_server_has(host, status):
+    assert status_at("::ffff:127.0.0.1", (b"host", host.encode())) == status
+
+
+def test_what_says_where_a_request_comes_from_is_not_believed():
+    """A page cannot set Host. Forwarded headers and origins say nothing about the name it was asked by."""
+    foreign, own = (b"host", b"evil.example"), (b"host", b"localhost")
+    for name in (b"x-forwarded-host", b"x-forwarded-for", b"forwarded", b"x-real-ip", b"origin", b"referer"):
+        assert status_at("127.0.0.1", foreign, (name, b"localhost")) == 403
+        assert status_at("127.0.0.1", own, (name, b"http://evil.example")) == 200  # without CORS the page reads nothing
+    assert status_at("127.0.0.1", own, foreign) == status_at("127.0.0.1", foreign, own) == 403
+    assert status_at("127.0.0.1") == 200  # HTTP/1.0, which no browser speaks
+
+
+def test_a_server_of_both_families_knows_its_names(engine):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serving(create_app(engine, "m"), host="::") as url:
+        found = {
+            host: httpx.get(f"{url}/v1/models", headers={"host": host}).status_code
+            for host in ("evil.example", "localhost")
+        }
+        assert found == {"evil.example": 403, "localhost": 200}
+        where = urlsplit(url)
+        for version, status in ((b"1.0", b"200"), (b"1.1", b"400")):  # without a Host header
+            with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+                connection.sendall(b"GET /v1/models HTTP/%s\r\nConnection: close\r\n\r\n" % version)
+                assert connection.recv(1000).split()[1] == status
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ from .errors import ApiError
 
 OPEN = ("/", "/docs", "/health", "/ready", "/metrics")  # without a key
 ID = "x-request-id"
+HOST = re.compile(
+    r"(\[(?P<address>[^\[\]]*)\]|(?P<name>[^:]*))(:[0-9]*)?"
+)  # of a header: a name or an address, and a port
 GIVEN_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)  # a client's own, as it may be in the log
 
 log = logging.getLogger(__name__)
@@ -74,11 +77,11 @@ class Gate:
         """The host name of a request to a loopback address, if that name is not allowed."""
         address = (scope.get("server") or ("",))[0] or ""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if "*" in self._hosts or not _is_loopback(address):
+        if "*" in self._hosts or not is_loopback(address):
             return None
         for host in given:  # HTTP/1.0 has none, and no browser speaks it
             name = _host_name(host)
-            if name != "localhost" and name not in self._hosts and not _is_address(name):
+            if name != "localhost" and name not in self._hosts and _address(name) is None:
                 return host
         return None
 
@@ -95,22 +98,24 @@ def _id(scope: Scope) -> str:
 
 
 def _host_name(header: str) -> str:
-    """The name in a Host header, without its port and without the brackets of IPv6."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.rpartition(":")[0].lower().rstrip(".") if ":" in header else header.lower().rstrip(".")
+    """The name in a Host header, without its port and without the brackets of IPv6; empty if it is none."""
+    found = HOST.fullmatch(header)
+    return (found["address"] or found["name"] or "").lower().rstrip(".") if found else ""
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An IP address, None for a name. A socket of both families has IPv4 addresses in IPv6 (``::ffff:127.0.0.1``)."""
     try:
-        ipaddress.ip_address(name)
+        found = ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
-def _is_loopback(address: str) -> bool:
-    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+def is_loopback(address: str) -> bool:
+    """Whether this is an address of this machine alone, however it is written."""
+    found = _address(address)
+    return found is not None and found.is_loopback
 
 
 class Counting:
