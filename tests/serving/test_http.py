@@ -67,6 +67,8 @@ def test_the_bytes_of_a_stream(url):
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-cache" and "content-length" not in response.headers
         events = [part for part in response.read().decode().split("\n\n") if part]
+    comment, *events = events
+    assert comment == ": begun"
     assert all(event.startswith("data: ") and "\n" not in event for event in events) and events[-1] == "data: [DONE]"
     assert not any("usage" in json.loads(event[6:]) for event in events[:-1])
 

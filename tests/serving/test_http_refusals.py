@@ -373,7 +373,7 @@ def test_a_request_that_fails(stream):
         if not stream:
             assert "RuntimeError: the fake engine was told to fail" in refused(response, 500)
             return
-        events = [json.loads(part[6:]) for part in response.text.split("\n\n") if part]
+        events = [json.loads(part[6:]) for part in response.text.split("\n\n") if part.startswith("data: ")]
         assert response.status_code == 200 and "told to fail" in events[-1]["error"]["message"]
         with openai_client(url) as client, pytest.raises(openai.APIError, match="told to fail"):
             list(client.chat.completions.create(model="fake", messages=HI, stream=True))

@@ -168,10 +168,6 @@ class Format:
 
     reads = False
 
-    def first(self, which: int) -> list[object]:
-        """Events before the first text."""
-        return []
-
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
         """Events for new text, and for log probabilities of new tokens."""
         raise NotImplementedError
@@ -240,7 +236,8 @@ class EventStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         form, outputs = self._form, {}
         count = len(self._answers.handles)
-        yield b"".join(event(one) for which in range(count) for one in form.first(which)) or b": begun\n\n"
+        yield b": begun\n\n"  # the head goes out with it; an event would pass for the first token
+        events: list[bytes] = []
         try:
             while len(outputs) < count:
                 events = []
@@ -252,8 +249,8 @@ class EventStream(Response):
                         last = partial(form.last, which, output)
                         events += [event(one) for one in (await on_thread(last) if form.reads else last())]
                 yield b"".join(events) or b": waiting\n\n"
-        except ApiError as error:
-            yield event(error.body())
+        except ApiError as error:  # what came with it, of this answer or of others, is told first
+            yield b"".join(events) + event(error.body())
             return
         yield b"".join(event(one) for one in form.usage([outputs[which] for which in range(count)])) + event("[DONE]")
 

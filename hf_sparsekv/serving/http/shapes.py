@@ -94,17 +94,26 @@ class Chat(Shape):
 
     prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._begun: set[int] = set()  # answers whose role has been sent
+
     def answer(self, which: int, output: Output) -> dict[str, Any]:
         message, reason = self._read(output)
         message = {"role": "assistant", **message, "refusal": None}
         return {"index": which, "message": message, "logprobs": self._told(output.logprobs), "finish_reason": reason}
 
-    def first(self, which: int) -> list[object]:
+    def _first(self, which: int) -> list[object]:
+        """The role, before whatever an answer sends first. Clients take the first chunk for the first token."""
+        if which in self._begun:
+            return []
+        self._begun.add(which)
         return [self._delta(which, {"role": "assistant", "content": ""})]
 
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
-        # With tools it may be a call of one, which is known at its end.
-        return [] if self._tools else [self._delta(which, {"content": text}, logprobs=logprobs)]
+        if self._tools:  # it may be a call of one, which is known at its end
+            return []
+        return [*self._first(which), self._delta(which, {"content": text}, logprobs=logprobs)]
 
     def last(self, which: int, output: Output) -> list[object]:
         message, reason = self._read(output)
@@ -114,7 +123,8 @@ class Chat(Shape):
             deltas = [{name: text} for name, text in message.items() if text]
             deltas += [{"tool_calls": calls}] if calls else []
         logprobs = output.logprobs if self._tools else ()
-        return [*(self._delta(which, one) for one in deltas), self._delta(which, {}, reason, logprobs)]
+        told = [self._delta(which, one) for one in deltas]
+        return [*self._first(which), *told, self._delta(which, {}, reason, logprobs)]
 
     def _read(self, output: Output) -> tuple[dict[str, Any], str]:
         if self._tools is None:
