@@ -107,3 +107,60 @@ def test_what_came_before_an_error_is_told_first(fail_at, before):
     mine = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"][0]["index"] == 0]
     assert [one for one in mine if "role" in one] == mine[:1] * bool(before)
     assert "".join(one["content"] for one in mine) == before
+
+
+TWO = f"{CALL}\n{CALL}"
+
+
+def ends(engine, url: str, stream: bool, **fields) -> list[tuple[int, str]]:
+    """Of each choice the number of its calls, and why it has ended."""
+    body = {"messages": HI, "tools": TOOLS, "stream": stream, **fields}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        choices = answer.json()["choices"]
+        return [(len(one["message"].get("tool_calls", ())), one["finish_reason"]) for one in choices]
+    found: dict[int, list] = {}
+    for chunk in data(answer.text.split("\n")):
+        choice = chunk["choices"][0]
+        mine = found.setdefault(choice["index"], [0, None])
+        mine[0] += len(choice["delta"].get("tool_calls", ()))
+        mine[1] = choice["finish_reason"]
+    return [tuple(found[which]) for which in sorted(found)]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"n": 2},
+        {"stop": "zz"},
+    ],
+    ids=str,
+)
+def test_an_answer_that_max_tokens_cuts_says_length(fields, stream):
+    """Also after whole calls: others may be missing."""
+    made = tokenizer()
+    one, two = (len(made(text)["input_ids"]) for text in (CALL, TWO))
+    with FakeEngine(made, answer=TWO) as engine, serving(create_app(engine, "m")) as url:
+        for limit, expected in (
+            (one - 1, (0, "length")),
+            (one, (1, "length")),
+            (one + 4, (1, "length")),  # in the middle of a tag
+            (two - 1, (0, "length")),  # in the middle of a call, which cannot be read: all is text
+            (two, (2, "length")),  # the end token was not drawn
+            (two + 1, (2, "tool_calls")),
+            (two + 50, (2, "tool_calls")),
+        ):
+            assert ends(engine, url, stream, max_tokens=limit, **fields) == [expected] * fields.get("n", 1), limit
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_before_a_stop_string_is_a_call(stream):
+    with FakeEngine(tokenizer(), answer=f"{CALL}zz") as engine, serving(create_app(engine, "m")) as url:
+        assert ends(engine, url, stream, stop="zz") == [(1, "tool_calls")]

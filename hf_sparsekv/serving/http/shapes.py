@@ -130,7 +130,8 @@ class Chat(Shape):
         if self._tools is None:
             return {"content": output.text}, output.finish_reason
         message = self._tools.message(output, self._cut)
-        return message, "tool_calls" if "tool_calls" in message else output.finish_reason
+        ended = output.finish_reason == "stop"  # otherwise max_tokens has cut off what follows the whole calls
+        return message, "tool_calls" if "tool_calls" in message and ended else output.finish_reason
 
     def _delta(
         self, which: int, delta: dict[str, Any], reason: str | None = None, logprobs: Sequence[Logprob] = ()
