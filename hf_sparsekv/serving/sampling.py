@@ -67,7 +67,7 @@ class Sampling:
             the model's own, before all that is asked of them.
         seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
         stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
-            one that appears.
+            one that appears. Special tokens are no text, but a string that contains a special token's text matches it.
         json_schema: the answer is JSON that follows this schema: JSON itself, as text or as a mapping. Needs the extra
             ``structured``, as the next one.
         grammar: the answer follows this grammar, in llguidance's dialect of Lark.

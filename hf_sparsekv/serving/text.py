@@ -11,7 +11,8 @@ transformers' streamers decode the whole text again until a line ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -31,8 +32,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.decode = _decoder(tokenizer)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+        self._added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = frozenset(tokenizer.all_special_ids) | {id for id, token in self._added.items() if token.special}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The texts of special tokens, as stop strings name them."""
+        texts = {id: self._added[id].content if id in self._added else self.decode([id]) for id in self.special}
+        return {id: text for id, text in texts.items() if text}
 
     def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> TextStream:
         """For one answer; see :class:`TextStream`."""
@@ -59,8 +66,9 @@ class TextStream:
     """The text of one answer.
 
     The joined results of :meth:`push` and :meth:`end` equal the text after the prompt, if prompt and answer are decoded
-    at once. They have no special tokens, and end before a stop string. There is one difference. Where byte tokens are
-    no UTF-8, some decoders also replace valid characters next to them. Here these stay, as they may have been shown.
+    at once. They have no special tokens, and end before a stop string. A stop string that has the text of a special
+    token matches that token. There is one difference. Where byte tokens are no UTF-8, some decoders also replace valid
+    characters next to them. Here these stay, as they may have been shown.
 
     Args:
         detokenizer: the tokenizer's decoder.
@@ -77,7 +85,7 @@ class TextStream:
         self._special = detokenizer.special
         self._known, self._prefix = self._context(prompt)  # tokens whose text has been returned, and that text
         self._pending: list[int] = []  # later tokens, without text so far
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = StopStrings(stop, detokenizer.names) if stop else None
         self.stopped = False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
@@ -98,7 +106,7 @@ class TextStream:
         if self.stopped:
             raise RuntimeError("a stop string has ended this text: nothing can be added")
         if token in self._special:
-            return ""
+            return "" if self._stops is None else self._looked_at(self._stops.push_special(token))
         self._pending.append(token)
         text = self._decode(self._known + self._pending)
         if not text.endswith(REPLACEMENT):
@@ -147,9 +155,9 @@ class TextStream:
         return ""
 
     def _seen(self, text: str) -> str:
-        if self._stops is None or not text:
-            return text
-        shown = self._stops.push(text)
+        return text if self._stops is None or not text else self._looked_at(self._stops.push(text))
+
+    def _looked_at(self, shown: str) -> str:
         self.stopped = self._stops.found is not None
         return shown
 
@@ -160,14 +168,20 @@ class StopStrings:
     First is the one that is complete first; of several that end at the same character, the longest. Time goes with
     the text's length alone (Knuth, Morris and Pratt).
 
+    Special tokens are not in the text. But a stop string that contains a special token's text looks for that token: it
+    sees the text with the tokens that it names written out.
+
+    Args:
+        stops: the strings.
+        names: texts of special tokens.
+
     Attributes:
         found: the stop string that has come, or None.
         held: end of the text that may become one: not shown yet.
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+    def __init__(self, stops: Iterable[str], names: Mapping[int, str] | None = None) -> None:
+        self._stops = [_Stop(stop, names or {}) for stop in stops]
         self.found: str | None = None
         self.held = ""
 
@@ -179,21 +193,67 @@ class StopStrings:
         """
         text = self.held + text
         for place in range(len(self.held), len(text)):
-            character, longest = text[place], 0
-            for which, (stop, borders) in enumerate(self._stops):
-                matched = self._matched[which]
-                while matched and stop[matched] != character:
-                    matched = borders[matched - 1]
-                matched += stop[matched] == character
-                self._matched[which] = matched
-                if matched == len(stop) > longest:
-                    longest, self.found = matched, stop
-            if longest:
-                self.held = ""
-                return text[: place + 1 - longest]
-        keep = len(text) - max(self._matched, default=0)
+            character = text[place]
+            if ended := [one for one in self._stops if one.step(character)]:
+                return self._ended(text[: place + 1], ended)
+        return self._hold(text)
+
+    def push_special(self, token: int) -> str:
+        """Add a special token, which has no text of its own. Returns as :meth:`push`."""
+        if ended := [one for one in self._stops if one.step_special(token)]:
+            return self._ended(self.held, ended)
+        return self._hold(self.held)
+
+    def _ended(self, text: str, ended: list[_Stop]) -> str:
+        first = max(ended, key=lambda one: one.shown)
+        self.held, self.found = "", first.stop
+        return text[: len(text) - first.shown]
+
+    def _hold(self, text: str) -> str:
+        keep = len(text) - max((one.shown for one in self._stops), default=0)
         self.held = text[keep:]
         return text[:keep]
+
+
+class _Stop:
+    """How far one stop string has come.
+
+    Attributes:
+        stop: the string.
+    """
+
+    def __init__(self, stop: str, names: Mapping[int, str]) -> None:
+        self.stop, self._borders = stop, _borders(stop)
+        self._names = {token: name for token, name in names.items() if name in stop}
+        self._matched = 0  # characters of it that the text ends with
+        self._seen = 0  # characters so far, those of the tokens that it names included
+        self._special: list[tuple[int, int]] = []  # where such tokens begin and end
+
+    def step(self, character: str) -> bool:
+        """Add a character. Returns whether the string is complete."""
+        stop, matched = self.stop, self._matched
+        while matched and stop[matched] != character:
+            matched = self._borders[matched - 1]
+        self._matched = matched + (stop[matched] == character)
+        self._seen += 1
+        return self._matched == len(stop)
+
+    def step_special(self, token: int) -> bool:
+        """Add a special token. Returns whether the string is complete."""
+        name = self._names.get(token)
+        if name is None:
+            return False
+        begin = self._seen
+        ended = any(self.step(character) for character in name)
+        self._special.append((begin, self._seen))
+        return ended
+
+    @property
+    def shown(self) -> int:
+        """Characters of the text that belong to what has matched; special tokens have none."""
+        begin = self._seen - self._matched
+        self._special = [one for one in self._special if one[1] > begin]
+        return self._matched - sum(end - max(start, begin) for start, end in self._special)
 
 
 def _borders(stop: str) -> list[int]:

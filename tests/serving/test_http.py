@@ -205,6 +205,24 @@ def test_a_stop_string_ends_an_answer_and_is_not_shown(client):
         assert choices[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "text"), [("<|user|>", "ab"), ("b<|user|>c", "a"), (["x", "<|end|>"], "abc")])
+def test_a_special_token_that_a_stop_string_names_ends_an_answer(client, stop, text, stream):
+    """The end token, too, where it does not end answers by itself."""
+    prompt = ids("ab<|user|>c<|end|>d")
+    body = {"ignore_eos": True}
+    answer = client.completions.create(
+        model="fake/model", prompt=prompt, max_tokens=50, stop=stop, stream=stream, extra_body=body
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text and choices[-1].finish_reason == "stop"
+    messages = [{"role": "user", "content": "cat"}]  # the fake engine answers with the prompt
+    answer = client.chat.completions.create(model="fake/model", messages=messages, stop="<|assistant|>", stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    texts = [choice.delta.content or "" for choice in choices] if stream else [choices[0].message.content]
+    assert "".join(texts) == "cat" and choices[-1].finish_reason == "stop"
+
+
 def test_conversations_as_templates_take_them(client, engine):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [

@@ -143,6 +143,17 @@ def test_biases_and_penalties(engine, client):
     assert error.value.status_code == 400 and error.value.param == "logit_bias"
 
 
+def test_a_special_token_in_a_stop_string(engine, client):
+    token = engine.tokenizer.convert_tokens_to_ids("<|user|>")
+    forced = {"logit_bias": {token: 100}, "max_tokens": 6, "temperature": 0}
+    (output,) = engine.generate_batch(["the cat"], Sampling(stop="<|user|>", **forced))
+    assert (output.text, output.token_ids, output.finish_reason) == ("", (token,), "stop")
+    (output,) = engine.generate_batch(["the cat"], Sampling(stop="<|assistant|>", **forced))
+    assert (output.text, len(output.token_ids), output.finish_reason) == ("", 6, "length")
+    choice = chat(client, stop=["<|user|><|user|>"], logit_bias={str(token): 100}).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("", "stop")
+
+
 def test_labels_are_taken(client):
     labels = {"user": "me", "metadata": {"run": "7"}, "store": True, "seed": 3}
     assert chat(client, **labels).choices[0].message.content == chat(client).choices[0].message.content

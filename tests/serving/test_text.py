@@ -175,6 +175,88 @@ def test_stop_strings_are_found_wherever_pieces_end(text, stops, data):
     assert (found.found is None) == (not any(stop in text for stop in stops))
 
 
+NAMES = {1: "<a>", 2: "<b>", 3: "ab", 4: "<"}  # of special tokens
+
+
+def first_stop_with(events: list[str | int], stops: tuple[str, ...]) -> tuple[str, bool]:
+    """The definition, where numbers are special tokens: each stop string sees those written out that it contains."""
+    text = ""
+    views = {stop: [] for stop in stops}  # characters, and whether they are in the text
+    for event in events:
+        text += event if isinstance(event, str) else ""
+        cut = -1
+        for stop, view in views.items():
+            if isinstance(event, str) or NAMES[event] in stop:
+                for character in event if isinstance(event, str) else NAMES[event]:
+                    view.append((character, isinstance(event, str)))
+                    if "".join(one for one, _ in view).endswith(stop):
+                        cut = max(cut, sum(shown for _, shown in view[-len(stop) :]))
+                        break
+        if cut >= 0:
+            return text[: len(text) - cut], True
+    return text, False
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    events=st.lists(st.sampled_from([*"ab<>", *NAMES]), max_size=20),
+    stops=st.lists(
+        st.lists(st.sampled_from([*"ab<>", *NAMES.values()]), min_size=1, max_size=4).map("".join),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+)
+def test_stop_strings_see_the_special_tokens_that_they_name(events, stops):
+    found, shown = StopStrings(stops, NAMES), ""
+    for event in events:
+        shown += found.push(event) if isinstance(event, str) else found.push_special(event)
+        if found.found is not None:
+            break
+    assert (shown + found.held, found.found is not None) == first_stop_with(events, stops)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "stopped"),
+    [
+        ("the<|user|>cat", ["<|user|>"], "the", True),
+        ("the<|user|>cat", ["<|assistant|>"], "thecat", False),
+        ("<|user|>cat", ["<|user|>"], "", True),
+        ("the<|user|> cat", ["<|user|> c"], "the", True),  # inside of a longer one
+        ("the\n\n<|user|>cat", ["\n\n<|user|>"], "the", True),
+        ("the <|user|>cat", [" <|user|>"], "the", True),
+        ("the<|user|>cat", [" <|user|>"], "thecat", False),
+        ("the<|user|><|assistant|>cat", ["<|user|><|assistant|>"], "the", True),
+        ("the<|user|>the<|assistant|>cat", ["<|user|><|assistant|>"], "thethecat", False),
+        ("the<|assistant|>cat<|user|>", ["never", "<|user|>", "<|assistant|>", "cat"], "the", True),
+        ("the<|user|>cat", ["thecat"], "", True),  # tokens that it does not name are no text
+        ("the<|user|>cat", ["user"], "thecat", False),  # a part of a token's name is no token
+        ("the|>cat", ["|>"], "the", True),
+        ("the<tool>cat", ["<tool>"], "the", True),  # an added token that is text
+        ("the<|end|>cat", ["<|end|>"], "the", True),
+        ("é<|user|>日本", ["é<|user|>日"], "", True),
+        ("the<|user|", ["<|user|>"], "the<|user|", False),  # held back, and given at the end
+    ],
+)
+def test_a_special_token_named_by_a_stop_string(text, stops, shown, stopped):
+    made = tokenizer("byte_level")
+    ids = made(text, add_special_tokens=False)["input_ids"]
+    stream, found = detokenizer("byte_level").stream(stop=stops), []
+    for token in ids:
+        found.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert ("".join([*found, stream.end()]), stream.stopped) == (shown, stopped)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_special_token_is_found_by_its_name(name):
+    made = detokenizer(name)
+    assert made.names.keys() == made.special
+    for token, text in made.names.items():
+        stream = made.stream(stop=[text])
+        assert stream.push(token) == "" and stream.stopped
+
+
 def test_stop_strings_of_a_stream():
     made = tokenizer("byte_level")
     ids = made("the cat\n\nUser: the<|end|>")["input_ids"]

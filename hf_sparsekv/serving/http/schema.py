@@ -76,7 +76,7 @@ REFUSED = {
     "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
     # vLLM's, which clients of its server send as they are by themselves.
     "min_tokens": Refused(_zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
-    "stop_token_ids": Refused(empty, "is not there: stop has strings"),
+    "stop_token_ids": Refused(empty, "is not there: give their texts in stop"),
     "skip_special_tokens": Refused(lambda value: value is True, "cannot be turned off: text has no special tokens"),
     "include_stop_str_in_output": Refused(_false, "is not there: the text ends before the stop string"),
     "use_beam_search": Refused(_false, "is not there: a request gives one answer"),
