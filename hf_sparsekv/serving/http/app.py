@@ -34,6 +34,7 @@ from .metrics import PREFIX, registry
 from .prompts import Prompts
 from .scan import Scan
 from .shapes import Chat, Completion, Shape
+from .tools import ToolReader
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
@@ -217,9 +218,10 @@ class _Api:
         """``/v1/completions``."""
         return await self._answer(request, schema.completion, Completion)
 
-    async def _answer(
-        self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked], kind: type[Shape]
-    ) -> Response:
+    async def _submitted(
+        self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]
+    ) -> tuple[schema.Asked, ToolReader | None, Answers]:
+        """Read a body and submit what it asks for. On return nothing keeps the body: answers may take long."""
         scan = Scan(self._engine.max_length)
         if self._threads is None:  # belongs to the loop
             self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(1)
@@ -231,10 +233,16 @@ class _Api:
             id = request.scope.get(ID, "")
             answers = Answers(handles, text=asked.stream, id=id)
             log.info("%s: asked of the engine as %s", id, ", ".join(handle.id for handle in handles))
+            return asked, tools, answers
         except BaseException:  # also if the server ends while the thread submits
             for handle in handles:
                 handle.cancel()
             raise
+
+    async def _answer(
+        self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked], kind: type[Shape]
+    ) -> Response:
+        asked, tools, answers = await self._submitted(request, parse)
         shape = kind(self._model_id, asked, tools, self._texts)
         headers = {IGNORED: ", ".join(map(_safe, asked.ignored[:MOST_TOLD]))} if asked.ignored else {}
         if asked.stream:

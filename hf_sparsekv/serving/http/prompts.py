@@ -5,6 +5,7 @@ All of it runs on a thread, apart from the event loop, because it takes long wit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,8 @@ from .messages import check_history
 from .scan import Scan
 from .tools import ToolReader
 
-LIKELY = 8  # characters a token: a text longer than this times the context is tokenised in pieces first
-COUNTED = 1 << 18  # characters of a piece
+LIKELY = 8  # bytes a token: a text of more than this times the context is tokenised in pieces first
+COUNTED = 1 << 16  # characters of a piece: some tokenizers make four tokens of one
 # Settings that an engine refuses, and the fields that clients have for them.
 FIELDS = {
     "logit_bias": "logit_bias",
@@ -53,7 +54,11 @@ class Prompts:
         parse: Callable[[dict[str, Any], Scan, bool], schema.Asked],
         handles: list[Handle],
     ) -> tuple[schema.Asked, ToolReader | None]:
-        """Parse, tokenise and submit, on a thread. Appends to ``handles``."""
+        """Parse, tokenise and submit, on a thread. Appends to ``handles``.
+
+        Returns:
+            What is asked, without its texts: answers may take long, and many wait.
+        """
         step_aside()
         fields = schema.loads(body)
         schema.check_model(fields, self._model_id)
@@ -79,7 +84,7 @@ class Prompts:
             raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
         except RuntimeError as error:
             raise told(error) from error
-        return asked, tools
+        return replace(asked, prompts=None, messages=None, template={}, calls=None), tools
 
     def _check_count(self, prompts: int, each: int) -> None:
         """Raise 400 for more answers than ever fit the queue; 429 would make the client try again."""
@@ -94,23 +99,27 @@ class Prompts:
             return prompt
         if self._engine.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
-        self._check_length(prompt)
-        return self._engine.tokenizer(prompt, verbose=False)["input_ids"]
+        return self._tokens(prompt, "prompt")
 
-    def _check_length(self, text: str) -> None:
+    def _tokens(self, text: str, field: str, **options: Any) -> list[int]:
+        """The ids of a text, which is made of ``field``. All tokenising is here, so that no text is too long for it."""
+        self._check_length(text, field)
+        return self._engine.tokenizer(text, verbose=False, **options)["input_ids"]
+
+    def _check_length(self, text: str, field: str) -> None:
         """Raise 400 for a text with far more tokens than the context.
 
-        Tokenising it whole takes some hundred bytes a token: 16 MB of text for a context of 2,000 tokens took 400 MB.
+        Tokenising it whole takes some hundred bytes a token: 8 MiB of text for a context of 1,000 tokens took 1.1 GB.
         """
         most, tokens = self._engine.max_length, 0
-        if len(text) <= LIKELY * most:
+        if (len(text) if text.isascii() else len(text.encode())) <= LIKELY * most:
             return
         for at in range(0, len(text), COUNTED):
             ids = self._engine.tokenizer(text[at : at + COUNTED], add_special_tokens=False, verbose=False)["input_ids"]
             tokens += max(0, len(ids) - CUT)
             if tokens > most:
                 why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
-                raise ApiError(400, why, "prompt")
+                raise ApiError(400, why, field)
 
     def _with_effort(self, asked: schema.Asked) -> schema.Asked:
         """A conversation without a ``reasoning_effort`` that its template does not know, if that may be; or 400."""
@@ -133,14 +142,11 @@ class Prompts:
         if tokenizer is None or not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
         check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
+            self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
         try:
-            if sum(len(message["content"]) for message in asked.messages) > LIKELY * self._engine.max_length:
-                self._check_length(
-                    tokenizer.apply_chat_template(asked.messages, **asked.template, **{**options, "tokenize": False})
-                )
-            return tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
-        except ApiError:
-            raise
+            options = {"add_generation_prompt": True, "tokenize": False}
+            text = tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return self._tokens(text, "messages", add_special_tokens=False)

@@ -324,7 +324,7 @@ def _check_fields(body: Mapping[str, Any], known: set[str], ignore_unknown: bool
             if not REFUSED[name].neutral(value):
                 raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
         elif ignore_unknown:
-            ignored.append(name)
+            ignored.append(name[:MAX_NAME])  # it is named in the answer's head, and kept until then
         else:
             names = known | REFUSED.keys()
             near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
