@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ from tokenizers_made import byte_level
 
 from hf_sparsekv import __version__
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.http.gate import OPEN
 
 HI = [{"role": "user", "content": "hi"}]
 PAGE = "https://chat.example.org"
@@ -66,8 +68,27 @@ def test_head_is_get_without_a_body(client, path, status):
         assert head.headers["content-length"] == whole.headers["content-length"]
 
 
-def test_head_needs_the_key_as_get_does(url):
-    assert [httpx.head(f"{url}{path}").status_code for path in ("/health", "/v1/models")] == [200, 401]
+KEYED = ("/v1/models", "/v1/models/m", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1", "/nothing")
+KEYED += ("/openapi.json", "/redoc", "/docs/", "/docs/x", "/DOCS", "/health/", "/metrics/")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "TRACE", "FOO"])
+def test_what_is_there_without_the_key(url, method):
+    """Whatever the method, and whether the address exists or not."""
+    with httpx.Client(base_url=url) as client:
+        for path in OPEN:
+            assert client.request(method, path).status_code == (200 if method in ("GET", "HEAD") else 405), path
+        for path in KEYED:
+            for key in (None, "", "Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret"):
+                headers = {} if key is None else {"authorization": key}
+                answer = client.request(method, path, headers=headers)
+                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", (path, key)
+
+
+def test_the_documentation_names_what_needs_no_key():
+    text = (Path(__file__).parents[2] / "docs/serving-http.md").read_text()
+    told = re.search(r"With a key, everything but (.*?) needs\s+`Authorization: Bearer KEY`", text, re.DOTALL)
+    assert set(re.findall(r"`(/[a-z]*)`", told[1])) == set(OPEN)
 
 
 def test_each_answer_has_an_id_which_the_log_knows(client, caplog):
