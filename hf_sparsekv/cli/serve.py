@@ -293,6 +293,11 @@ def _begin_ranks(place: torch.device) -> None:
     """Let the processes find each other."""
     import torch.distributed as dist
 
+    from ..serving.rank_processes import INTERFACES, LOOPBACK
+
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:  # no other machine needs to reach them
+        for name in INTERFACES:
+            os.environ.setdefault(name, LOOPBACK)
     if place.type == "cpu":
         if torch.cuda.is_available():  # where transformers would put its shares of the model
             raise CommandError("--tensor-parallel takes the GPUs that are there: leave --device out")

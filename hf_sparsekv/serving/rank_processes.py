@@ -42,6 +42,7 @@ from .ranks import RanksApart, follow
 
 HERE = "127.0.0.1"
 LOOPBACK = "lo"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 WORDS_S = 2.0  # how long the end of a child may come after the error that it causes
 CLOSE_S = 10.0  # how long children may take to end after the engine is closed
 
@@ -121,7 +122,7 @@ class RankProcesses:
         )
         world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
         world |= {"LOCAL_RANK": "0"}  # a rank's device is the first that it sees
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in INTERFACES:
             world[name] = os.environ.get(name, LOOPBACK)
         places = [{**world, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": devices[rank]} for rank in range(size)]
         os.environ.update(places[0])

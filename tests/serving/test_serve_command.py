@@ -366,3 +366,28 @@ def test_a_lost_rank_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(module, "_leave", leave)
     with pytest.raises(SystemExit, match="1"):
         module._run(Ended(), Ended(), None, True)
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "expected"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {}, "lo"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {}, None),  # of several machines
+        ({"WORLD_SIZE": "2"}, {}, None),  # started by something else than torchrun
+    ],
+)
+def test_ranks_of_one_machine_listen_on_loopback(world, given, expected, monkeypatch):
+    """They exchange pickles: nobody else may connect. By itself, gloo takes the address of the machine's name."""
+    found = []
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**world, **given}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = lambda backend: found.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked)
+    module._begin_ranks(torch.device("cpu"))
+    assert found == [("gloo", expected)]
+    assert os.environ.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if expected else None)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
