@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from . import hostile_fields
+
 Address = tuple[str, int]
 HARMFUL = 1 << 20  # bytes from which on all bodies that are about size are to be refused
 LIMIT_S = 90.0  # until an attack must have an end
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HI = [{"role": "user", "content": "hi"}]
-
-
+HI = hostile_fields.HI
+SERVED = (200, 400, 429)  # a real request of a strange kind, which may also be too long for the model
 Made = tuple[str, float, float]  # an attack, its begin and its end
 
 
@@ -55,7 +56,10 @@ def _with(**fields: object) -> Callable[[int], bytes]:
 
 
 def _chat(make: Callable[[int], dict], statuses: tuple[int, ...] = (400,)) -> Body:
-    return Body(lambda size: json.dumps({"messages": HI, "max_tokens": 1, **make(size)}).encode(), statuses, CHAT)
+    def body(size: int) -> bytes:
+        return json.dumps({"messages": HI, "max_tokens": 1, **make(size)}, ensure_ascii=False).encode()
+
+    return Body(body, statuses, CHAT)
 
 
 def _long(
@@ -76,21 +80,6 @@ def _fields(size: int) -> bytes:
     return b'{"prompt": "a", "metadata": {' + fields.encode() + b"}}"
 
 
-def _deep_schema(depth: int) -> dict:
-    schema: dict = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return {"type": "function", "function": {"name": "f", "parameters": schema}}
-
-
-def _deep_arguments(size: int) -> dict:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * (size // 3) + "1]"}}
-    return {"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]}
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/latest/meta-data"}}
-JINJA = "{{ ''.__class__.__mro__ }}{% for i in range(10**9) %}x{% endfor %}"
-SERVED = (200, 400, 429)  # a real request of a strange kind, which may also be too long for the model
 BODIES: dict[str, Body] = {
     "lists in lists": _long(b'{"prompt":"a","metadata":', b"[", b"1"),
     "objects in objects": _long(b'{"prompt":"a","metadata":', b'{"a":', b"1"),
@@ -131,15 +120,15 @@ BODIES: dict[str, Body] = {
     ),
     "a model's name": Body(lambda size: _with(model="m" * size)(size), (404,)),
     "a role": _chat(lambda size: {"messages": [{"role": "{{" * (size // 2), "content": "a"}]}),
-    "text of a template": _chat(lambda size: {"messages": [{"role": "user", "content": JINJA}]}, SERVED),
-    "another template": _chat(lambda size: {"chat_template_kwargs": {"chat_template": JINJA}}),
+    "text of a template": _chat(lambda size: {"messages": [{"role": "user", "content": hostile_fields.JINJA}]}, SERVED),
+    "another template": _chat(lambda size: {"chat_template_kwargs": {"chat_template": hostile_fields.JINJA}}),
     "many messages": _chat(lambda size: {"messages": HI * max(5000, size // 40)}),
     "many prompts": Body(lambda size: json.dumps({"prompt": ["a"] * min(90_000, size // 5)}).encode()),
     "a thousand prompts": Body(lambda size: json.dumps({"prompt": ["a"] * 1024, "max_tokens": 1}).encode(), SERVED),
-    "an image elsewhere": _chat(lambda size: {"messages": [{"role": "user", "content": [IMAGE]}]}),
-    "a deep schema of a tool": _chat(lambda size: {"tools": [_deep_schema(200)]}),
-    "many tools": _chat(lambda size: {"tools": [_deep_schema(1)] * 2000}),
-    "JSON in arguments": _chat(_deep_arguments),
+    "an image elsewhere": _chat(lambda size: {"messages": [{"role": "user", "content": [hostile_fields.IMAGE]}]}),
+    "a deep schema of a tool": _chat(lambda size: {"tools": [hostile_fields.deep_schema(200)]}),
+    "many tools": _chat(lambda size: {"tools": [hostile_fields.deep_schema(1)] * 2000}),
+    "JSON in arguments": _chat(hostile_fields.deep_arguments),
     "a long prompt": Body(lambda size: json.dumps({"prompt": "the cat of " * (size // 11)}).encode()),
     "one long word": Body(lambda size: json.dumps({"prompt": "a" * (size // 4)}).encode()),
     "ids that are none": Body(_with(prompt=[10**90, -1])),
@@ -154,6 +143,16 @@ BODIES: dict[str, Body] = {
     },
     "a penalty that overflows": _number("repetition_penalty", b"1e-39"),
     "a temperature that overflows": _number("temperature", b"1e39"),
+    **{f"text in {name}": _chat(make) for name, make in hostile_fields.TEXTS.items()},
+    **{f"text in {name}": _chat(make, SERVED) for name, make in hostile_fields.LABELS.items()},
+    **{
+        f"a schema with {name}": _chat(hostile_fields.as_format(make), SERVED)
+        for name, make in hostile_fields.SCHEMAS.items()
+    },
+    **{
+        f"a tool with {name}": _chat(hostile_fields.as_tool(make), SERVED)
+        for name, make in hostile_fields.SCHEMAS.items()
+    },
 }
 
 
@@ -304,6 +303,33 @@ async def _many_requests(address: Address, size: int) -> None:
         raise Wrong(f"100 requests in a row: {Counter(answer.split())[b'HTTP/1.1']} answers")
 
 
+# Names in a Host header, and what a server without a key says to them at a loopback address.
+HOSTS = {
+    **dict.fromkeys(
+        (b"evil.example", b"evil.example:80", b"localhost.evil.example", b"localhost:evil.example", b""), 403
+    ),
+    **dict.fromkeys(
+        (b"127.0.0.1.evil.example", b"[::1].evil.example", b"evil.example\r\nX-Forwarded-Host: localhost"), 403
+    ),
+    **dict.fromkeys((b"localhost", b"LOCALHOST.:80", b"127.0.0.1", b"[::1]:80", b"[::ffff:127.0.0.1]"), 200),
+    b"localhost\r\nHost: evil.example": 400,
+}
+HERE = ("127.0.0.1", "127.0.0.2", "::1")  # where a server that listens on :: or 0.0.0.0 is reached, too
+
+
+async def _names_of_hosts(address: Address, size: int) -> None:
+    for here in HERE:
+        for name, expected in HOSTS.items():
+            sent = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % name
+            try:
+                answer = await exchange((here, address[1]), sent)
+            except OSError:  # it does not listen there
+                if here == address[0]:
+                    raise
+                break
+            expect(f"{name!r} at {here}", answer, (expected,))
+
+
 CONNECTIONS: dict[str, Callable[[Address, int], Awaitable[None]]] = {
     "a body that is longer than it says": _sends(
         HEAD + b"Content-Length: 3\r\nConnection: close\r\n\r\n" + b'{"prompt": "a"}' * 100, 400
@@ -343,6 +369,7 @@ CONNECTIONS: dict[str, Callable[[Address, int], Awaitable[None]]] = {
         b"GET /v1/models/../../%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404
     ),
     "another host": _sends(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 403),
+    "names of hosts": _names_of_hosts,
     "a host that is none": _sends(b"GET /nothing HTTP/1.1\r\nHost: [\r\nConnection: close\r\n\r\n", 400, 403),
     "a websocket": _sends(
         b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

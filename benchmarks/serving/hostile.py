@@ -1,17 +1,20 @@
 """Hostile clients beside honest ones: a real server, for minutes or an hour.
 
-    python -m benchmarks serving hostile --minutes 60 -- small --max-rows 8 --context 2k
+    python -m benchmarks serving hostile --minutes 60 -- small --max-rows 8 --context 2k --host ::
     python -m benchmarks serving hostile --minutes 60 -- tiny
     python -m benchmarks serving hostile --holds
 
 Options behind ``--`` go to ``hf-sparsekv serve``; ``tiny`` is a random Llama of four layers with the small model's
-tokenizer. First each question is asked alone: its greedy answer is the right one. Then ``--honest`` clients stream the
-questions and check each answer, while a process of its own attacks in the kinds of :mod:`.attacks`. Reported are the
-longest time between two pieces of an honest stream, alone and beside the attacks, counts, and the server's resident
-memory at its start, in the second quarter (warm), and in the last (end).
+tokenizer. Both models get a chat template that shows all that a conversation can have. With ``--host ::`` the server
+sees the clients' IPv4 addresses in IPv6. First each question is asked alone: its greedy answer is the right one. Then
+``--honest`` clients stream the questions and check each answer, while a process of its own attacks in the kinds of
+:mod:`.attacks`. Reported are the longest time between two pieces of an honest stream, alone and beside the attacks,
+counts, and the resident memory of the server with its child processes: at its start, in the second quarter (warm), and
+in the last (end).
 
-A failure is: an answer that differs, an answer to an attack that should not be, a server whose memory in the last
-quarter is more than ``--growth`` above the second quarter's, that does not end at SIGTERM, or that shows a traceback.
+A failure is: an answer that differs; an answer to an attack that should not be; a server that ends (the run ends with
+it), that does not end at SIGTERM, or that shows a traceback; memory that is ever ``--memory`` above that of the start,
+or in the last quarter more than ``--growth`` above the second quarter's.
 
 ``--holds`` measures in this process, for each body, for how long parsing and checking it keeps other Python threads
 from running: the longest time between two looks of a thread that looks every millisecond.
@@ -51,6 +54,12 @@ QUESTIONS = 8
 TOKENS = 48
 WORDS = ("river", "stone", "cloud", "wheel", "garden", "paper", "window", "light", "ocean", "bread", "letter", "road")
 BUSY_S = 0.2  # between two tries of a client that is told to come later
+# A chat template that shows all that a conversation can have, and calls of tools as Hermes writes them.
+CHAT = """{{ mood }}{{ reasoning_effort }}{{ tools | tojson if tools }}{# "arguments" #}
+{%- for m in messages %}<|im_start|>{{ m.role }} {{ m.name }} {{ m.tool_call_id }} {{ m.refusal }}
+{{ m.reasoning_content }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
 
 
 class Honest:
@@ -61,6 +70,7 @@ class Honest:
         self.right: dict[int, str] = {}
         self.gaps: list[tuple[float, float]] = []  # the longest of each answer, and when it ended (monotonic seconds)
         self.busy = 0
+        self.over = False  # the server has ended
         self.wrong: list[str] = []
 
     def body(self, number: int) -> dict:
@@ -104,12 +114,13 @@ class Honest:
         """One question after the other."""
         rng = random.Random(seed)
         async with httpx.AsyncClient(base_url=self.url, timeout=300) as client:
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self.over:
                 number = rng.randrange(QUESTIONS)
                 try:
                     text = await self.ask(client, number)
                 except (attacks.Wrong, httpx.HTTPError) as error:
                     self.fail(f"question {number}: {type(error).__name__}: {error}")
+                    await asyncio.sleep(1.0)  # the server may have ended
                     continue
                 if text is None:
                     self.busy += 1
@@ -127,15 +138,28 @@ class Honest:
         print(f"WRONG: {text}", flush=True)
 
 
-async def _beside(honest: Honest, args: Namespace, server: psutil.Process, attacker) -> list[int]:
-    """Honest clients until the time is over; gives the server's resident memory all along."""
+def memory_of(server: psutil.Process) -> int:
+    """Bytes of a server's resident memory, and of what its child processes do not share with it."""
+    found = server.memory_info().rss
+    for child in server.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += child.memory_full_info().uss
+    return found
+
+
+async def _beside(honest: Honest, args: Namespace, server: subprocess.Popen, attacker) -> list[int]:
+    """Honest clients until the time is over or the server ends; gives the server's memory all along."""
     began = time.monotonic()
-    until, resident, told = began + 60 * args.minutes, [], began
+    until, resident, told, process = began + 60 * args.minutes, [], began, psutil.Process(server.pid)
 
     async def watch() -> None:
         nonlocal told
         while (now := time.monotonic()) < until:
-            resident.append(server.memory_info().rss)
+            if server.poll() is not None:
+                honest.over = True
+                honest.fail(f"the server has ended with {server.returncode} after {now - began:.0f} s")
+                return
+            resident.append(memory_of(process))
             if now - told > 60:
                 told = now
                 print(
@@ -158,6 +182,7 @@ def tiny(folder: Path) -> str:
     from hf_sparsekv.small_model import fetch_small_model
 
     tokenizer = AutoTokenizer.from_pretrained(fetch_small_model())
+    tokenizer.chat_template = CHAT
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -171,6 +196,22 @@ def tiny(folder: Path) -> str:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def small(folder: Path) -> str:
+    """The small model with :data:`CHAT`, there."""
+    from transformers import AutoTokenizer
+
+    from hf_sparsekv.small_model import fetch_small_model
+
+    fetched = fetch_small_model()
+    tokenizer = AutoTokenizer.from_pretrained(fetched)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    for file in fetched.iterdir():
+        if not (folder / file.name).exists() and file.name != "chat_template.jinja":
+            (folder / file.name).symlink_to(file)
     return str(folder)
 
 
@@ -253,6 +294,7 @@ def arguments() -> ArgumentParser:
     add("--hostile", type=int, default=4, help="clients that attack, at the same time")
     add("--cores", type=cores, help="processor cores of the server alone, as 0,1; clients get the others")
     add("--size", type=int, default=15 << 20, help="bytes of the largest bodies")
+    add("--memory", type=float, default=1.5, help="GB that the server may take beside what it had at its start")
     add("--growth", type=float, default=0.1, help="of memory that is none yet, as a share")
     add("--seed", type=int, default=0)
     add("--holds", action="store_true", help="measure how long bodies hold the interpreter, and end")
@@ -271,7 +313,8 @@ def main(argv: list[str]) -> int:
                     report.add("holds", ms)
         return report.close()
     with tempfile.TemporaryDirectory() as folder, Report("serving", serve[0], rows_file(args), None) as report:
-        options = [tiny(Path(folder)), *serve[1:]] if serve[0] == "tiny" else serve
+        made = {"tiny": tiny, "small": small}.get(serve[0])
+        options = serve if made is None else [made(Path(folder)), *serve[1:]]
         with on_cores(args.cores):
             server, url, words = served(options)
         honest = Honest(url)
@@ -279,7 +322,7 @@ def main(argv: list[str]) -> int:
         process = psutil.Process(server.pid)
         try:
             with report.measuring(args.honest, 0, f"hostile:minutes={args.minutes:g}"):
-                start = process.memory_info().rss
+                start = memory_of(process)
                 alone = asyncio.run(honest.learn())
                 context = multiprocessing.get_context("spawn")
                 results = context.Queue()
@@ -289,10 +332,14 @@ def main(argv: list[str]) -> int:
                     target=attacks.attack_for,
                     args=(address, 60 * args.minutes, args.seed, args.size, args.hostile, results),
                 )
-                resident = asyncio.run(_beside(honest, args, process, attacker))
-                attacked = results.get(timeout=4 * attacks.LIMIT_S)
+                resident = asyncio.run(_beside(honest, args, server, attacker))
+                if honest.over:
+                    attacker.terminate()
+                else:
+                    attacked = results.get(timeout=4 * attacks.LIMIT_S)
                 attacker.join()
-                asyncio.run(honest.learn())  # it still answers, and as before
+                if not honest.over:
+                    asyncio.run(honest.learn())  # it still answers, and as before
                 judge(report, honest, attacked, alone, start, resident, args)
         finally:
             server.send_signal(signal.SIGTERM)
@@ -314,6 +361,7 @@ def judge(report, honest, attacked, alone, start, resident, args) -> None:
     counts, wrong, made = attacked
     for text in wrong:
         honest.fail(text)
+    resident = resident or [start]
     quarter = max(1, len(resident) // 4)
     warm, end = (statistics.median(part) for part in (resident[quarter : 2 * quarter] or resident, resident[-quarter:]))
     report.add("answers", len(honest.gaps), "count")
@@ -325,6 +373,8 @@ def judge(report, honest, attacked, alone, start, resident, args) -> None:
     for name, value in (("start", start), ("warm", warm), ("end", end), ("peak", max(resident))):
         report.add(f"{name}_mb", value / 1e6, "MB")
     report.add("wrong", len(honest.wrong), "count")
+    if max(resident) > start + 1e9 * args.memory:
+        honest.fail(f"memory is not bounded: {start / 1e6:.1f} MB at the start, {max(resident) / 1e6:.1f} at most")
     if end > warm * (1 + args.growth):
         honest.fail(f"memory grows: {warm / 1e6:.1f} MB when warm, {end / 1e6:.1f} at the end")
     print(dict(Counter(counts).most_common()), file=sys.stderr)

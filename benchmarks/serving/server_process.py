@@ -39,8 +39,9 @@ def served(options: list[str], ranks: int = 1) -> tuple[subprocess.Popen, str, W
     server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
     while line := server.stderr.readline():
         print(line, end="", flush=True)
-        if found := re.search(r"listening on (http://[\d.]+:\d+)", line):
-            return server, found[1], Words(server.stderr)
+        if found := re.search(r"listening on http://(\S+):(\d+)/", line):
+            host = "127.0.0.1" if found[1] in ("0.0.0.0", "[::]") else found[1]
+            return server, f"http://{host}:{found[2]}", Words(server.stderr)
     raise RuntimeError(f"the server has not started: it ended with {server.wait()}")
 
 

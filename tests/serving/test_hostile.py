@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 from fake_engine import FakeEngine
 from http_server import serving
@@ -20,8 +23,6 @@ from waiting import wait_until
 from benchmarks.serving import attacks, hostile
 from hf_sparsekv.serving.http import create_app
 from hf_sparsekv.serving.turns import ASIDE, step_aside
-
-CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
 
 
 class Honest:
@@ -58,7 +59,7 @@ class Honest:
 @pytest.fixture(scope="module")
 def served():
     tokenizer = byte_level()
-    tokenizer.chat_template = CHAT
+    tokenizer.chat_template = hostile.CHAT
     with (
         FakeEngine(tokenizer, step_s=0.002) as engine,
         serving(create_app(engine, "fake"), most=300, head_s=1.0) as url,
@@ -99,7 +100,45 @@ def test_how_long_bodies_hold_the_interpreter_is_measured():
 
 
 def test_the_table_has_many_kinds():
-    assert len(attacks.BODIES) >= 40 and len(attacks.CONNECTIONS) >= 25
+    assert len(attacks.BODIES) >= 120 and len(attacks.CONNECTIONS) >= 30
+
+
+def test_bodies_reach_what_they_are_to_try(served):
+    """Long texts are refused for their length; schemas reach the engine (this one compiles none)."""
+    url = served[0]
+    for name, body in attacks.BODIES.items():
+        if name.startswith(("text in ", "a schema with ", "a tool with ")):
+            headers = {"content-type": body.kind}
+            answer = httpx.post(f"{url}{body.path}", content=body.make(attacks.HARMFUL), headers=headers, timeout=60)
+            if body.statuses == (400,):
+                assert "has more tokens than max_length" in answer.text, (name, answer.text)
+            else:  # the schemas of some tools are too long for this context
+                served_it = answer.status_code == 200 or (name.startswith("a tool") and "max_length" in answer.text)
+                assert served_it, (name, answer.text)
+
+
+def test_a_server_that_ends_ends_the_run(capsys):
+    async def asks(until: float, seed: int) -> None:
+        while not honest.over:
+            await asyncio.sleep(0.01)
+
+    honest, begun = hostile.Honest("http://127.0.0.1:1"), time.monotonic()
+    honest.client = asks
+    args = hostile.arguments().parse_args(["--minutes", "1"])
+    server = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"])
+    asyncio.run(hostile._beside(honest, args, server, SimpleNamespace(start=lambda: None)))
+    assert time.monotonic() - begun < 30 and honest.over
+    assert honest.wrong == [one for one in honest.wrong if "the server has ended with -6" in one] != []
+
+
+def test_memory_of_child_processes_counts():
+    child = "bytearray(80_000_000); print(flush=True); input()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', 'a = {child}'])"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as server:
+        server.stdout.readline()
+        assert hostile.memory_of(psutil.Process(server.pid)) > 80e6
+        server.stdin.close()
 
 
 def test_a_wrong_answer_and_memory_that_grows_are_told(capsys):
@@ -117,6 +156,11 @@ def test_a_wrong_answer_and_memory_that_grows_are_told(capsys):
     with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
         hostile.judge(report, honest, ({}, [], []), 0.01, 100, [100] * 10 + [200] * 10, args)
     assert "memory grows" in honest.wrong[-1]
+    with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
+        hostile.judge(report, honest, ({}, [], []), 0.01, 100, [100] * 10 + [2_000_000_000] + [100] * 10, args)
+    assert "memory is not bounded" in honest.wrong[-1]
+    with Report("serving", "tiny", None, None) as report, report.measuring(1, 0, "hostile"):
+        hostile.judge(report, honest, ({}, [], []), 0.01, 100, [], args)  # it has ended at once
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
