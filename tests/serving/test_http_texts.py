@@ -166,6 +166,7 @@ UNUSED = {
     "a variable of the template": {"chat_template_kwargs": {"mood": TEXT}},
     "a schema's name": {"response_format": {"type": "json_schema", "json_schema": {"name": TEXT, "schema": {}}}},
     "an unknown field": {TEXT: 1},
+    "many unknown fields": {f"x{i}": 1 for i in range(40_000)},
 }
 
 

@@ -41,7 +41,6 @@ MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit:
 SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
 IGNORED = "x-ignored-fields"
-MOST_TOLD = 16  # names in that header
 OPENMETRICS = "application/openmetrics-text"
 
 log = logging.getLogger(__name__)
@@ -244,7 +243,7 @@ class _Api:
     ) -> Response:
         asked, tools, answers = await self._submitted(request, parse)
         shape = kind(self._model_id, asked, tools, self._texts)
-        headers = {IGNORED: ", ".join(map(_safe, asked.ignored[:MOST_TOLD]))} if asked.ignored else {}
+        headers = {IGNORED: ", ".join(map(_safe, asked.ignored))} if asked.ignored else {}
         if asked.stream:
             return EventStream(answers, shape, headers)
         outputs = await while_there(request.receive, answers)

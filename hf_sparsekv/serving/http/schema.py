@@ -42,7 +42,8 @@ INSTEAD = {
 MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
-MAX_NAME = 64  # characters of a field's name that may be a misspelt one
+MAX_NAME = 64  # characters of a field's name that may be a misspelt one, or that is told to be ignored
+MOST_TOLD = 16  # names of ignored fields: they are kept until the answer
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
 
 
@@ -107,7 +108,7 @@ class Asked:
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
         n: answers to each prompt.
-        ignored: names of fields that are not known.
+        ignored: names of fields that are not known, the first of them.
         stream: pieces as they come.
         include_usage: a last piece with the counts of tokens.
     """
@@ -324,7 +325,7 @@ def _check_fields(body: Mapping[str, Any], known: set[str], ignore_unknown: bool
             if not REFUSED[name].neutral(value):
                 raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
         elif ignore_unknown:
-            ignored.append(name[:MAX_NAME])  # it is named in the answer's head, and kept until then
+            ignored += [name[:MAX_NAME]] * (len(ignored) < MOST_TOLD)
         else:
             names = known | REFUSED.keys()
             near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
