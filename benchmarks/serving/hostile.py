@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import queue
 import random
 import signal
 import statistics
@@ -318,7 +319,7 @@ def main(argv: list[str]) -> int:
         with on_cores(args.cores):
             server, url, words = served(options)
         honest = Honest(url)
-        attacked: tuple[dict[str, int], list[str], list[attacks.Made]] = ({}, [], [])
+        attacked: tuple[dict[str, int], list[str], list[attacks.Made]] = {}, [], []
         process = psutil.Process(server.pid)
         try:
             with report.measuring(args.honest, 0, f"hostile:minutes={args.minutes:g}"):
@@ -333,13 +334,14 @@ def main(argv: list[str]) -> int:
                     args=(address, 60 * args.minutes, args.seed, args.size, args.hostile, results),
                 )
                 resident = asyncio.run(_beside(honest, args, server, attacker))
-                if honest.over:
-                    attacker.terminate()
-                else:
-                    attacked = results.get(timeout=4 * attacks.LIMIT_S)
+                try:
+                    attacked = ({}, [], []) if honest.over else results.get(timeout=2 * attacks.LIMIT_S)
+                    if not honest.over:
+                        asyncio.run(honest.learn())  # it still answers, and as before
+                except (queue.Empty, attacks.Wrong, httpx.HTTPError) as error:
+                    honest.fail(f"after the attacks: {type(error).__name__}: {error}")
+                attacker.terminate()
                 attacker.join()
-                if not honest.over:
-                    asyncio.run(honest.learn())  # it still answers, and as before
                 judge(report, honest, attacked, alone, start, resident, args)
         finally:
             server.send_signal(signal.SIGTERM)
@@ -372,11 +374,11 @@ def judge(report, honest, attacked, alone, start, resident, args) -> None:
     report.add("longest_gap", 1e3 * honest.longest())
     for name, value in (("start", start), ("warm", warm), ("end", end), ("peak", max(resident))):
         report.add(f"{name}_mb", value / 1e6, "MB")
-    report.add("wrong", len(honest.wrong), "count")
     if max(resident) > start + 1e9 * args.memory:
         honest.fail(f"memory is not bounded: {start / 1e6:.1f} MB at the start, {max(resident) / 1e6:.1f} at most")
     if end > warm * (1 + args.growth):
         honest.fail(f"memory grows: {warm / 1e6:.1f} MB when warm, {end / 1e6:.1f} at the end")
+    report.add("wrong", len(honest.wrong), "count")
     print(dict(Counter(counts).most_common()), file=sys.stderr)
     for seconds, end in sorted(honest.gaps, reverse=True)[:10]:
         during = sorted({name for name, began, ended in made if began < end and ended > end - seconds})
