@@ -13,6 +13,7 @@ from typing import Any
 import regex  # as transformers' parser, whose patterns are counted here
 from transformers import PreTrainedTokenizerBase
 
+from ..grammar import WHITESPACE
 from ..request import Output
 from .errors import ApiError
 
@@ -40,13 +41,17 @@ MAX_SPACE = 256  # characters: delimiters that are patterns may begin with any w
 SPACE = re.compile(r"\s+")
 COUNTING_S = 0.1  # seconds
 PROMPT_END = 512  # tokens in which the template may have begun the message
-# Answers that are calls, written as IN_TAGS has them.
+# Answers that are calls, written as IN_TAGS has them. Each tool's schema is a document of its own: `#` in a reference
+# means the schema's own root.
 LARK = """start: call{more}
-call: "<tool_call>\\n" json "\\n</tool_call>"
-json: %json {schema}
+call: "<tool_call>\\n" ({tools}) "\\n</tool_call>"
+"""
+LARK_TOOL = """tool{i}: "{{\\"name\\": " name{i} ", \\"arguments\\": " arguments{i} "}}"
+name{i}: %json {name}
+arguments{i}: %json {schema}
 """
 MOST_CALLS = 16
-ANY = {"type": "object"}
+OF_ANY_TYPE = {"type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const"}  # a schema without these may be any JSON
 SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
 
 log = logging.getLogger(__name__)
@@ -86,15 +91,14 @@ class ToolReader:
         if self._form is not IN_TAGS:
             message = "tool_choice must be auto or none: how this model writes calls is known for reading only"
             raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-        one = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        calls = [
-            {**one, "properties": {"name": {"const": tool["name"]}, "arguments": tool.get("parameters") or ANY}}
-            for tool in (one["function"] for one in self._tools)
-            if tool["name"] in names
+        asked = [tool for tool in (one["function"] for one in self._tools) if tool["name"] in names]
+        more = f" (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else ""
+        rules = [
+            LARK_TOOL.format(i=i, name=json.dumps({"const": tool["name"]}), schema=json.dumps(_arguments(tool)))
+            for i, tool in enumerate(asked)
         ]
-        if several:
-            return LARK.format(more=f" (/\\n/ call){{0,{MOST_CALLS - 1}}}", schema=json.dumps({"anyOf": calls}))
-        return LARK.format(more="", schema=json.dumps({"anyOf": calls}))
+        tools = " | ".join(f"tool{i}" for i in range(len(asked)))
+        return "".join((LARK.format(more=more, tools=tools), *rules))
 
     def message(self, output: Output, cut: bool) -> dict[str, Any]:
         """``content``, and ``tool_calls`` or ``reasoning_content`` if there are any; the text if it cannot be read.
@@ -135,6 +139,14 @@ class ToolReader:
                 regions += sum(1 for _ in itertools.islice(found, MAX_REGIONS + 1))
         if regions > MAX_REGIONS:
             raise ValueError(f"more than {MAX_REGIONS} parts")
+
+
+def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object if it does not say what they are."""
+    given = tool.get("parameters")
+    given = given if isinstance(given, dict) else {}  # none, or true: any
+    made = given if given.keys() & OF_ANY_TYPE else {"type": "object", **given}
+    return {**made, "x-guidance": WHITESPACE}
 
 
 def _call(function: dict[str, Any]) -> dict[str, Any]:
