@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from ..attention.tap import QueryTap
 from ..cache_name import generate_over
 from ..cuda_graph.optimize import optimize, unoptimize
 from ..generating import sparse
+from ..serving.text import eos_of
 from ..telemetry.timing import Timing, TokenTimer
 from ..tuning.serving_plan import CHUNK
 from .output import CommandError, messages
@@ -67,17 +69,19 @@ def _own() -> float:
 
 
 class _Printer(TextStreamer):
-    """Print text as it comes; a spinner turns until the first token."""
+    """Print text as it comes, without the tokens in ``eos``; a spinner turns until the first token."""
 
-    def __init__(self, tokenizer, status: Status) -> None:
+    def __init__(self, tokenizer, status: Status, eos: Iterable[int] = ()) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._status = status
+        self._status, self._eos = status, torch.tensor([*eos], dtype=torch.long)
         self._puts = 0
 
     def put(self, value: torch.Tensor) -> None:
         self._puts += 1
         if self._puts == 2:  # the first put is the prompt
             self._status.stop()
+        if self._puts > 1:  # the tokenizer may not mark them as special
+            value = value[~torch.isin(value, self._eos)]
         super().put(value)
 
 
@@ -141,6 +145,6 @@ def _run(name: str, tokenizer, model, inputs: dict[str, torch.Tensor], cache, kw
     length = inputs["input_ids"].shape[1]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with messages.status(f"reading {length:,} tokens") as status:
-        timer = TokenTimer(_Printer(tokenizer, status))
+        timer = TokenTimer(_Printer(tokenizer, status, eos_of(model, tokenizer)))
         out = model.generate(**inputs, **generate_over(cache), streamer=timer, pad_token_id=pad, **kwargs)
     return Run(name, length, out[0, length:].tolist(), timer.summary())

@@ -37,7 +37,7 @@ from .ranks import SharedWork, Wire
 from .request import Busy, Closed, Handle, Output, Piece
 from .sampling import Sampling
 from .stats import EngineStats
-from .text import Detokenizer
+from .text import Detokenizer, eos_of
 from .work import Work
 
 
@@ -55,6 +55,7 @@ class Engine:
 
     Attributes:
         max_length: most tokens of a prompt and its answer together: as asked for, or less if memory holds less.
+        eos: tokens that end an answer; they are never part of its text.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -78,20 +79,21 @@ class Engine:
         self._refused: Counter[str] = Counter()
         self._closing = threading.Lock()
         self._ids = itertools.count(1)
+        self.eos = eos_of(model, tokenizer)
         with contextlib.ExitStack() as stack:
             made = opened(model, config, offload, serving, stack)
             self.model, self.tokenizer, self.serving = model, tokenizer, made.serving
             self.max_length, self.vocabulary, self._blocks = made.max_length, made.vocabulary, made.blocks
             self._limit = made.limit
-            self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+            self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, self.eos)
             wire = None if ranks is None else Wire(ranks)
             if wire is None:
                 work = Work(model, made.rows, made.serving)
             else:
                 work = SharedWork(model, made.rows, made.serving, wire)
             stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
-            self._grammars = Grammars(tokenizer, self.vocabulary, self._eos())
-            self._loop = Loop(work, self._blocks, self._eos(), self.vocabulary, self._grammars)
+            self._grammars = Grammars(tokenizer, self.vocabulary, self.eos)
+            self._loop = Loop(work, self._blocks, self.eos, self.vocabulary, self._grammars)
             self._stack = stack.pop_all()
         self._cache, self._rows, self._intake = made.cache, made.rows, self._loop.intake
         self._loop.start()
@@ -110,15 +112,6 @@ class Engine:
             f"Engine({type(self.model).__name__}, {self._cache.config.brief()}, max_rows={self.serving.max_rows}, "
             f"max_length={self.max_length}, {state})"
         )
-
-    # ------------------------------------------------------------------ at the start
-
-    def _eos(self) -> frozenset[int]:
-        found: set[int] = set()
-        config = getattr(self.model, "generation_config", None)
-        for ids in (getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
-            found |= set(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-        return frozenset(found)
 
     # ------------------------------------------------------------------ requests
 

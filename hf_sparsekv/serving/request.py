@@ -53,7 +53,7 @@ class Output:
     """A finished request.
 
     Attributes:
-        text: the whole answer without special tokens, up to the stop string if one appeared.
+        text: the whole answer without special and end tokens, up to the stop string if one appeared.
         token_ids: all generated tokens, including the end-of-sequence token and those of a stop string.
         finish_reason: ``"stop"`` (end of sequence, or a stop string), ``"length"`` or ``"cancelled"``.
         prompt_tokens: tokens of the prompt.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are no character, or not yet
@@ -23,22 +23,37 @@ LAST_BYTES = 4  # most tokens of an incomplete character at the end; UTF-8 has f
 PENDING = 16  # tokens that are held back before we try to release the first of them
 
 
+def eos_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Tokens that end an answer: those of the generation configuration and of the tokenizer."""
+    found: set[int] = set()
+    config = getattr(model, "generation_config", None)
+    for ids in (getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+        found |= set(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+    return frozenset(found)
+
+
 class Detokenizer:
     """Decodes many requests with one tokenizer; any number of threads may use it.
 
     Args:
         tokenizer: of transformers, fast or slow.
+        eos: tokens that end an answer. Chat models name some in their generation configuration alone, so their
+            tokenizer does not mark them as special.
+
+    Attributes:
+        hidden: tokens that are never text: special ones, and those that end an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: Iterable[int] = ()) -> None:
         self.decode = _decoder(tokenizer)
         self._added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = frozenset(tokenizer.all_special_ids) | {id for id, token in self._added.items() if token.special}
+        special = {id for id, token in self._added.items() if token.special}
+        self.hidden = frozenset(tokenizer.all_special_ids) | special | frozenset(eos)
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The texts of special tokens, as stop strings name them."""
-        texts = {id: self._added[id].content if id in self._added else self.decode([id]) for id in self.special}
+        """The texts of hidden tokens, as stop strings name them."""
+        texts = {id: self._added[id].content if id in self._added else self.decode([id]) for id in self.hidden}
         return {id: text for id, text in texts.items() if text}
 
     def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> TextStream:
@@ -47,7 +62,7 @@ class Detokenizer:
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """``ids -> text``, with special tokens (which the caller leaves out) and without cleaning up.
+    """``ids -> text``, with special and end tokens (which the caller leaves out) and without cleaning up.
 
     A fast tokenizer that decodes as its base class does is called directly: that takes a tenth of the time.
     """
@@ -66,7 +81,7 @@ class TextStream:
     """The text of one answer.
 
     The joined results of :meth:`push` and :meth:`end` equal the text after the prompt, if prompt and answer are decoded
-    at once. They have no special tokens, and end before a stop string. A stop string that has the text of a special
+    at once. They have no special or end tokens, and end before a stop string. A stop string that has the text of such a
     token matches that token. There is one difference. Where byte tokens are no UTF-8, some decoders also replace valid
     characters next to them. Here these stay, as they may have been shown.
 
@@ -82,7 +97,7 @@ class TextStream:
 
     def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._decode = detokenizer.decode
-        self._special = detokenizer.special
+        self._hidden = detokenizer.hidden
         self._known, self._prefix = self._context(prompt)  # tokens whose text has been returned, and that text
         self._pending: list[int] = []  # later tokens, without text so far
         self._stops = StopStrings(stop, detokenizer.names) if stop else None
@@ -90,7 +105,7 @@ class TextStream:
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """The prompt's last tokens and their text. They start at a character, because part of one would be invalid."""
-        last = [token for token in map(int, prompt[-2 * CONTEXT :]) if token not in self._special][-CONTEXT:]
+        last = [token for token in map(int, prompt[-2 * CONTEXT :]) if token not in self._hidden][-CONTEXT:]
         for begin in range(len(last)):
             text = self._decode(last[begin:])
             if REPLACEMENT not in text:
@@ -105,7 +120,7 @@ class TextStream:
         """
         if self.stopped:
             raise RuntimeError("a stop string has ended this text: nothing can be added")
-        if token in self._special:
+        if token in self._hidden:
             return "" if self._stops is None else self._looked_at(self._stops.push_special(token))
         self._pending.append(token)
         text = self._decode(self._known + self._pending)

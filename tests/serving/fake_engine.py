@@ -63,7 +63,8 @@ class FakeEngine:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.times = {name: SampleCounter(BOUNDS) for name in ("queue_s", "ttft_s", "between_s", "total_s")}
-        self._detokenizer = Detokenizer(tokenizer)
+        self.eos = frozenset({tokenizer.eos_token_id})
+        self._detokenizer = Detokenizer(tokenizer, self.eos)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._waiting: deque[Row] = deque()

@@ -149,7 +149,7 @@ class _Api:
         self._model_id = model_id
         self._bodies = Bodies(max_body)
         self._prompts = Prompts(engine, model_id, max_answer, ignore_unknown)
-        self._texts = TokenTexts(engine.tokenizer)
+        self._texts = TokenTexts(engine.tokenizer, engine.eos)
         self._created = int(time.time())
         self._threads: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
         self._registry = registry(engine.stats, lambda: engine.ready)

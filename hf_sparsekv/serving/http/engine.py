@@ -20,6 +20,7 @@ class Engine(Protocol):
 
     tokenizer: PreTrainedTokenizerBase | None
     max_length: int
+    eos: frozenset[int]
 
     @property
     def max_waiting(self) -> int: ...

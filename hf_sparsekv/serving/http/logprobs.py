@@ -5,7 +5,7 @@ Apart from :mod:`.shapes`, which knows answers and not the text of single tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,13 +26,14 @@ class TokenTexts:
 
     Args:
         tokenizer: None: tokens are shown by their numbers.
+        eos: tokens that end an answer, which are not in its text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, eos: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._spelled = None if tokenizer is None else spelling(tokenizer)
         self._added = frozenset() if tokenizer is None else frozenset(tokenizer.added_tokens_decoder)
-        self._hidden = frozenset() if tokenizer is None else Detokenizer(tokenizer).special
+        self._hidden = frozenset() if tokenizer is None else Detokenizer(tokenizer, eos).hidden
         self._read = lru_cache(4096)(self._decode)
 
     def _decode(self, token: int) -> tuple[str, bytes | None]:
