@@ -93,6 +93,7 @@ class Engine:
                 work = SharedWork(model, made.rows, made.serving, wire)
             stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
             self._grammars = Grammars(tokenizer, self.vocabulary, self.eos)
+            stack.callback(self._grammars.close)
             self._loop = Loop(work, self._blocks, self.eos, self.vocabulary, self._grammars)
             self._stack = stack.pop_all()
         self._cache, self._rows, self._intake = made.cache, made.rows, self._loop.intake

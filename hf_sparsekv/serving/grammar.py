@@ -1,61 +1,170 @@
 """Answers that follow a grammar: which tokens may come next, by ``llguidance`` (the extra ``structured``).
 
-A step's logits are computed while the host reads the token before, so a grammar costs a step nothing but the time that
-its mask takes, if that is longer. Apart from :mod:`.drawn`, which knows tokens in flight and no grammar.
+Grammars are compiled and followed in processes of their own (:mod:`.grammar_worker`), so that none takes the engine's
+time and memory. A step's logits are computed while the host reads the token before, so a grammar costs a step nothing
+but the time that its mask takes, if that is longer. Apart from :mod:`.drawn`, which knows tokens in flight and no
+grammar.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import os
 import re
+import socket
+import struct
+import subprocess
+import sys
 import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection
+from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from . import grammar_worker
 from .logit_edits import WORD, Allowed
-from .request import NotFollowed
+from .request import Busy, NotFollowed
 from .sampling import Sampling
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-KEPT = 64  # compiled grammars
+KEPT, KEPT_BYTES = 64, 256 << 20  # compiled grammars
+COMPILING, MOST_COMPILING = 2, 16  # at a time; with those that wait for it
+MOST_BYTES = 1 << 30  # of all grammars, also those that only requests still have
+PROCESS = 4 << 20  # bytes of a process without its grammar
+WAIT_S = 30  # seconds; never reached: workers count their own time, by the CPU's clock
+TOO_MUCH = (
+    f"llguidance takes more than {grammar_worker.COMPILE_S:g} s to compile it, {grammar_worker.MASK_S:g} s for a token "
+    f"or {grammar_worker.MEMORY >> 20} MiB. Smaller numbers, shorter patterns and fewer alternatives help"
+)
 MISSING = "needs llguidance: install the extra `structured`, or `pip install llguidance`"
 # As people and models write it: a space, or lines that are indented. No more, or an answer may be nothing else.
 WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 
 
+class Worker:
+    """The other end of a process of :mod:`.grammar_worker`; it ends when this is closed or forgotten.
+
+    Args:
+        parent: the process that forks it; None: it has begun.
+    """
+
+    def __init__(self, connection: Connection, parent: Worker | None = None) -> None:
+        self.connection = connection
+        self.size = 0  # bytes that its grammar takes
+        self._parent = parent
+
+    def fork(self) -> Worker:
+        """A process that begins as this one is now; if this one has ended, the new one has, too."""
+        ours, theirs = _pipe()
+        with theirs, contextlib.suppress(OSError):
+            self.connection.send_bytes(grammar_worker.FORK)
+            reduction.send_handle(self.connection, theirs.fileno(), None)
+        return Worker(ours, self)
+
+    def begun(self) -> None:
+        """Wait until it has begun.
+
+        Raises:
+            EOFError: it has not: the process that was to fork it has ended, or cannot.
+        """
+        parent, self._parent = self._parent, None
+        if parent is not None:
+            try:
+                self._received()
+            except EOFError:
+                parent.connection.close()
+                raise
+
+    def ask(self, message: bytes) -> None:
+        """Send a message; if the process has ended, :meth:`answer` says so."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    def answer(self) -> tuple[bytes, bool]:
+        """An answer, and whether it is none but an error.
+
+        Raises:
+            EOFError: the process has ended, as what it was asked takes too much time or memory.
+        """
+        self.begun()
+        answer = self._received()
+        return answer[:-1], answer[-1:] == grammar_worker.WRONG
+
+    def end(self) -> None:
+        """End the process, also while another thread waits for its answer."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    def _received(self) -> bytes:
+        try:
+            return self.connection.recv_bytes()
+        except (OSError, EOFError):
+            self.connection.close()
+            raise EOFError from None
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    """Both ends of a connection; reading at the first one takes no longer than ``WAIT_S``."""
+    ours, theirs = Pipe()
+    with socket.socket(fileno=os.dup(ours.fileno())) as same:  # a selector takes longer than the mask
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", WAIT_S, 0))
+    return ours, theirs
+
+
 class Constraint:
     """The grammar of one answer, and how far the answer has come.
+
+    Args:
+        compiled: the process that has compiled the grammar.
+        end: int32 words of the mask that allows ends alone.
 
     Attributes:
         unread: tokens in flight that follow, as callables that wait for them.
         error: why the grammar cannot be followed any further; the answer may only end then.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: Worker, end: Tensor) -> None:
+        self._compiled, self._end = compiled, end
+        self._worker: Worker | None = None
         self.unread: list[Any] = []
         self.error: NotFollowed | None = None
 
+    def ask(self) -> None:
+        """Ask for the mask of the next token. It waits for the tokens before it."""
+        tokens, self.unread = [token() for token in self.unread], []
+        if self.error is not None:
+            return
+        if self._worker is None:
+            self._worker = self._compiled.fork()
+        self._worker.ask(grammar_worker.MASK + array("i", tokens).tobytes())
+
     def fill(self, words: Tensor) -> None:
-        """Write which tokens may come next, int32 ``[words]`` on the host; after the end or an error only the end."""
-        unread, self.unread = self.unread, []
-        for token in unread:
-            if not self._matcher.is_stopped():  # a row may run a step too many
-                self._matcher.consume_token(token())
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
-        if self.error is None and self._matcher.is_error():
-            self.error = NotFollowed(f"the grammar is too large for a step: {_first(self._matcher)}")
+        """Write the mask that was asked for, int32 ``[words]`` on the host; after an error only the end."""
+        if self.error is None:
+            try:
+                answer, wrong = self._worker.answer()
+            except EOFError:
+                self.error = NotFollowed(f"the grammar is too large for a step: {TOO_MUCH}")
+            else:
+                if not wrong:
+                    words.copy_(torch.frombuffer(bytearray(answer), dtype=torch.int32))
+                    return
+                self.error = NotFollowed(f"the grammar is too large for a step: {_first(answer)}")
+        words.copy_(self._end)
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; any thread may.
+    """Compiles grammars for one tokenizer, in processes of their own; any thread may.
 
     Args:
         tokenizer: of the model; None: there is none, and no grammar.
@@ -65,52 +174,145 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, eos: Iterable[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
+        self._end = torch.zeros(-(-vocabulary // WORD), dtype=torch.int32)
+        for token in self._eos:
+            if token < vocabulary:
+                self._end.numpy().view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+        self._few = threading.Semaphore(COMPILING)
+        # Processes inherit a thread's priority. Submitting threads step aside (:mod:`.turns`), and masks must not.
+        self._starter = ThreadPoolExecutor(1, "hf-sparsekv-grammars")
+        self._starter.submit(int)  # or it starts with the first task, from the thread that submits it
         self._lock = threading.Lock()  # guards the attributes below
-        self._tokens: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._root: Worker | None = None  # has the tokenizer
+        self._program: subprocess.Popen | None = None
+        self._compiled: OrderedDict[tuple[bytes, str], Worker] = OrderedDict()
+        self._compiling: dict[tuple[bytes, str], Future[Worker]] = {}
+        self._all: WeakSet[Worker] = WeakSet()  # also those of waiting requests
 
     def constraint(self, sampling: Sampling) -> Constraint | None:
         """What a request's answer has to follow; None: nothing.
 
         Raises:
             ValueError: the schema or the grammar cannot be followed; llguidance or a tokenizer is missing.
+            Busy: many grammars are compiled just now, or those of waiting and running requests take much memory.
         """
         if sampling.json_schema is None and sampling.grammar is None:
             return None
         name = "grammar" if sampling.json_schema is None else "json_schema"
         if self._tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer: give the engine one")
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise ValueError(f"{name} {MISSING}") from None
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = ll_tokenizer(self._tokenizer, self._vocabulary, self._eos)
-        try:
-            if sampling.json_schema is None:
-                text = LLMatcher.grammar_from_lark(sampling.grammar)
-            else:
-                text = LLMatcher.grammar_from_json_schema(sampling.json_schema, defaults=WHITESPACE)
-        except ValueError as error:  # nested too deeply
-            raise ValueError(f"{name} cannot be followed: {error}") from None
-        return Constraint(self._matcher(name, text).deep_copy())
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError(f"{name} {MISSING}")
+        if sampling.json_schema is None:
+            key = grammar_worker.LARK, sampling.grammar
+        else:
+            key = grammar_worker.SCHEMA, sampling.json_schema
+        return Constraint(self._worker(name, key), self._end)
 
-    def _matcher(self, name: str, text: str) -> LLMatcher:
-        from llguidance import LLMatcher
+    def _worker(self, name: str, key: tuple[bytes, str]) -> Worker:
+        """The process that has compiled a grammar; requests with the same one wait for the first of them."""
+        with self._lock:
+            if key in self._compiled and not self._compiled[key].connection.closed:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+            found = self._compiling.get(key)
+            if found is None:
+                if len(self._compiling) >= MOST_COMPILING:
+                    raise Busy(f"{MOST_COMPILING} schemas or grammars are compiled already, which is as many as may")
+                if sum(one.size for one in self._all) > MOST_BYTES:
+                    raise Busy("the grammars of requests that wait or run take too much memory already")
+                mine = self._compiling[key] = Future()
+        if found is not None:
+            return found.result()
+        try:
+            made = self._made(name, key)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        else:
+            mine.set_result(made)
+            return made
+        finally:
+            with self._lock:
+                del self._compiling[key]
 
+    def _made(self, name: str, key: tuple[bytes, str]) -> Worker:
+        kind, text = key
+        with self._few:
+            made = self._forked()
+            made.ask(kind + text.encode())
+            try:
+                answer, wrong = made.answer()
+            except EOFError:
+                raise ValueError(f"{name} cannot be followed: {TOO_MUCH}") from None
+        if wrong:
+            raise ValueError(f"{name} cannot be followed: {_first(answer)}")
+        made.size = PROCESS + int(answer)
         with self._lock:
-            if text in self._compiled:
-                self._compiled.move_to_end(text)
-                return self._compiled[text]
-        made = LLMatcher(self._tokens, text, log_level=0)
-        if made.is_error():
-            raise ValueError(f"{name} cannot be followed: {_first(made)}")
-        with self._lock:
-            self._compiled[text] = made
-            while len(self._compiled) > KEPT:
+            self._compiled[key] = made
+            while len(self._compiled) > KEPT or sum(one.size for one in self._compiled.values()) > KEPT_BYTES:
                 self._compiled.popitem(last=False)
         return made
+
+    def _forked(self) -> Worker:
+        """A process that has the tokenizer."""
+        for _ in range(2):
+            with self._lock:
+                if self._root is None:
+                    self._root = self._starter.submit(self._started).result()
+                made = self._root.fork()
+                self._all.add(made)
+                try:
+                    made.begun()
+                    return made
+                except EOFError:  # something has ended it
+                    self._end_program()
+        raise Busy("the machine starts no more processes")
+
+    def _started(self) -> Worker:
+        if not self._eos:
+            raise ValueError("json_schema and grammar need a token that ends an answer, and this model has none")
+        tokens, special = token_bytes(self._tokenizer, self._vocabulary)
+        ours, theirs = _pipe()
+        with theirs:
+            # Isolated, or this folder would be on the path, whose `http` is not Python's.
+            start = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+            self._program = subprocess.Popen(
+                [sys.executable, "-I", "-c", start, grammar_worker.__file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        text = self._tokenizer.backend_tokenizer.to_str()
+        given = {"tokenizer": text, "tokens": tokens, "special": special, "eos": self._eos, "schemas": WHITESPACE}
+        try:
+            ours.send({"path": sys.path, **given})
+            error = ours.recv()
+        except (OSError, EOFError):
+            error = "it has ended"
+        if error is not None:
+            self._end_program()
+            raise ValueError(f"json_schema and grammar need a process of llguidance, which fails: {error}")
+        return Worker(ours)
+
+    def _end_program(self) -> None:
+        if self._root is not None:
+            self._root.connection.close()
+        if self._program is not None:
+            self._program.kill()  # it holds nothing: its children go on
+            self._program.wait()
+        self._root = self._program = None
+
+    def close(self) -> None:
+        """End the processes. Answers that are not whole get an error."""
+        with self._lock:
+            for one in self._all:
+                one.end()
+            self._compiled.clear()
+            self._end_program()
+        self._starter.shutdown()
 
     def allowed(self, constraints: Mapping[int, Constraint], device: torch.device) -> Allowed | None:
         """Masks of a batch by the places that have a grammar; it waits for their last tokens. None: there are none."""
@@ -118,47 +320,20 @@ class Grammars:
             return None
         pinned = device.type == "cuda"
         words = torch.empty(len(constraints), -(-self._vocabulary // WORD), dtype=torch.int32, pin_memory=pinned)
+        for constraint in constraints.values():  # they compute side by side
+            constraint.ask()
         for row, constraint in zip(words, constraints.values()):
             constraint.fill(row)
         places = torch.tensor(list(constraints), pin_memory=pinned)
         return Allowed(places.to(device, non_blocking=True), words.to(device, non_blocking=True))
 
 
-def _first(matcher: LLMatcher) -> str:
+def _first(error: bytes) -> str:
     """The first line of an error; the others show the text so far, which is the client's own."""
-    return matcher.get_error().strip().split("\n")[0].split(" <state>")[0]
+    return error.decode(errors="replace").strip().split("\n")[0].split(" <state>")[0]
 
 
 # ---------------------------------------------------------------------- the bytes of tokens
-
-
-class _Tokens:
-    """A tokenizer as llguidance takes one."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], special: list[int], eos: int) -> None:
-        self._tokenizer = tokenizer
-        self.tokens, self.special_token_ids = tokens, special
-        self.eos_token_id, self.bos_token_id = eos, None
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            raise TypeError("text is a string")  # llguidance tries both
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos: Sequence[int]) -> LLTokenizer:
-    """llguidance's view of a tokenizer, whose vocabulary has been filled up to the logits of a row.
-
-    Raises:
-        ValueError: it is not known which bytes its tokens stand for; or no token ends an answer.
-    """
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    if not eos:
-        raise ValueError("json_schema and grammar need a token that ends an answer, and this model has none")
-    tokens, special = token_bytes(tokenizer, vocabulary)
-    wrapped = TokenizerWrapper(_Tokens(tokenizer, tokens, special, eos[0]))
-    return LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(eos))
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[list[bytes], list[int]]:

@@ -92,6 +92,7 @@ def whole(constraint, tokenizer, text: str) -> bool:
 
     words = torch.zeros(-(-len(tokenizer) // 32), dtype=torch.int32)
     for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
+        constraint.ask()
         constraint.fill(words)
         assert constraint.error is None, constraint.error
         # A text that only one continuation fits has one canonical spelling in tokens, which is the tokenizer's.

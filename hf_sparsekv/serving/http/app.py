@@ -38,7 +38,7 @@ from .tools import ToolReader
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
-SUBMITTING = 4  # threads that read bodies, apply templates and tokenise
+SUBMITTING = 64  # threads that submit requests; READING of them read, the others wait for schemas to be compiled
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
 IGNORED = "x-ignored-fields"
 OPENMETRICS = "application/openmetrics-text"

@@ -5,7 +5,9 @@ All of it runs on a thread, apart from the event loop, because it takes long wit
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +21,7 @@ from .messages import check_history
 from .scan import Scan
 from .tools import ToolReader
 
+READING = 4  # threads that parse bodies, apply templates and tokenise at a time
 LIKELY = 8  # bytes a token: a text of more than this times the context is tokenised in pieces first
 COUNTED = 1 << 16  # characters of a piece: some tokenizers make four tokens of one
 # Settings that an engine refuses, and the fields that clients have for them.
@@ -46,6 +49,7 @@ class Prompts:
         self._model_id = model_id
         self._max_answer = max_answer
         self._ignore_unknown = ignore_unknown
+        self._reading = threading.Semaphore(READING)  # not while a schema is compiled: others need not wait for it
 
     def submit(
         self,
@@ -60,30 +64,33 @@ class Prompts:
             What is asked, without its texts: answers may take long, and many wait.
         """
         step_aside()
-        fields = schema.loads(body)
-        schema.check_model(fields, self._model_id)
-        asked, tools = parse(fields, scan, self._ignore_unknown), None
-        self._check_count(len(asked.prompts or (None,)), asked.n)
-        try:
-            if asked.messages is not None:
-                asked = self._with_effort(asked)
-                prompts, default = [self._rendered(asked)], self._max_answer
-                if "tools" in asked.template:
-                    tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
-                if asked.calls is not None and tools is not None:
-                    asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
-            else:
-                prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
-            for prompt in prompts:
-                for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
-                    handles.append(self._engine.submit(prompt, sampling))
-        except ValueError as error:
-            usual = "messages" if asked.messages is not None else "prompt"
-            name, _, rest = str(error).partition(" ")
-            field = FIELDS.get(name)
-            raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
-        except RuntimeError as error:
-            raise told(error) from error
+        with contextlib.ExitStack() as reading:
+            reading.enter_context(self._reading)
+            fields = schema.loads(body)
+            schema.check_model(fields, self._model_id)
+            asked, tools = parse(fields, scan, self._ignore_unknown), None
+            self._check_count(len(asked.prompts or (None,)), asked.n)
+            try:
+                if asked.messages is not None:
+                    asked = self._with_effort(asked)
+                    prompts, default = [self._rendered(asked)], self._max_answer
+                    if "tools" in asked.template:
+                        tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
+                    if asked.calls is not None and tools is not None:
+                        asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
+                else:
+                    prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
+                reading.close()
+                for prompt in prompts:
+                    for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
+                        handles.append(self._engine.submit(prompt, sampling))
+            except ValueError as error:
+                usual = "messages" if asked.messages is not None else "prompt"
+                name, _, rest = str(error).partition(" ")
+                field = FIELDS.get(name)
+                raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
+            except RuntimeError as error:
+                raise told(error) from error
         return replace(asked, prompts=None, messages=None, template={}, calls=None), tools
 
     def _check_count(self, prompts: int, each: int) -> None:
