@@ -19,7 +19,8 @@ from http_server import serving
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from hf_sparsekv.serving.http import bodies, create_app, prompts, schema, shapes
+from hf_sparsekv.serving.http import bodies, create_app, prompts, shapes
+from hf_sparsekv.serving.http import fields as fields_module
 from hf_sparsekv.serving.http import tools as tools_module
 from hf_sparsekv.serving.http.errors import ApiError
 from hf_sparsekv.serving.http.gate import Gate
@@ -85,7 +86,7 @@ LONG = "x" * 300_000
 )
 def test_what_is_long_is_quoted_shortly_and_compared_with_nothing(url, fields, monkeypatch):
     compared = []
-    monkeypatch.setattr(schema.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    monkeypatch.setattr(fields_module.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
     response = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI, **fields})
     assert len(message(response, 404 if "model" in fields else 400)) < 900
     assert all(len(name) < 100 for name in compared)

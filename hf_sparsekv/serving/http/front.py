@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 
 from ...version import __version__
-from . import schema
+from . import fields
 from .errors import ApiError, json_response
 
 ENDPOINTS = {
@@ -47,16 +47,16 @@ def welcome() -> Response:
 def page() -> Response:
     """``/docs``."""
     rows = "".join(f"<tr><td><code>{escape(name)}</code></td><td>{escape(about)}" for name, about in ENDPOINTS.items())
-    fields = "".join(
-        f"<h2><code>{escape(path)}</code></h2><p>{', '.join(f'<code>{name}</code>' for name in sorted(known))}</p>"
-        for path, known in (("/v1/chat/completions", schema.CHAT), ("/v1/completions", schema.COMPLETION))
+    known = "".join(
+        f"<h2><code>{escape(path)}</code></h2><p>{', '.join(f'<code>{name}</code>' for name in sorted(kind.known))}</p>"
+        for path, kind in (("/v1/chat/completions", fields.CHAT), ("/v1/completions", fields.COMPLETION))
     )
     body = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>hf-sparsekv</title><style>{STYLE}</style>"
         f"<h1>hf-sparsekv {escape(__version__)}</h1><p>OpenAI's API over one model with a sparse KV cache.</p>"
         f"<table>{rows}</table><h2>Try it</h2><pre>{escape(EXAMPLE)}</pre>"
         f"<p>With an API key: <code>-H 'Authorization: Bearer KEY'</code>. Any other field is refused, unless the "
-        f"server was started with <code>--ignore-unknown-fields</code>.</p>{fields}</html>"
+        f"server was started with <code>--ignore-unknown-fields</code>.</p>{known}</html>"
     )
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return HTMLResponse(body, headers={"Content-Security-Policy": policy})

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..sampling import shown
+from . import fields as fields_of
 from .errors import ApiError
+from .fields import Fields
 from .scan import Scan
 from .values import all_whole, empty, json_kind, parsed
 
@@ -21,17 +23,17 @@ PART_LABELS = {"type", "text", "cache_control", "annotations"}  # text, and what
 EMPTY_OF_ANSWERS = {"tool_calls", "function_call", "audio", "annotations", "refusal"}  # in messages: as if not there
 
 
-def messages_of(messages: object, scan: Scan) -> list[dict[str, Any]]:
+def messages_of(messages: object, scan: Scan, fields: Fields) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise ApiError(400, f"messages must be a list of {{role, content}}, got {json_kind(messages)}", "messages")
     if not messages:
         raise ApiError(400, "messages is empty: an answer needs something to follow", "messages")
     if len(messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages has {len(messages):,}: a request may have {MAX_MESSAGES:,}", "messages")
-    return [_message(message, f"messages[{i}]", scan) for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", scan, fields) for i, message in enumerate(messages)]
 
 
-def _message(message: object, where: str, scan: Scan) -> dict[str, Any]:
+def _message(message: object, where: str, scan: Scan, fields: Fields) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ApiError(400, f"{where} must be an object with role and content, got {json_kind(message)}", "messages")
     message = {name: value for name, value in message.items() if value is not None}
@@ -48,7 +50,7 @@ def _message(message: object, where: str, scan: Scan) -> dict[str, Any]:
     else:
         raise ApiError(400, f"{where}.content is missing", "messages")
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", scan)
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", scan, fields)
     return {name: value for name, value in message.items() if not (name in EMPTY_OF_ANSWERS and empty(value))}
 
 
@@ -92,13 +94,15 @@ def _content(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: object, where: str, scan: Scan) -> list[dict[str, Any]]:
+def _tool_calls(calls: object, where: str, scan: Scan, fields: Fields) -> list[dict[str, Any]]:
     """As templates take them: with arguments as an object, where OpenAI's API has JSON in a string."""
     made = []
-    for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    for i, call in enumerate(calls if isinstance(calls, list) else [None]):
+        named = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(named, dict) or not isinstance(named.get("name"), str):
             raise ApiError(400, f"{where} must be a list of {{id, type, function: {{name, arguments}}}}", "messages")
+        call = fields.of(call, fields_of.TOOL_CALL, f"{where}[{i}]", empty_too=True)
+        function = fields.of(named, fields_of.CALLED, f"{where}[{i}].function", empty_too=True)
         arguments = function.get("arguments", {})
         try:
             if isinstance(arguments, str):

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..request import Handle
+from ..sampling import shown
 from ..turns import step_aside
 from . import schema
 from .engine import Engine
 from .errors import ApiError, told
+from .fields import EFFORT, MAX_NAME
 from .messages import check_history
 from .scan import Scan
 from .tools import ToolReader
@@ -72,7 +74,7 @@ class Prompts:
             self._check_count(len(asked.prompts or (None,)), asked.n)
             try:
                 if asked.messages is not None:
-                    asked = self._with_effort(asked)
+                    asked = self._with_known(asked)
                     prompts, default = [self._rendered(asked)], self._max_answer
                     if "tools" in asked.template:
                         tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
@@ -128,21 +130,25 @@ class Prompts:
                 why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
                 raise ApiError(400, why, field)
 
-    def _with_effort(self, asked: schema.Asked) -> schema.Asked:
-        """A conversation without a ``reasoning_effort`` that its template does not know, if that may be; or 400."""
+    def _with_known(self, asked: schema.Asked) -> schema.Asked:
+        """A conversation without the variables that its template does not know, if that may be; or 400."""
         tokenizer = self._engine.tokenizer
-        if schema.EFFORT not in asked.template or tokenizer is None or not tokenizer.chat_template:
+        if tokenizer is None or not tokenizer.chat_template:
             return asked
-        if schema.EFFORT in tokenizer.get_chat_template(tools=asked.template.get("tools")):
+        source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
+        unknown = [name for name in asked.template if name != "tools" and name not in source]
+        if not unknown:
             return asked
         if self._ignore_unknown:
-            template = {name: value for name, value in asked.template.items() if name != schema.EFFORT}
-            return replace(asked, template=template, ignored=(*asked.ignored, schema.EFFORT))
-        why = (
-            f"{schema.EFFORT} is not known to this model's chat template, which would leave it out. Some templates "
-            'have a variable to turn reasoning off: chat_template_kwargs {"enable_thinking": false}'
-        )
-        raise ApiError(400, why, schema.EFFORT, "unsupported_parameter")
+            template = {name: value for name, value in asked.template.items() if name not in unknown}
+            where = [name if name == EFFORT else f"chat_template_kwargs.{name[:MAX_NAME]}" for name in unknown]
+            return replace(asked, template=template, ignored=(*asked.ignored, *where))
+        why = "is not known to this model's chat template, which would leave it out"
+        if EFFORT in unknown:
+            instead = 'have a variable to turn reasoning off: chat_template_kwargs {"enable_thinking": false}'
+            raise ApiError(400, f"{EFFORT} {why}. Some templates {instead}", EFFORT, "unsupported_parameter")
+        message = f"chat_template_kwargs: {shown(unknown[0])} {why}"
+        raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
 
     def _rendered(self, asked: schema.Asked) -> list[int]:
         tokenizer = self._engine.tokenizer

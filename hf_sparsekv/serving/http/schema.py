@@ -1,92 +1,30 @@
-"""The fields of requests: checks parsed bodies, and makes settings from them.
+"""The values of requests: checks parsed bodies, and makes settings from them.
 
-Every field is known, refused with a reason, or an error, so that no option of a client is silently ignored. ``null`` is
-the same as a missing field.
+Every field is known, refused with a reason, or an error (:mod:`.fields`), so that no option of a client is silently
+ignored.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from ..sampling import Sampling, shown
+from . import fields as fields_of
 from .errors import ApiError
+from .fields import EFFORT, SAMPLING, Fields, must_be
 from .messages import messages_of
 from .scan import Scan
-from .values import all_whole, empty, json_kind, parsed, whole
+from .values import all_whole, json_kind, parsed, whole
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "stop", "ignore_eos", "exact"),
-)
-# User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
-LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
-BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", "response_format"}
-BOTH |= {*LABELS, *SAMPLING}
-COMPLETION = BOTH | {"prompt"}
-CHAT = BOTH | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
-EFFORT = "reasoning_effort"  # a variable of some templates
-CHAT |= {"chat_template_kwargs", EFFORT}
-# Fields of other servers and of OpenAI's newer models, which are not known here, and what to do instead.
-INSTEAD = {
-    "reasoning": f"give {EFFORT}",
-    "enable_thinking": 'give chat_template_kwargs, as {"enable_thinking": false}',
-    "thinking": 'give chat_template_kwargs, as {"thinking": false}',
-    "verbosity": "say in the prompt how long the answer should be",
-}
 MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
-MAX_NAME = 64  # characters of a field's name that may be a misspelt one, or that is told to be ignored
-MOST_TOLD = 16  # names of ignored fields: they are kept until the answer
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
-
-
-class Refused(NamedTuple):
-    """A field of OpenAI's that changes nothing with some values, and is refused with others."""
-
-    neutral: Callable[[Any], bool]
-    why: str
-
-
-def _zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
-
-
-def _one(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value == 1
-
-
-def _false(value: object) -> bool:
-    return value is False
-
-
-REFUSED = {
-    "best_of": Refused(_one, "is not there: give n, and choose among the answers"),
-    "echo": Refused(_false, "is not there: the answer is what follows the prompt"),
-    "top_logprobs": Refused(_zero, "is of chats: give logprobs, how many"),  # of completions
-    "suffix": Refused(empty, "is not there: text is continued, not filled in"),
-    "functions": Refused(empty, "are not there: give tools"),
-    "function_call": Refused(lambda value: value == "none", "is not there: give tools"),
-    "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
-    "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
-    # vLLM's, which clients of its server send as they are by themselves.
-    "min_tokens": Refused(_zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
-    "stop_token_ids": Refused(empty, "is not there: give their texts in stop"),
-    "skip_special_tokens": Refused(lambda value: value is True, "cannot be turned off: text has no special tokens"),
-    "include_stop_str_in_output": Refused(_false, "is not there: the text ends before the stop string"),
-    "use_beam_search": Refused(_false, "is not there: a request gives one answer"),
-}
-# Fields of stream_options besides include_usage: OpenAI's padding and vLLM's counts in each chunk.
-STREAM_REFUSED = {
-    "include_obfuscation": Refused(_false, "is not there: chunks are as long as their text"),
-    "continuous_usage_stats": Refused(_false, "is not there: include_usage counts at the end"),
-}
 
 
 class Calls(NamedTuple):
@@ -183,13 +121,14 @@ def completion(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown
     Raises:
         ApiError: a field is wrong, unknown or refused.
     """
-    ignored = _check_fields(body, COMPLETION, ignore_unknown)
+    fields = Fields(ignore_unknown)
+    body = fields.of(body, fields_of.COMPLETION)
     if "prompt" not in body:
         raise ApiError(400, "prompt is missing: give text, token ids, or a list of either", "prompt")
     prompts = _prompts(body["prompt"])
     logprobs = body.get("logprobs")
-    asked = _common(body, "max_tokens", None if logprobs is False else logprobs)
-    return replace(asked, prompts=prompts, ignored=ignored)
+    asked = _common(body, fields, "max_tokens", None if logprobs is False else logprobs)
+    return replace(asked, prompts=prompts, ignored=tuple(fields.ignored))
 
 
 def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool = False) -> Asked:
@@ -202,17 +141,18 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
     Raises:
         ApiError: a field is wrong, unknown or refused.
     """
-    ignored = _check_fields(body, CHAT, ignore_unknown)
+    fields = Fields(ignore_unknown)
+    body = fields.of(body, fields_of.CHAT)
     if "messages" not in body:
         raise ApiError(400, "messages is missing: give a list of {role, content}", "messages")
     if "max_tokens" in body and body.get("max_completion_tokens", body["max_tokens"]) != body["max_tokens"]:
         raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    messages, template = messages_of(body["messages"], scan or Scan(0)), _template(body)
+    messages, template = messages_of(body["messages"], scan or Scan(0), fields), _template(body, fields)
     logprobs, top = _flag(body, "logprobs"), body.get("top_logprobs", 0)
     if top and not logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true only", "top_logprobs")
-    asked = replace(_common(body, limit, top if logprobs else None, "top_logprobs"), messages=messages)
+    asked = replace(_common(body, fields, limit, top if logprobs else None, "top_logprobs"), messages=messages)
     if "tools" in template and asked.sampling.json_schema is not None:
         raise ApiError(
             400,
@@ -220,13 +160,14 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
             "response_format",
             "unsupported_parameter",
         )
-    return replace(asked, template=template, calls=_calls(body, template.get("tools", ())), ignored=ignored)
+    calls = _calls(body, template.get("tools", ()), fields)
+    return replace(asked, template=template, calls=calls, ignored=tuple(fields.ignored))
 
 
-def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
+def _common(body: Mapping[str, Any], fields: Fields, limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
     given = {name: body[name] for name in SAMPLING if name in body}
     given |= {"logprobs": logprobs, "logit_bias": _biases(body.get("logit_bias", {}))}
-    given["json_schema"] = _json_schema(body.get("response_format", {"type": "text"}))
+    given["json_schema"] = _json_schema(body.get("response_format", {"type": "text"}), fields)
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM: all
     stop = given.get("stop", ())
@@ -244,37 +185,37 @@ def _common(body: Mapping[str, Any], limit: str, logprobs: Any, their_name: str 
     n = body.get("n", 1)
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
         raise ApiError(400, f"n must be an integer from 1 to {MAX_N}, got {shown(n)}", "n")
-    options = body.get("stream_options", {})
+    options = fields.of(body.get("stream_options", {}), fields_of.STREAM_OPTIONS, "stream_options")
     stream = _flag(body, "stream")
-    if not isinstance(options, dict) or options.keys() - {"include_usage", *STREAM_REFUSED}:
-        raise ApiError(
-            400, f"stream_options must be an object with include_usage, got {shown(options)}", "stream_options"
-        )
-    for name, refused in STREAM_REFUSED.items():
-        if not refused.neutral(options.get(name) or False):
-            raise ApiError(400, f"stream_options.{name} {refused.why}", "stream_options", "unsupported_parameter")
     if options and not stream:
         raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
     return Asked(None, None, {}, None, sampling, limit in body, n, stream, _flag(options, "include_usage"))
 
 
-def _json_schema(form: Any) -> dict[str, Any] | None:
+def _json_schema(form: Any, fields: Fields) -> dict[str, Any] | None:
     """The schema of ``response_format``; None: any text."""
+    wrong = must_be(
+        "{type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}}", form, "response_format"
+    )
     kind = form.get("type") if isinstance(form, dict) else None
+    if not isinstance(kind, str) or kind not in fields_of.FORMATS:
+        raise wrong
+    form = fields.of(form, fields_of.FORMATS[kind], "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"type": "object"}
-    named = form.get("json_schema") if kind == "json_schema" else None
-    found = named.get("schema", {"type": "object"}) if isinstance(named, dict) else None
+        found = form.get("schema", {"type": "object"})
+    elif not isinstance(form.get("json_schema"), dict):
+        raise wrong
+    else:
+        found = fields.of(form["json_schema"], fields_of.JSON_SCHEMA, "response_format.json_schema").get("schema")
     if not isinstance(found, dict):
-        what = "{type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}}"
-        raise ApiError(400, f"response_format must be {what}, got {shown(form)}", "response_format")
+        raise wrong
     all_whole(found, "response_format")
     return found
 
 
-def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> Calls | None:
+def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], fields: Fields) -> Calls | None:
     """The calls that ``tool_choice`` asks for."""
     choice, several = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
     if not isinstance(several, bool):
@@ -291,11 +232,15 @@ def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> Calls | 
         if not names:
             raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
         return Calls(names, several)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
+    wrong = must_be("auto, none, required or {type: function, function: {name}}", choice, "tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise wrong
+    choice = fields.of(choice, fields_of.TOOL_CHOICE, "tool_choice")
+    if not isinstance(choice.get("function"), dict):
+        raise wrong
+    name = fields.of(choice["function"], fields_of.CHOSEN, "tool_choice.function").get("name")
     if not isinstance(name, str):
-        what = "auto, none, required or {type: function, function: {name}}"
-        raise ApiError(400, f"tool_choice must be {what}, got {shown(choice)}", "tool_choice")
+        raise wrong
     if name not in names:
         raise ApiError(400, f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
     return Calls((name,), False)
@@ -313,28 +258,6 @@ def _biases(given: object) -> dict[int, Any]:
             raise ApiError(400, f"logit_bias has token {int(token)} twice", "logit_bias")
         found[int(token)] = bias
     return found
-
-
-def _check_fields(body: Mapping[str, Any], known: set[str], ignore_unknown: bool) -> tuple[str, ...]:
-    """The names of fields that are not known, if these are ignored; an error otherwise, and for refused ones."""
-    ignored = []
-    for name, value in body.items():
-        if name in known:
-            continue
-        if name in REFUSED:
-            if not REFUSED[name].neutral(value):
-                raise ApiError(400, f"{name} {REFUSED[name].why}", name, "unsupported_parameter")
-        elif ignore_unknown:
-            ignored += [name[:MAX_NAME]] * (len(ignored) < MOST_TOLD)
-        else:
-            names = known | REFUSED.keys()
-            near = difflib.get_close_matches(name, names, n=1) if len(name) <= MAX_NAME else []
-            if name in INSTEAD and EFFORT in known:  # of chats
-                hint = f": {INSTEAD[name]}"
-            else:
-                hint = f": did you mean {near[0]}?" if near else f": it has {', '.join(sorted(known))}"
-            raise ApiError(400, f"{name[:80]!r} is no field of this endpoint{hint}", name[:80], "unknown_parameter")
-    return tuple(ignored)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -368,7 +291,7 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     return tuple(prompts)
 
 
-def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+def _template(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Arguments for the chat template: tools, and what the template itself knows."""
     given = body.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
@@ -397,8 +320,21 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = tools if isinstance(tools, list) else [None]
     if len(tools) > MAX_TOOLS:
         raise ApiError(400, f"tools has {len(tools):,}: a request may have {MAX_TOOLS}", "tools")
-    functions = [one.get("function") if isinstance(one, dict) else None for one in tools]
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
-        raise ApiError(400, "tools must be a list of {type: function, function: {name, ...}}", "tools")
+    tools = [_tool(tool, f"tools[{i}]", fields) for i, tool in enumerate(tools)]
     all_whole(tools, "tools")
     return {**given, "tools": tools}
+
+
+def _tool(tool: object, where: str, fields: Fields) -> dict[str, Any]:
+    named = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(named, dict) or not isinstance(named.get("name"), str):
+        raise must_be("a list of {type: function, function: {name, ...}}", tool, "tools")
+    tool = fields.of(tool, fields_of.TOOL, where)
+    if tool.get("type", "function") != "function":
+        raise ApiError(400, f"{where}.type must be function, got {shown(tool['type'])}", "tools")
+    function = fields.of(named, fields_of.FUNCTION, f"{where}.function")
+    parameters = function.get("parameters", True)
+    if not isinstance(parameters, dict) and parameters is not True:
+        why = f"{where}.function.parameters must be a JSON schema, an object, got {json_kind(parameters)}"
+        raise ApiError(400, why, "tools")
+    return {**tool, "function": function}
