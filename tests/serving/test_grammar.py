@@ -14,8 +14,8 @@ from test_http import TOOL_CHAT
 from tokenizers_made import MADE, byte_level, slow, word_pieces
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, TokenConfig
-from hf_sparsekv.serving.grammar import token_bytes
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.token_bytes import token_bytes
 
 try:
     import llguidance

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..grammar import spelling
 from ..request import Logprob
 from ..text import REPLACEMENT, Detokenizer
+from ..token_bytes import spelling
 
 LOWEST = -9999.0  # for tokens that cannot come: JSON has no infinity
 
