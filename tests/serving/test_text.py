@@ -251,7 +251,7 @@ def test_a_special_token_named_by_a_stop_string(text, stops, shown, stopped):
 @pytest.mark.parametrize("name", KINDS)
 def test_each_special_token_is_found_by_its_name(name):
     made = detokenizer(name)
-    assert made.names.keys() == made.special
+    assert made.names.keys() == made.hidden
     for token, text in made.names.items():
         stream = made.stream(stop=[text])
         assert stream.push(token) == "" and stream.stopped
