@@ -283,6 +283,7 @@ class Grammars:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,
             )
         text = self._tokenizer.backend_tokenizer.to_str()
         given = {"tokenizer": text, "tokens": tokens, "special": special, "eos": self._eos, "schemas": WHITESPACE}
