@@ -66,7 +66,6 @@ _TEXTS: dict[str, Callable[[str], dict]] = {
     "a tool's parameters": lambda text: tool(
         {"type": "object", "properties": {text[::2]: {"description": text[1::2]}}}
     ),
-    "beside a function": lambda text: {"tools": [{**tool()["tools"][0], "x": text}]},
     "a variable": lambda text: {"chat_template_kwargs": {"mood": text}},
     "an effort": lambda text: {"reasoning_effort": text},
     "characters of four bytes": lambda text: _said(content="\U00010348" * (len(text) // 4)),

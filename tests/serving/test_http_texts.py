@@ -61,7 +61,6 @@ SHOWN = {
     "a tool's parameters": tool(parameters={"type": "object", "properties": {"a": {"description": TEXT}}}),
     "a key of a tool's parameters": tool(parameters={"type": "object", "properties": {TEXT: {}}}),
     "values of a tool's parameters": tool(parameters={"enum": [TEXT[:30]] * 10_000}),
-    "beside a tool's function": {"tools": [{**tool()["tools"][0], "x": TEXT}]},
     "many tools": {"tools": [tool(description=TEXT[:10_000])["tools"][0]] * 100},
     "a tool that must be called": {**tool(description=TEXT), "tool_choice": "required"},
     "a variable of the template": {"chat_template_kwargs": {"mood": TEXT}},
