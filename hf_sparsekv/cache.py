@@ -362,6 +362,7 @@ class SparseCache(Cache):
             with in_all(self, "crop()"):
                 super().crop(tokens)
                 self.row_table.trim(held_rows(self.layers))
+        self.row_table.exactness.cropped(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""

@@ -128,6 +128,11 @@ class PrefixCache(SparseCache):
                 rest = None if valid is None else valid[:, n:]
                 other.fill(policy.last, key[:, :, n:], value[:, :, n:], rest)
         cache.linear_passes.take(self.linear_passes)  # its layers are copies of these
+        column = self.row_table.exactness.inexact_from
+        if self.offload_config is not None and self.offload_config.kv_dtype is not None:
+            column = 0  # keys and values are rounded
+        if column is not None:
+            cache.row_table.exactness.selected(column)
         return cache
 
     @torch.no_grad()

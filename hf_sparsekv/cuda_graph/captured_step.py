@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,6 +98,11 @@ class CapturedStep:
     plans: tuple[Plan, ...]
     count: Tensor | None = None
     _given: Tensor | bool | None = False  # source of `valid`
+
+    @cached_property
+    def selects(self) -> bool:
+        """Some layer attends to a selection."""
+        return not all(plan.dense for plan in self.plans)
 
     def give(self, valid: Tensor | None) -> None:
         """Write :attr:`valid` from the first rows of ``valid``, bool ``[batch, 1]`` (None: all), if that is new."""

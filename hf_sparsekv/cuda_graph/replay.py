@@ -189,6 +189,8 @@ class Replayer:
             for layer in layers:
                 layer.broken = "stopped after a captured step"
             steps.held = None
+            if step.selects:
+                table.exactness.selected(rows.columns)
             step.graph.replay()
             self.replays += 1
             if watch is not None:

@@ -61,6 +61,8 @@ class Exact:
             raise ValueError(
                 "exact=True gives full attention's text, which a sparse prompt changes: leave prefill out, or exact"
             )
+        if cache.row_table.exactness.inexact_from is not None:
+            raise ValueError(_not_exact(cache, cache.row_table.exactness.inexact_from))
         policy = cache.shared.of_layer(cache.config.dense_layers)
         if policy.drafts == "exact" and type(policy) is not Policy:
             raise ValueError(
@@ -142,6 +144,18 @@ def _can_draft(
     # On a GPU only a captured verification is worth its drafts.
     captured = runner_of(model) is not None and not sliding
     return most is not None or captured or text.ids.device.type == "cpu"
+
+
+def _not_exact(cache: SparseCache, exact: int) -> str:
+    """Why ``cache``, of which the first ``exact`` columns are exact, is refused, and what to do."""
+    held = cache.get_seq_length()
+    crops = exact and all(isinstance(layer, SparseLayer) for layer in cache.layers)  # others keep no earlier states
+    return (
+        f"exact=True goes on from the keys and values of full attention. Of the {held} tokens in this cache only the "
+        f"first {exact} are known to have them: sparse steps, a sparse prompt or a file of an earlier version gave the "
+        "others theirs. Leave past_key_values out, or remove these by "
+        f"cache.{f'crop({exact - held})' if crops else 'reset()'}, and generate() reads them again"
+    )
 
 
 def install(model: nn.Module) -> None:

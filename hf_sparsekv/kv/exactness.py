@@ -1,4 +1,4 @@
-"""Exact mode of one cache: whether passes attend to everything now, and what became of its drafts.
+"""Exact mode of one cache, and how much of what it holds full attention has computed.
 
 Apart from the row table because nothing here says what rows hold.
 """
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Exactness:
-    """Exact mode of one cache. Nothing in it is copied or saved with the cache.
+    """Exact mode of one cache. Copies and files of the cache keep :attr:`inexact_from` alone.
 
     Attributes:
         everything: each pass attends to all tokens, decode steps and drafts too.
         most: drafts a round, fixed; None: as many as pay.
         counts: of rows that come and go: tokens of each in the verification under way; None: there is none.
         drafted, accepted: drafts of sparse steps so far, and those that full attention chose too.
+        inexact_from: the column of the first token in whose pass a layer attended to a selection, so that its keys and
+            values and all later ones differ from those of full attention; None: there is none. In continuous batching
+            columns are those of no row, and this says whether any row may hold such tokens.
     """
 
     everything: bool = False
@@ -26,6 +29,21 @@ class Exactness:
     counts: tuple[int, ...] | None = None
     drafted: int = 0
     accepted: int = 0
+    inexact_from: int | None = None
+
+    def copy(self) -> Exactness:
+        """Of a copy of the cache."""
+        return Exactness(inexact_from=self.inexact_from)
+
+    def selected(self, column: int) -> None:
+        """A layer attends to a selection in a pass whose first token is in ``column``."""
+        if self.inexact_from is None or column < self.inexact_from:
+            self.inexact_from = column
+
+    def cropped(self, columns: int) -> None:
+        """Only the first ``columns`` columns are kept."""
+        if self.inexact_from is not None and columns <= self.inexact_from:
+            self.inexact_from = None
 
     def begin(self, most: int | None) -> None:
         """Exact mode begins, with ``most`` drafts a round."""
@@ -55,5 +73,5 @@ class Exactness:
             self.everything, self.counts = before, None
 
     def clear(self) -> None:
-        """Nothing was drafted."""
-        self.drafted = self.accepted = 0
+        """Nothing is cached, and nothing was drafted."""
+        self.drafted, self.accepted, self.inexact_from = 0, 0, None

@@ -33,7 +33,7 @@ class RowTable:
         ids: of blocks.
         batch: rows.
         managed: rows come and go (:class:`..RowBatch`): columns mean nothing, and rows without a token are no padding.
-        exactness: exact mode of the cache.
+        exactness: exact mode of the cache, and how much of what it holds is exact.
     """
 
     def __init__(self, config: SparseConfig, ids: BlockIds | None = None) -> None:
@@ -57,7 +57,7 @@ class RowTable:
         new = RowTable(self.config, self.ids)
         new.rows, new.batch, new._empty = self.rows, self.batch, self._empty
         memo[id(self)] = new
-        new.blocks = self.blocks.copy()
+        new.blocks, new.exactness = self.blocks.copy(), self.exactness.copy()
         return new
 
     def start(self, batch: int, tokens: int) -> Rows:
@@ -207,14 +207,21 @@ class RowTable:
         """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""
         theirs = other.rows
         n = theirs.sealed[0]
+        if other.exactness.inexact_from is not None:
+            self.exactness.selected(0)
         ids = other.blocks.host[0, :n].copy()
         self.ids.share(ids)
         self.blocks.write_row(row, ids, lambda held: other.blocks.on[held.device][0])
         self._set(row, theirs.lengths[0], n)
 
-    def begin(self, ids: np.ndarray) -> None:
-        """The only row, which holds nothing, begins with full blocks ``ids``, which it shares."""
+    def begin(self, ids: np.ndarray, exact: bool) -> None:
+        """The only row, which holds nothing, begins with full blocks ``ids``, which it shares.
+
+        ``exact``: full attention is known to have computed them.
+        """
         n = len(ids)
+        if n and not exact:
+            self.exactness.selected(0)
         if n > self.blocks.capacity:
             self.blocks.grow(bucket(n))
         self.ids.share(ids)

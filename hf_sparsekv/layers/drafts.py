@@ -67,6 +67,8 @@ def verify(
         _, taken, queries, *_ = step.under_way.together
         store_together(store, policy, step, query, taken)
         plan = policy.plan(store)
+        if not plan.dense:
+            store.table_of_rows.exactness.selected(step.past)
         out = attend_together(store, policy, query, plan, params, queries)
         policy.account(query[:, :, -1], store, plan, tally_of(taken, store.sinks, queries))
         return out
@@ -125,6 +127,8 @@ def _verify_each(store: LayerStore, policy: Policy, step: Step, query: Tensor, p
                 policy.observe(query[:, :, at], step.keys[:, :, at], None, store)
             store.append(k[:, :, at], v[:, :, at], None, taken)
             plan, q = policy.plan(store), query[:, :, i]
+            if not plan.dense:
+                store.table_of_rows.exactness.selected(step.past + i)
             outs.append(attend(store, policy, q, plan, params))
             store.seal_due(policy)
             policy.look_ahead(q, store, plan)

@@ -231,7 +231,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         dropout: float,
     ) -> Tensor:
         """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
-        own, owner, absorbed = not step.committed, self.owner, step.absorbed
+        own, owner, absorbed, sparse = not step.committed, self.owner, step.absorbed, self.audit.passes
         exact = attention_of(step, owner.config, self.index, self.audit, query, params)
         if step.past == 0:
             columns = mask if mask is not None and mask.ndim == 2 else None
@@ -249,12 +249,13 @@ class SparseLayer(Owned, CacheLayerMixin):
                     read_ahead(after.store, after.policy, step)
                 self._commit(step, query, step.under_way.valid)
             columns = None if store.held.valid is None else store.held.valid_columns(store.device)
-            sparse = self.audit.passes
             with torch.no_grad():
                 out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
                 store.counters.exact += self.audit.passes == sparse
                 store.counters.masked += query.shape[2] == 1 and whole is not None
             out = NoGradient.apply(out, query) if torch.is_grad_enabled() else out
+        if self.audit.passes > sparse:
+            owner.row_table.exactness.selected(step.past)
         if own:
             self.next_step.after_prompt(self.store, self.policy, query, absorbed)
             end_pass(owner, self.index)
@@ -291,6 +292,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             owner.notices.own_queries()
         if captured is not None:
             return captured.attend(store, policy, q, params, own, last=next_layer(owner, self.index) is None)
+        if not plan.dense:
+            owner.row_table.exactness.selected(step.past)
         if not own:
             return attend(store, policy, q, replace(plan, ahead=False), params)
         out = attend(store, policy, q, plan, params)

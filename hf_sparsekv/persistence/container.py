@@ -189,7 +189,10 @@ ROWS = {
     "lengths": _list(COUNT),  # tokens of each row
     "sealed": _list(COUNT),  # its full blocks
     "padding": _or_null(SIZE),  # columns of the padding mask; later columns are all valid. null: no padding
+    "inexact_from": _or_null(COUNT),  # first column that full attention has not computed. null: none
 }
+# Of files that were written before there was one: nobody knows how their tokens were computed.
+_ROWS_DEFAULTS = {"inexact_from"}
 CHANNEL_FILE = {
     "shape": _list(SIZE, 3),
     "model": _object(FACT),
@@ -237,7 +240,8 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_fields(state, STATE, "the state")
-    _check_fields(state["rows"], ROWS, "rows")
+    _check_fields(state["rows"], ROWS, "rows", _ROWS_DEFAULTS)
+    state["rows"].setdefault("inexact_from", 0)
     for index, layer in enumerate(state["layers"]):
         _check_fields(layer, LAYER, f"layer {index}", _LAYER_DEFAULTS)
     layers = [Layer(**layer) for layer in state["layers"]]

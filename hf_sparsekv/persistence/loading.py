@@ -72,6 +72,8 @@ def load_cache(
                 layer.keys, layer.values, layer.cumulative_length = keys, values, record.length
         if cache.sparse_layers:
             cache.joined_rows()
+        if (column := file.state["rows"]["inexact_from"]) is not None:
+            cache.row_table.exactness.selected(column)
     return cache
 
 
@@ -124,6 +126,7 @@ def _rows(cache: FiledCache, file: Reader, device: torch.device | str | None) ->
             "lengths": len(lengths) == batch,
             "sealed": len(sealed) == len(lengths)
             and all(low <= n <= high for low, n, high in zip(least, sealed, most)),
+            "inexact_from": about["inexact_from"] is None or about["inexact_from"] < columns,
         },
     )
     valid, seen, fits = None, [columns] * batch, True

@@ -59,7 +59,7 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
         open_rows(layer, 1, mine)
         if one is not None:
             layer.policy.labels.give(0, one)
-    cache.row_table.begin(ids)
+    cache.row_table.begin(ids, exact=batch.row_table.exactness.inexact_from is None)
     try:
         for layer in cache.sparse_layers:
             read_sinks(layer.store)

@@ -86,7 +86,12 @@ def padded(tmp_path_factory):
     cache.save(path)
     with safe_open(path, "pt") as file:
         assert file.get_tensor("table").tolist()[1][-1] == -1
-        assert json.loads(file.metadata()["state"])["rows"] == {"lengths": [130, 100], "sealed": [6, 5], "padding": 130}
+        assert json.loads(file.metadata()["state"])["rows"] == {
+            "lengths": [130, 100],
+            "sealed": [6, 5],
+            "padding": 130,
+            "inexact_from": None,
+        }
     return path
 
 
@@ -126,6 +131,8 @@ ROWS = {
     "tensor valid is not expected": {"padding": [None]},
     "padding in rows is 0, not an integer from 1": {"padding": [0]},
     "tensor valid is": {"padding": [131]},
+    f"inexact_from {NO_FIT}": {"inexact_from": [130]},
+    "inexact_from in rows is -1, not an integer from 0": {"inexact_from": [-1]},
     "'more' in rows is not known": {"more": [1]},
 }
 ROWS_AND_TENSORS = [
