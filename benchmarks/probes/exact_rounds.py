@@ -27,7 +27,7 @@ from hf_sparsekv import SparseCache
 from hf_sparsekv.bookkeeping.row_changes import keep_tokens
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.exact_mode import install
-from hf_sparsekv.exact_mode.choice import Choice
+from hf_sparsekv.exact_mode.choice import Choice, Chosen
 from hf_sparsekv.exact_mode.install import Exact
 from hf_sparsekv.exact_mode.pace import Pace
 from hf_sparsekv.exact_mode.paces import forget
@@ -51,13 +51,11 @@ class Imitated(Choice):
         super().__init__([], sample=False)  # type: ignore[arg-type]
         self._cache, self._accepts = cache, accepts
 
-    def __call__(
-        self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None) -> Chosen:
         chosen = torch.full_like(logits.argmax(-1), RIGHT)
-        if self._cache.row_table.exactness.everything:
-            return chosen, logits
-        return chosen.masked_fill(torch.rand(len(ids), device=ids.device) >= self._accepts, WRONG), logits
+        if not self._cache.row_table.exactness.everything:
+            chosen = chosen.masked_fill(torch.rand(len(ids), device=ids.device) >= self._accepts, WRONG)
+        return Chosen(chosen, logits, logits[:, 0])
 
 
 def filled(model, batch: int, context: int, variant: Variant, spare: int) -> SparseCache:

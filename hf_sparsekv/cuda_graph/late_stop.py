@@ -7,8 +7,9 @@ it over our caches. The model gets a subclass of its class, as with ``torch.nn.u
 runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
 
 When an end-of-sequence token or a stop string ends a text, one step too many has run. Its token is dropped, and removed
-from a cache that the caller keeps. Where the caller could notice this step, the loop stays unchanged. The caller's own
-criteria, processors and functions would see its token, and a monitor (``streamer.waits``) its counters.
+from a cache that the caller keeps. The random numbers that it drew are given back. Where the caller could notice this
+step, the loop stays unchanged. The caller's own criteria, processors and functions would see its token, and a monitor
+(``streamer.waits``) its counters.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..cache_name import given_cache
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import kind_of
+from ..random_state import random_state, set_random_state
 
 _REPLACED = "DeferredStopCheck"
 _OWN = "PrefixConstrainedLogitsProcessor"  # calls a function of the caller's
@@ -58,6 +60,8 @@ class LateStop:
             )
             for _ in range(2)
         ]
+        self.device = input_ids.device
+        self.states: list[Tensor] = [torch.empty(0)] * 2  # of the random number generator after these tokens
         self.made = self.heard = 0  # tokens that were generated, and those that the host has read
         self.ended = False
         if hasattr(streamer, "runs_ahead"):
@@ -78,6 +82,7 @@ class LateStop:
         if self.streamer is not None:
             copied.copy_(tokens, non_blocking=True)
         event.record()
+        self.states[self.made % 2] = random_state(self.device)
         self.made += 1
         self._hear(max(1, self.made - 1))
         return self.ended or (self.max_length is not None and length >= self.max_length)
@@ -90,14 +95,24 @@ class LateStop:
             self.heard += 1
             self.ended = bool(ended)
             if self.streamer is not None:
-                self.streamer.put(copied.clone())
+                try:
+                    self.streamer.put(copied.clone())
+                except BaseException:
+                    self._rewind()
+                    raise
+
+    def _rewind(self) -> None:
+        """Leave the generator as the last token that was read has left it."""
+        set_random_state(self.device, self.states[(self.heard - 1) % 2])
 
     def finish(self) -> int:
         """Number of steps too many; the cache has been cropped by them."""
         self._hear(self.made)
         undone = self.made - self.heard
-        if undone and self.kept is not None:
-            self.kept.crop(-undone)
+        if undone:
+            self._rewind()
+            if self.kept is not None:
+                self.kept.crop(-undone)
         return undone
 
 

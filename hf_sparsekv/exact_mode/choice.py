@@ -6,14 +6,18 @@ Apart from the loop because drafts and their verification choose alike, and neit
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-# They remember the calls before, or call a function of the caller's; drafts are further calls.
-_REMEMBER = (
+from ..random_state import random_state, set_random_state
+
+# They remember the calls before, or call a function of the caller's; drafts are further calls. The first one hides the
+# NaN by which a verification is known that a draft has spoilt.
+_CANNOT_TRY = (
+    "InfNanRemoveLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -26,8 +30,23 @@ _REMEMBER = (
 def can_try(processors: LogitsProcessorList) -> bool:
     """Whether the processors may be called for tokens that are taken back: those of transformers that keep nothing."""
     return all(
-        type(one).__module__.startswith("transformers.") and type(one).__name__ not in _REMEMBER for one in processors
+        type(one).__module__.startswith("transformers.") and type(one).__name__ not in _CANNOT_TRY for one in processors
     )
+
+
+class Chosen(NamedTuple):
+    """The tokens after some texts.
+
+    Args:
+        tokens: int64 ``[batch]``.
+        scores: processed logits ``[batch, vocabulary]``.
+        weights: of the tokens, ``[batch]``: scores, or probabilities where they were drawn. NaN where the logits are no
+            distribution.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    weights: Tensor
 
 
 class Choice:
@@ -38,6 +57,9 @@ class Choice:
     it. So the text is the one that the same seed gives without drafts, and similar probabilities choose the same token.
     (Rejection sampling gives the same distribution, but its text depends on how many tokens were drafted.)
 
+    Noise is drawn ahead, and some of it is not needed in the end: :meth:`rewind` leaves the generator where that loop
+    would.
+
     Args:
         processors: of the call.
         sample: whether tokens are drawn; otherwise the likeliest ones are taken.
@@ -47,35 +69,44 @@ class Choice:
         self.sample = sample
         self.processors: Any = processors  # their annotations name kinds of tensors that no tensor has
         self._noise: deque[Tensor] = deque()  # of the next tokens, [batch, vocabulary] each
+        self._states: deque[tuple[torch.device, Tensor]] = deque()  # of the generator before each of these
 
-    def __call__(
-        self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, logits: Tensor, ahead: int = 0, rows: list[int] | None = None) -> Chosen:
         """The token after ``ids [batch, n]``, by ``logits [batch, vocabulary]`` in float32.
 
         Args:
             ahead: tokens of ``ids`` that :meth:`keep` does not know. rows: how many more of them each row has.
-
-        Returns:
-            Tokens ``[batch]``, and their processed logits.
         """
         scores = self.processors(ids, logits)
         if not self.sample:
-            return scores.argmax(-1), scores
+            return _weighed(scores.argmax(-1), scores, scores)
         shares = scores.softmax(-1)
         while len(self._noise) <= ahead + max(rows or (0,)):
+            self._states.append((shares.device, random_state(shares.device)))  # first: an interrupt may follow
             self._noise.append(shares.new_empty(shares.shape).exponential_())
         noise = self._noise[ahead]
         if rows is not None and any(rows):
             noise = torch.stack([self._noise[ahead + more][row] for row, more in enumerate(rows)])
-        return (shares / noise).argmax(-1), scores
+        return _weighed((shares / noise).argmax(-1), scores, shares)
 
     def keep(self, tokens: int) -> None:
         """So many more tokens belong to the text."""
         for _ in range(min(tokens, len(self._noise))):
             self._noise.popleft()
+            self._states.popleft()
 
-    @property
-    def ahead(self) -> bool:
-        """Numbers were drawn for tokens that are still to come."""
-        return bool(self._noise)
+    def rewind(self) -> None:
+        """Leave the generator as if noise had been drawn for the tokens of the text alone."""
+        if self._states:
+            set_random_state(*self._states[0])
+        self._noise.clear()
+        self._states.clear()
+
+    def refuse(self) -> NoReturn:
+        """Raise what ``torch.multinomial`` raises for logits that are no distribution."""
+        torch.multinomial(torch.full((1,), torch.nan), 1)
+        raise AssertionError("torch.multinomial() has drawn from NaN")
+
+
+def _weighed(tokens: Tensor, scores: Tensor, weights: Tensor) -> Chosen:
+    return Chosen(tokens, scores, weights.gather(-1, tokens[:, None])[:, 0])

@@ -77,6 +77,7 @@ class Loop:
         self.model, self.cache, self.text, self.choice, self.paces = model, cache, text, choice, paces
         self.dense, self.config, self.streamer = dense, config, streamer
         self.clock, self.runner = Clock(text.ids.device), runner_of(model)
+        self._told, self._streaming = 0, 0.0  # of a round: tokens that were told, and the seconds that this took
 
     def run(self) -> Any:
         """What ``generate()`` returns."""
@@ -85,6 +86,11 @@ class Loop:
             return self._run()
         finally:
             self.cache.going_on = before
+            try:
+                self.choice.rewind()  # a seeded script draws the same numbers after this call, whatever was drafted
+            except BaseException:  # an interrupt
+                self.choice.rewind()
+                raise
 
     def _run(self) -> Any:
         text = self.text
@@ -103,9 +109,10 @@ class Loop:
             drafts = drafts if room is None else min(drafts, room - 1)
             if drafts > 0:
                 self._round(drafts)
-            elif self.choice.ahead or (kept and text.some_ended):
+            elif any(text.ahead or ()) or (kept and text.some_ended):
                 self._single(max(1, steps))
             else:
+                self.choice.rewind()
                 began, until = time.perf_counter(), text.until(max(1, steps))
                 added = self._segment(until)
                 seconds = until.step_seconds
@@ -142,7 +149,7 @@ class Loop:
         return self.text.add_segment(out, until)
 
     def _single(self, steps: int) -> None:
-        """Dense steps one by one: that loop would draw other numbers, or write into rows that have ended."""
+        """Dense steps one by one: that loop has one number of tokens for all rows, and writes into those that ended."""
         begun, done = time.perf_counter(), 0
         while done < steps and not self.text.ended:
             self._round(0)
@@ -178,29 +185,44 @@ class Loop:
         with cache.drafts():
             out = self._pass(ids, drafts + 1, kwargs)
         logits = [one.to(copy=True, dtype=torch.float32, device=ids.device) for one in out.unbind(1)]
-        tokens, scores = [], []
+        tokens, scores, weights = [], [], []
         for i, one in enumerate(logits):
             given = one.clone() if text.logits is not None else one
-            token, score = self.choice(ids[:, : had + i], given, ahead=i, rows=rows)
-            tokens.append(text.filled(token))
-            scores.append(score)
-        chosen = torch.stack(tokens, dim=1)
-        added = text.add(ids[:, had:], chosen, scores, logits)
+            chosen = self.choice(ids[:, : had + i], given, ahead=i, rows=rows)
+            tokens.append(text.filled(chosen.tokens))
+            scores.append(chosen.scores)
+            weights.append(chosen.weights)
+        sound = ~torch.stack(weights, dim=1).isnan()
+        if not (drafts or self.choice.sample):
+            sound.fill_(True)  # generate()'s own loop takes the first token then
+        self._told, self._streaming = 0, 0.0
+        added = text.add(ids[:, had:], torch.stack(tokens, dim=1), scores, logits, sound, self._tell)
         text.take_back(cache)
-        self.choice.keep(added.tokens)
-        if drafts:  # a streamer's time is not the round's
+        self.choice.keep(added.tokens - self._told)
+        if drafts:
             exactness = cache.row_table.exactness
             exactness.drafted += drafts * added.rows
             exactness.accepted += added.accepted
             drafting = clock.seconds(begin, middle)
-            verifying = None if self._captures > between else time.perf_counter() - began - drafting
+            verifying = None if self._captures > between else time.perf_counter() - began - drafting - self._streaming
             if found is not None:
                 pace.looked_up(drafts, added, verifying)
             else:
                 pace.drafted(drafts, added, None if between > before else drafting, verifying)
+        if added.stuck is not None and drafts:
+            self._round(0)  # a draft may be what is wrong: its NaN spoil the logits before it, too
+        elif added.stuck is not None:
+            self.choice.keep(added.stuck)
+            self.choice.refuse()
+
+    def _tell(self, tokens: Tensor) -> None:
+        """A token of each row, ``[batch]``, has come."""
+        self.choice.keep(1)
+        self._told += 1
         if self.streamer is not None:
-            for token in text.ids[:, had:].cpu().unbind(1):
-                self.streamer.put(token)
+            began = time.perf_counter()
+            self.streamer.put(tokens.cpu())
+            self._streaming += time.perf_counter() - began  # which is not the round's
 
     @property
     def _captures(self) -> int:
@@ -226,7 +248,7 @@ class Loop:
             for i in range(drafts):
                 logits = self._pass(ids, 1, kwargs)[:, -1]
                 logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-                token, _ = self.choice(ids, logits, ahead=i, rows=text.ahead)
+                token = self.choice(ids, logits, ahead=i, rows=text.ahead).tokens
                 ids = torch.cat((ids, text.filled(token)[:, None]), dim=1)
                 kwargs = self.model._update_model_kwargs_for_generation({}, kwargs)
         cache.crop(-drafts)

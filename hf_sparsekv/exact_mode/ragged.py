@@ -6,12 +6,13 @@ has them, which are equally long at any time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
 from ..bookkeeping.row_changes import keep_tokens
 from ..cache import SparseCache
@@ -23,7 +24,7 @@ from .text import Added, Text, Until, agreed, of_transformers
 _OF_LOGITS = {
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper"),
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
-    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"),
+    *("LogitNormalization", "SuppressTokensLogitsProcessor"),
 }
 
 
@@ -38,7 +39,9 @@ def can_be_ragged(text: Text, cache: SparseCache, processors: LogitsProcessorLis
         return False
     if text.pad is None and any(not isinstance(one, MaxLengthCriteria) for one in text.criteria):
         return False  # rows that have ended would grow on
-    mask, positions = text.kwargs["attention_mask"].long(), text.kwargs.get("position_ids")
+    if any(isinstance(one, MaxTimeCriteria) for one in text.criteria):
+        return False  # all rows end with one token
+    mask, positions = text.kwargs["attention_mask"].bool().long(), text.kwargs.get("position_ids")
     counted = (mask.cumsum(1) - 1).clamp_min(0)
     if positions is not None and positions.shape != counted.shape:
         return False
@@ -59,11 +62,11 @@ class Ragged(Text):
 
     def __init__(self, text: Text) -> None:
         self.__dict__.update(text.__dict__)
-        ids, mask = text.ids, text.kwargs["attention_mask"]
+        ids, padding = text.ids, ~text.kwargs["attention_mask"].bool()
         self._prompt, self._most = ids, text.criteria.max_length
         self.criteria = StoppingCriteriaList([one for one in text.criteria if not isinstance(one, MaxLengthCriteria)])
         self._columns = [ids.shape[1]] * len(ids)  # of each row, as generate() counts them
-        pads = mask.shape[1] - mask.sum(1)
+        pads = padding.sum(1)
         self._pads: list[int] = pads.tolist()
         self._ends = [None if one else ids.shape[1] for one in text.unfinished.tolist()]  # columns; None: it goes on
         at = (torch.arange(ids.shape[1], device=ids.device) + pads[:, None]).clamp_max(ids.shape[1] - 1)
@@ -71,17 +74,21 @@ class Ragged(Text):
         self._align()
 
     def _open(self) -> list[int]:
-        """Columns of the rows that go on; of all, if none does."""
-        return [n for n, end in zip(self._columns, self._ends) if end is None] or self._columns
+        """Columns of the rows that go on."""
+        return [n for n, end in zip(self._columns, self._ends) if end is None]
+
+    @property
+    def _least(self) -> int:
+        """Columns that all rows have which go on; if none does, those that ``generate()``'s own loop would have."""
+        return min(self._open(), default=max(n or 0 for n in self._ends))
 
     @property
     def ahead(self) -> list[int]:  # type: ignore[override]
-        least = min(self._open())
-        return [max(0, n - least) for n in self._columns]
+        return [n - self._least if end is None else 0 for n, end in zip(self._columns, self._ends)]
 
     @property
     def room(self) -> int | None:
-        return None if self._most is None else self._most - min(self._open())
+        return None if self._most is None else self._most - self._least
 
     @property
     def sequences(self) -> Tensor:
@@ -105,18 +112,30 @@ class Ragged(Text):
         self._grow(new, [n] * len(new), [[one[row] for one in done] for row in range(len(new))])
         return n
 
-    def add(self, drafted: Tensor, chosen: Tensor, scores: list[Tensor], logits: list[Tensor]) -> Added:
-        n, least = self.ids.shape[1], min(self._open())
+    def add(
+        self,
+        drafted: Tensor,
+        chosen: Tensor,
+        scores: list[Tensor],
+        logits: list[Tensor],
+        sound: Tensor,
+        told: Callable[[Tensor], None],
+    ) -> Added:
+        """As :meth:`.text.Text.add`, for each row; there is nobody to be told."""
+        n, before = self.ids.shape[1], self._least
         ids = torch.cat((self.ids, chosen), dim=1)
         done = [self.criteria(ids[:, : n + i + 1], None).long() for i in range(chosen.shape[1])]
-        *ends, accepted = torch.stack((*done, agreed(drafted, chosen))).tolist()
-        counts, going = [], [drafts for drafts, end in zip(accepted, self._ends) if end is None]
+        limits = agreed(drafted, chosen), sound.long().cumprod(1).sum(1)
+        *ends, accepted, firm = torch.stack((*done, *limits)).tolist()
+        counts, going = [], [row for row, end in enumerate(self._ends) if end is None]
         for row, drafts in enumerate(accepted):
             most = len(done) if self._most is None else self._most - self._columns[row]
-            counts.append(1 if self._ends[row] is not None else min(drafts + 1, most))
+            counts.append(1 if self._ends[row] is not None else min(drafts + 1, most, firm[row]))
         self._grow(chosen, counts, [[bool(one[row]) for one in ends] for row in range(len(ids))], cut=True)
-        rejected = sum(drafts < drafted.shape[1] for drafts in going)
-        return Added(len(going), sum(going), rejected, min(self._open()) - least)
+        right = [accepted[row] for row in going]
+        rejected = sum(drafts < drafted.shape[1] for drafts in right)
+        stuck = min((self._columns[row] - self._least for row in going if not firm[row]), default=None)
+        return Added(len(going), sum(right), rejected, self._least - before, stuck)
 
     def take_back(self, cache: SparseCache) -> None:
         mask = self.kwargs["attention_mask"][:, :-1].bool()

@@ -6,7 +6,7 @@ Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,12 +35,14 @@ class Added(NamedTuple):
         rows: that go on, for which was drafted.
         accepted: their drafts that were. rejected: rows whose drafts were not all accepted.
         tokens: that all rows have got.
+        stuck: a row got none, because its logits are no distribution: tokens that it has beyond the row with fewest.
     """
 
     rows: int
     accepted: int
     rejected: int
     tokens: int
+    stuck: int | None = None
 
 
 class Until(StoppingCriteriaList):
@@ -159,25 +161,40 @@ class Text:
         self._end(until.done[-1])
         return added
 
-    def add(self, drafted: Tensor, chosen: Tensor, scores: list[Tensor], logits: list[Tensor]) -> Added:
+    def add(
+        self,
+        drafted: Tensor,
+        chosen: Tensor,
+        scores: list[Tensor],
+        logits: list[Tensor],
+        sound: Tensor,
+        told: Callable[[Tensor], None],
+    ) -> Added:
         """Add tokens ``chosen [batch, k + 1]`` up to the first after a draft that was not, or that ends a row.
 
         What comes after the end of a row depends on it. Waits for the device.
 
         Args:
             drafted: ``[batch, k]``. scores, logits: of each chosen token.
+            sound: bool ``[batch, k + 1]``, the token's logits are a distribution. The first that are not end the round.
+            told: is called with each new token ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
         """
         n, done = self.ids.shape[1], []
         ids, right = torch.cat((self.ids, chosen), dim=1), agreed(drafted, chosen).min()
-        asked = int(right) + 1 if self._theirs else chosen.shape[1]  # of drafts that are wrong, too: a wait less
+        limits = torch.stack((right + 1, sound.all(0).long().cumprod(0).sum()))
+        asked = min(limits.tolist()) if self._theirs else chosen.shape[1]  # of drafts that are wrong, too: a wait less
         for i in range(asked):
+            if self._theirs:
+                told(chosen[:, i])  # criteria of the caller's own may raise
             known = None if self.scores is None else self.scores + tuple(scores[: i + 1])
             done.append(self.criteria(ids[:, : n + i + 1], known) & self.unfinished)
             if self._theirs and bool(done[-1].any()):
                 break  # criteria of the caller's own see tokens of the text only
-        *ends, accepted = torch.stack([*(one.any().long() for one in done), right]).tolist()
-        ends = ends[: accepted + 1]
+        *ends, may, firm = torch.stack([*(one.any().long() for one in done), *limits]).tolist()
+        ends = ends[: min(may, firm)]
         added = ends.index(1) + 1 if any(ends) else len(ends)
+        for i in range(0 if self._theirs else added):
+            told(chosen[:, i])
         self.ids = ids[:, : n + added]
         if self.scores is not None:
             self.scores += tuple(scores[:added])
@@ -185,9 +202,10 @@ class Text:
             self.logits += tuple(logits[:added])
         if any(ends):
             self._end(done[added - 1])
-        self._tell(added)
-        rows = len(ids)
-        return Added(rows, rows * accepted, rows * (accepted < drafted.shape[1]), added)
+        if added:
+            self._tell(added)
+        rows, accepted = len(ids), may - 1
+        return Added(rows, rows * accepted, rows * (accepted < drafted.shape[1]), added, None if firm else 0)
 
     def take_back(self, cache: SparseCache) -> None:
         """Have ``cache`` hold all but the last token of each row."""

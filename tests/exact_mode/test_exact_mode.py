@@ -13,6 +13,7 @@ from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build, model, plain_t
 
 from hf_sparsekv import ProgressiveConfig, TokenConfig, sparse
 from hf_sparsekv.exact_mode.install import BUDGET
+from hf_sparsekv.exact_mode.loop import Loop
 from hf_sparsekv.exact_mode.pace import Next, Pace
 
 TIGHT = {**USUAL, "token_budget": 16}  # so few that some drafts are wrong
@@ -130,12 +131,15 @@ def test_captured(name, cache, pads):
     ],
     ids=["greedy", "captured-ends", "captured-drawn", "drawn-ends"],
 )
-def test_rows_of_their_own(captured, how):
-    """Where nobody keeps the cache: each row is one's own text, and accepts more than the slowest does."""
+def test_rows_of_their_own(monkeypatch, captured, how):
+    """Where nobody keeps the cache: each row is one's own text, and gets more of a round than the slowest does."""
     inputs, go = prompt(4, 140, (0, 5, 61, 3)), {"max_new_tokens": 30, "pad_token_id": 0, **how}
     expected = plain_text("llama", inputs, **go)
-    net, shares = imitated("llama")[0] if captured else build("llama", "sparsekv"), []
+    net, shares, rounds = imitated("llama")[0] if captured else build("llama", "sparsekv"), [], []
+    original = Loop._round
+    monkeypatch.setattr(Loop, "_round", lambda *given: rounds.__setitem__(-1, rounds[-1] + 1) or original(*given))
     for ragged in (False, True):
+        rounds.append(0)
         torch.manual_seed(11)
         config = CACHES["device-default"](**TIGHT).config
         with sparse(net, config, exact=True, drafts=3):
@@ -146,6 +150,7 @@ def test_rows_of_their_own(captured, how):
         stats = seen[0].stats()
         shares.append(stats.accepted / stats.drafted)
     assert shares[1] > shares[0]
+    assert rounds[1] < rounds[0]
 
 
 @pytest.mark.few
