@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import transformers as tf
 from caches import FULL, SMALL
 from captured import calls_of, imitated
-from models import build, model, prompt
+from models import VOCAB, build, model, prompt
+from rotary_models import SWITCH, rotary_llama, wide
 from test_row_batch import LENGTH, NEAR
 
 from hf_sparsekv import ProgressiveConfig, SparseCache, StreamingConfig, TokenConfig
@@ -120,10 +123,35 @@ def test_verifications_are_planned_once():
 def test_what_cannot_be_verified():
     it = Mixed(MADE["tokens"], "llama", captured=False)
     ids = torch.zeros(4, 4, dtype=torch.long)
-    for counts, wide in [([0, 0, 0, 0], ids), ([1, 0, 0, 1], ids), ([1, 0, 0, 0], ids[:, :1])]:
+    for counts, given in [([0, 0, 0, 0], ids), ([1, 0, 0, 1], ids), ([1, 0, 0, 0], ids[:, :1])]:
         with pytest.raises(ValueError, match="cannot get up to"):
-            verify(it.rows, it.net, wide, counts)
+            verify(it.rows, it.net, given, counts)
     it.rows.max_length = 152
     with pytest.raises(ValueError, match="would hold more than max_length=152"):
         verify(it.rows, it.net, ids, [3, 0, 0, 0])
     assert it.rows.lengths == (150, 90, 61, 0)
+
+
+def learned_positions() -> torch.nn.Module:
+    """GPT-2, whose rows may hold as many tokens as there are positions."""
+    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SWITCH}
+    return wide(tf.GPT2LMHeadModel(tf.GPT2Config(**sizes)))
+
+
+@pytest.mark.parametrize("make", [partial(rotary_llama, "longrope"), learned_positions], ids=["longrope", "learned"])
+def test_no_row_is_given_positions_that_it_does_not_reach(make):
+    """Else factors of all rows change with them, or there are none of these positions."""
+    net = make()
+    net.set_attn_implementation("sparsekv")
+    plain = copy.deepcopy(net)
+    plain.set_attn_implementation("eager")
+    rows = SparseCache(TokenConfig(**{**SMALL, **FULL}), None).rows(3, SWITCH)
+    texts = [prompt(1, n, seed=n)["input_ids"] for n in (SWITCH, 30)]
+    for text, cached in zip(texts, (SWITCH - 2, 25)):
+        rows.join(rows.prefill(net, text[:, :cached]))
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    ids[0, :2], ids[1] = texts[0][0, -2:], texts[1][0, -5:]
+    found = verify(rows, net, ids, [2, 5, 0])
+    with torch.no_grad():
+        for row, (text, new) in enumerate(zip(texts, (2, 5))):
+            torch.testing.assert_close(found[row, :new], plain(text).logits[0, -new:], atol=1e-3, rtol=1e-3)
