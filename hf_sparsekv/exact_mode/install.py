@@ -25,6 +25,7 @@ from ..layers.sparse_layer import SparseLayer
 from ..model_watch import kind_of
 from ..policies.base import Policy
 from ..policies.token_config import TokenConfig
+from ..prefix import PrefixCache
 from ..ranks import ranks_of
 from .choice import Choice, can_try
 from .loop import Loop, Text
@@ -61,8 +62,12 @@ class Exact:
             raise ValueError(
                 "exact=True gives full attention's text, which a sparse prompt changes: leave prefill out, or exact"
             )
-        if cache.row_table.exactness.inexact_from is not None:
-            raise ValueError(_not_exact(cache, cache.row_table.exactness.inexact_from))
+        exactness = cache.row_table.exactness
+        exactness.cropped(cache.get_seq_length())  # an interrupt may have kept crop() from saying so
+        if exactness.inexact_from is not None:
+            raise ValueError(_not_exact(cache, exactness.inexact_from))
+        if isinstance(cache, PrefixCache):
+            return
         policy = cache.shared.of_layer(cache.config.dense_layers)
         if policy.drafts == "exact" and type(policy) is not Policy:
             raise ValueError(
@@ -80,7 +85,8 @@ class Exact:
     def begin(self, cache: SparseCache) -> None:
         """Have ``cache`` attend to everything, except where :class:`ExactSampling` drafts; as :meth:`check`."""
         self.check(cache)
-        cache.row_table.exactness.begin(self.drafts)
+        if not isinstance(cache, PrefixCache):  # which does anyway, and would take drafts for its context
+            cache.row_table.exactness.begin(self.drafts)
 
 
 class ExactSampling:

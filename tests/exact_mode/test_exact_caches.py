@@ -111,11 +111,11 @@ def began(sparse_steps: bool) -> Text:
     return text.holds(rows.begin(rows.blocks(row), rows.channels(row)))
 
 
-def prefixed(offload: OffloadConfig | None = None) -> Text:
+def prefixed(offload: OffloadConfig | None = None, itself: bool = False) -> Text:
     prefix, text = PrefixCache(offload), Text()
     with torch.no_grad():
         text.net(text.ids, past_key_values=prefix)
-    return text.says(text.ids).holds(prefix.start(SparseCache(CONFIG, None)))
+    return text.says(text.ids).holds(copy.deepcopy(prefix) if itself else prefix.start(SparseCache(CONFIG, None)))
 
 
 def filed(text: Text, path, earlier: bool = False) -> Text:
@@ -186,6 +186,7 @@ CACHES: dict[str, tuple[Callable[..., Text], int | None]] = {
     "blocks of another row": (lambda path: began(False), None),
     "that may be an answer's": (lambda path: began(True), 0),
     "a prefix": (lambda path: prefixed(), None),
+    "a copy of a prefix": (lambda path: prefixed(itself=True), None),
     "a prefix in 8 bits": (lambda path: prefixed(OffloadConfig(kv_dtype="int8")), 0),
 }
 

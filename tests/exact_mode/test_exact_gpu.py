@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from caches import two_level
+from caches import FULL, SMALL, two_level
 from models import PAD, build, prompt
 from test_dense_drafts import PADS, compare
 from test_exact_mode import DEVICE, TIGHT, written
 
-from hf_sparsekv import sparse
+from hf_sparsekv import TokenConfig, sparse
 from hf_sparsekv.exact_mode import loop, pace
 
 pytestmark = pytest.mark.gpu
@@ -44,33 +46,54 @@ def test_the_text_of_full_attention(cache, name, pads):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_seed_gives_the_text_that_it_gives_without_drafts(rows):
     inputs = {key: value.cuda() for key, value in prompt(rows, 165).items()}
-    found, go = [], {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 40}
+    found, left, go = [], [], {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 40}
     for net in (build("llama", "sdpa").cuda(), build("llama", "sparsekv").cuda()):
         torch.manual_seed(3)
         if net.config._attn_implementation == "sdpa":
             found.append(net.generate(**inputs, **go))
+            left.append(torch.cuda.get_rng_state())
             continue
         kv = two_level(False, **TIGHT, level="token")
         with sparse(net, kv.config, exact=True, drafts=4):
             found.append(net.generate(**inputs, **go, past_key_values=kv))
+        left.append(torch.cuda.get_rng_state())
         assert kv.stats().drafted > 0
     assert torch.equal(*found)
+    assert torch.equal(*left)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "drawn"])
-def test_rows_of_their_own(sample):
-    """Nobody keeps the cache; rows end one after the other."""
+@pytest.mark.parametrize("exact", [{"exact": True, "drafts": 3}, {"exact": True}, {}], ids=["rounds", "any", "sparse"])
+def test_rows_of_their_own(sample, exact):
+    """Nobody keeps the cache; rows end one after the other. The generator is left as without drafts."""
     inputs = {key: value.cuda() for key, value in prompt(4, 165, (0, 5, 61, 3)).items()}
     go = {"do_sample": sample, "max_new_tokens": 60, "eos_token_id": [5, 17, 40], "pad_token_id": PAD}
-    found = []
+    found, left = [], []
+    config = two_level(False, **TIGHT, level="token").config if exact else TokenConfig(**{**SMALL, **FULL})
     for net in (build("llama", "sdpa").cuda(), build("llama", "sparsekv").cuda()):
+        plain = net.config._attn_implementation == "sdpa"
         torch.manual_seed(3)
-        if net.config._attn_implementation == "sdpa":
+        with nullcontext() if plain else sparse(net, config, **exact):
             found.append(net.generate(**inputs, **go))
-            continue
-        with sparse(net, two_level(False, **TIGHT, level="token").config, exact=True, drafts=3):
-            found.append(net.generate(**inputs, **go))
+        left.append(torch.cuda.get_rng_state())
     assert torch.equal(*found)
+    assert torch.equal(*left)
+
+
+def test_replayed_steps_are_no_full_attention():
+    """A cache that they have filled is refused."""
+    inputs = {key: value.cuda() for key, value in prompt(1, 165).items()}
+    net, go = build("llama", "sparsekv").cuda(), {"do_sample": False, "max_new_tokens": 30, "pad_token_id": PAD}
+    kv = two_level(False, **TIGHT, level="token")
+    with sparse(net):
+        ids = net.generate(**inputs, **go, past_key_values=kv)
+    with sparse(net, exact=True), pytest.raises(ValueError, match="only the first 165 are known"):
+        net.generate(ids, **go, past_key_values=kv)
+    kv.crop(-29)
+    with sparse(net, exact=True, drafts=3):
+        found = net.generate(ids, attention_mask=torch.ones_like(ids), **go, past_key_values=kv)
+    plain = build("llama", "sdpa").cuda()
+    assert torch.equal(found, plain.generate(ids, attention_mask=torch.ones_like(ids), **go))
 
 
 def test_the_number_of_drafts_follows_the_times(monkeypatch):
