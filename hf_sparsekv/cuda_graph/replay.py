@@ -189,7 +189,7 @@ class Replayer:
             for layer in layers:
                 layer.broken = "stopped after a captured step"
             steps.held = None
-            if step.selects:
+            if step.selects and table.exactness.inexact_from is None:
                 table.exactness.selected(rows.columns)
             step.graph.replay()
             self.replays += 1
@@ -209,6 +209,8 @@ class Replayer:
         out = {**step.output, output_name(type(step.output)): cache}
         if drafts is not None:
             out["logits"] = out["logits"][:, max(0, drafts.tokens - keep) if keep else 0 : drafts.tokens]
+        if out["logits"].dtype == torch.float32:  # transformers' loop for drafts keeps these as scores
+            out["logits"] = out["logits"].clone()
         return type(step.output)(**out)
 
     def mask_watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:

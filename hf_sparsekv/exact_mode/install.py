@@ -67,7 +67,7 @@ class Exact:
         if exactness.inexact_from is not None:
             raise ValueError(_not_exact(cache, exactness.inexact_from))
         if isinstance(cache, PrefixCache):
-            return
+            return  # it attends to everything, so nothing is drafted
         policy = cache.shared.of_layer(cache.config.dense_layers)
         if policy.drafts == "exact" and type(policy) is not Policy:
             raise ValueError(
@@ -85,8 +85,7 @@ class Exact:
     def begin(self, cache: SparseCache) -> None:
         """Have ``cache`` attend to everything, except where :class:`ExactSampling` drafts; as :meth:`check`."""
         self.check(cache)
-        if not isinstance(cache, PrefixCache):  # which does anyway, and would take drafts for its context
-            cache.row_table.exactness.begin(self.drafts)
+        cache.row_table.exactness.begin(self.drafts)
 
 
 class ExactSampling:

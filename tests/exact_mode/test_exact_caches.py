@@ -85,9 +85,9 @@ class Text:
         return self
 
 
-def drafted(config, sparse_drafts: bool = True) -> Text:
-    text = Text(config=config).forward(LONG)
-    ids = torch.cat((text.ids[:, :LONG], torch.tensor([[5, 6, 7]])), dim=1)
+def drafted(rows: int = 1, sparse_drafts: bool = True) -> Text:
+    text = Text(rows).forward(LONG)
+    ids = torch.cat((text.ids[:, :LONG], torch.tensor([[5, 6, 7]] * rows)), dim=1)
     with text.cache.drafts(sparse_drafts), torch.no_grad():
         text.net(ids[:, LONG:], past_key_values=text.cache)
     return text.says(ids)
@@ -100,10 +100,10 @@ def replayed(config=CONFIG, **how) -> Text:
     return text
 
 
-def began(sparse_steps: bool) -> Text:
+def began(sparse_steps: bool = False, config=CONFIG) -> Text:
     """A row that shares the blocks of another one of a batch."""
     text = Text()
-    rows = SparseCache(CONFIG, None).rows(2, 512)
+    rows = SparseCache(config, None).rows(2, 512)
     row = rows.join(rows.prefill(text.net, text.ids))
     if sparse_steps:
         rows.step(text.net, [7, 0])
@@ -137,7 +137,6 @@ def prefill(mass: float | None) -> TokenConfig:
 
 
 STREAMING = StreamingConfig(window=32, block_size=16, dense_layers=0, max_draft=4)
-BLOCKS = TokenConfig(**SMALL, level="two_level", metadata="min_max", tail=None, num_blocks=2, token_budget=16)
 FAST = TokenConfig(**{**SMALL, "token_budget": 8, "dense_below": 4096})
 OUTGROWN = TokenConfig(**{**SMALL, "token_budget": 128})
 
@@ -161,9 +160,9 @@ CACHES: dict[str, tuple[Callable[..., Text], int | None]] = {
     "replayed steps": (lambda path: replayed(), LONG),
     "replayed dense steps": (lambda path: replayed(EVERYTHING), None),
     "replayed rounds": (lambda path: replayed(exact=True, drafts=3), None),
-    "drafts, together": (lambda path: drafted(CONFIG), LONG),
-    "drafts, one by one": (lambda path: drafted(BLOCKS), LONG),
-    "drafts, attending to everything": (lambda path: drafted(CONFIG, sparse_drafts=False), None),
+    "drafts, together": (lambda path: drafted(), LONG),
+    "drafts, one by one": (lambda path: drafted(rows=2), LONG),
+    "drafts, attending to everything": (lambda path: drafted(sparse_drafts=False), None),
     "a sparse prompt": (lambda path: filed(Text(config=prefill(0.5)).forward(LONG), path), 0),
     "its second piece is sparse": (lambda path: filed(Text(config=prefill(0.5)).forward(50, LONG - 50), path), 50),
     "cropped to the prompt": (lambda path: Text().turn().crop(-19), None),
@@ -183,19 +182,24 @@ CACHES: dict[str, tuple[Callable[..., Text], int | None]] = {
         lambda path: Text(2).turn().rows(lambda cache, index: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
         LONG,
     ),
-    "blocks of another row": (lambda path: began(False), None),
-    "that may be an answer's": (lambda path: began(True), 0),
+    "blocks of another row": (lambda path: began(), None),
+    "that may be an answer's": (lambda path: began(sparse_steps=True), 0),
     "a prefix": (lambda path: prefixed(), None),
     "a copy of a prefix": (lambda path: prefixed(itself=True), None),
     "a prefix in 8 bits": (lambda path: prefixed(OffloadConfig(kv_dtype="int8")), 0),
 }
 
 
-@pytest.mark.parametrize(("make", "exact"), CACHES.values(), ids=CACHES)
-def test_exact_mode_takes_what_full_attention_has_computed(make, exact, tmp_path, monkeypatch):
-    """It refuses the rest, and says how to have it recomputed: then its text is full attention's."""
+@pytest.fixture
+def few_tokens(monkeypatch):
+    """Of sparse prompts."""
     monkeypatch.setattr(sparse_prompt, "LEAST", 60)
     monkeypatch.setattr(sparse_prompt, "LAST", 32)
+
+
+@pytest.mark.parametrize(("make", "exact"), CACHES.values(), ids=CACHES)
+def test_exact_mode_takes_what_full_attention_has_computed(few_tokens, make, exact, tmp_path):
+    """It refuses the rest, and says how to have it recomputed: then its text is full attention's."""
     text = make(tmp_path / "cache")
     assert text.cache.row_table.exactness.inexact_from == exact
     with sparse(text.net, exact=True, drafts=2):
@@ -207,6 +211,29 @@ def test_exact_mode_takes_what_full_attention_has_computed(make, exact, tmp_path
         found = text.generate(text.net, text.cache, 12)
     assert torch.equal(found, text.generate(reference(text.name), None, 12))
     assert text.cache.row_table.exactness.inexact_from is None
+
+
+@pytest.mark.parametrize(("mass", "exact"), [(0.5, 0), (None, None)])
+def test_a_row_that_has_joined_takes_it_along(few_tokens, mass, exact):
+    assert began(config=prefill(mass)).cache.row_table.exactness.inexact_from == exact
+
+
+def test_a_prefix_takes_no_drafts_for_its_context():
+    """It attends to everything anyway."""
+    text = prefixed(itself=True)
+    with sparse(text.net, exact=True, drafts=2):
+        text.generate(text.net, text.cache, 12)
+    stats = text.cache.stats()
+    assert (stats.drafted, stats.decode_steps, stats.exact_calls) == (0, 11, 2)
+
+
+def test_an_interrupt_between_a_crop_and_what_it_says():
+    """All that is left is exact."""
+    text = Text().forward(LONG)
+    text.cache.row_table.exactness.selected(LONG)
+    with sparse(text.net, exact=True, drafts=2):
+        found = text.generate(text.net, text.cache, 5)
+    assert torch.equal(found, text.generate(reference("llama"), None, 5))
 
 
 def test_a_cache_of_transformers_own_is_gone_on_with():

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from caches import SMALL, two_level
+from caches import FULL, SMALL, two_level
 from captured import Event, Told, imitated
 from models import MODELS, PAD, build, model, prompt, reference
 from test_exact_mode import DEVICE, LINEAR, TIGHT, same_text, written
@@ -274,6 +274,20 @@ def test_what_came_after_the_same_tokens():
     assert found_before(text, 0) is None
     assert found_before(text[:, :3], 4) is None
     assert found_before(torch.tensor([[1, 1, 1, 1]]), 4).tolist() == [[1]]
+
+
+@pytest.mark.parametrize("exactly", [False, True], ids=["within the budget", "exact"])
+def test_scores_of_prompt_lookup_outlive_replays(exactly):
+    """transformers' loop keeps the logits of a float32 model as they are."""
+    ids = prompt(1, 30)["input_ids"].repeat(1, 2)
+    go = {"prompt_lookup_num_tokens": 3, "do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **go, "output_scores": True}
+    expected, (net, runner) = reference("llama").generate(**given), imitated("llama")
+    with exact(net) if exactly else sparse(net, TokenConfig(**{**SMALL, **FULL})):
+        found = net.generate(**given)
+    assert runner.replays > 3
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.cat(found.scores), torch.cat(expected.scores), atol=1e-3, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------- caches that are kept
