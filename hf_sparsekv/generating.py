@@ -153,7 +153,8 @@ def sparse(
         optimize: call :func:`optimize`, and undo it at the end. ``None``: if the whole model is on one GPU. A model
             that was optimised before stays so, which saves time at each entry and exit (docs/generating.md).
         exact: sparse steps only draft, and full attention decides: the text is full attention's (docs/exact.md).
-            Drafts attend to 1,024 tokens, unless ``config`` or ``changes`` name a budget, a share or a preset.
+            Drafts attend to 1,024 tokens, unless ``config`` or ``changes`` name a budget, a share or a preset. A cache
+            given to ``generate()`` must hold nothing but what full attention has computed.
         drafts: with ``exact``: tokens drafted before each verification. ``None``: as many as pay.
         changes: options of the configuration: ``sparse(model, token_budget=512)``.
 
