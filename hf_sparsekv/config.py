@@ -51,7 +51,6 @@ class SparseConfig(Options):
 
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length", "prefill", "prefill_below")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
-    UNNAMED: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # what files mean that do not name a newer option
 
     block_size: int = 64
     sinks: int = 4
@@ -81,8 +80,7 @@ class SparseConfig(Options):
     def preset(cls: type[Config], name: str, **changes: Any) -> Config:
         """A configuration by name (docs/presets.md), with ``changes`` of single fields.
 
-        ``"fast"`` and ``"accurate"`` lie on either side of the defaults; ``"previous"`` is what earlier releases took
-        by default, ``"paper"`` the method's paper.
+        ``"fast"`` and ``"accurate"`` lie on either side of the defaults; ``"paper"`` is the method's paper.
 
         Raises:
             ValueError: this class has no preset ``name``, or the changes do not fit it.

@@ -240,7 +240,7 @@ def cache_options(kind: str, given: Mapping[str, Any], facts: Mapping[str, Any])
             raise typer.BadParameter(wrong)
     predictor, predictors = named.get("predictor"), facts["predictors"]
     _require(
-        predictor is None or predictor in (*predictors, *facts["predictors_before"]),
+        predictor is None or predictor in predictors,
         f"--predictor must be one of {', '.join(map(repr, predictors))}{guess(str(predictor), predictors)}, "
         f"got {predictor!r}",
     )

@@ -160,7 +160,6 @@ AT_LEAST_0 = ("sinks", "window", "dense_layers", "max_draft")
 CHOICES = {
     "level": "one of 'auto', 'two_level', 'block', 'token'",
     "channel_importance": "one of 'spread', 'max', 'mean'",
-    "block_reduce": "one of 'mean', 'max'",
     "token_reduce": "one of 'mean', 'max'",
     "lag": "True, False or None",
     "label_bits": "4 or 16",
@@ -191,8 +190,6 @@ def test_config_values_of_each_field():
         ({"window": 0}, "window must be at least 1"),
         ({"block_size": 16, "num_blocks": 4, "token_budget": 65}, "4 blocks of 16 tokens hold 64 tokens, fewer than t"),
         ({"level": "block", "token_budget": 63}, "token_budget=63 is less than one block of 64 tokens"),
-        ({"bound_tokens": 12}, "bound_tokens must be a power of two"),
-        ({"bound_tokens": 128}, "bound_tokens=128 exceeds block_size=64"),
         ({"label_channels": 7}, "label_channels must be even, got 7"),
     ],
 )

@@ -81,7 +81,7 @@ def _check_fine(layer: Layer, blocks: Tensor) -> None:
 def _check_coarse(layer: Layer) -> None:
     config = layer.shape.config
     live = {"tokens": config.block_size, "sinks": layer.sinks}
-    expected = block_score(layer.q, layer.bounds, layer.rows, layer.block_table, config.block_reduce, **live)
+    expected = block_score(layer.q, layer.bounds, layer.rows, layer.block_table, config.token_reduce, **live)
     near_enough(layer, "block_score", layer.block_scores, expected)
     same("block_select", layer.blocks, block_select(layer.block_scores, layer.blocks.shape[-1]))
 

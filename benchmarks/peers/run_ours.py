@@ -25,7 +25,7 @@ from .row_file import versions
 
 # Quest: pages of 16 tokens scored by the bounds of their keys' least and largest channels, two dense layers, no sinks.
 # One choice for all query heads of a KV head (the best bound of them), and the 16 newest tokens are attended, too.
-QUEST = "block_only:block_size=16,metadata=min_max,sinks=0,window=16,dense_layers=2,token_budget="
+QUEST = "block_only:block_size=16,sinks=0,window=16,dense_layers=2,token_budget="
 SYSTEMS = {
     "default": "token",
     "accurate": "token:preset=accurate",

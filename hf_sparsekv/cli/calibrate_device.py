@@ -27,7 +27,7 @@ GRID = ((4, 2048), (16, 2048), (1, 4096), (4, 4096), (16, 4096), (1, 8192), (4, 
 GRID += ((1, 12288), (1, 16384), (4, 16384), (1, 32768))
 SECONDS = 60  # no further shape is begun then
 REPLAYS = 10
-BLOCKS = TokenConfig(level="two_level", metadata="min_max", num_blocks=128)
+BLOCKS = TokenConfig(level="two_level", num_blocks=128)
 # Few enough blocks for the coarse level to be left out: such a step scores the labels of every token.
 FEW = replace(BLOCKS, num_blocks=16)
 

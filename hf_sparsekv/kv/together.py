@@ -100,7 +100,7 @@ def _together(indexes: Sequence[Index]) -> Index | None:
         fields[name] = _joined([getattr(index, name) for index in indexes])
         if (fields[name] is None) != (getattr(first, name) is None):
             return None
-    alike = ("key_dim", "metadata", "span")
+    alike = ("key_dim", "span")
     if any(getattr(index, name) != getattr(first, name) for index in indexes for name in alike):
         return None
     return replace(first, **fields)  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from ..policies.registry import method_of
 from ..predictor.channels import are_norms
 from .configuration import keeps_queries
 from .container import Layer, Reader, damaged, dtype_name
-from .earlier_codes import index_of
 from .filed_cache import INDEX_KEYS, FiledCache, kept_index
 
 _STORED = {"near_kv"}  # tensors of a store besides its blocks; all others belong to the policy
@@ -98,7 +97,7 @@ def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str,
     if not keeps_queries(file):  # the predictor starts without queries
         always = always - {"queries", "queries_from"}
     fits = {
-        "index": record.blocks == 0 or record.index == index_of(record, index, store.block_size),
+        "index": record.blocks == 0 or record.index == index,
         "channels": labels is None or calibrates or record.channels == labels.r,
         **{name: name in kept for name in always},
         **{name: name in policy.file_names() for name in kept - always},

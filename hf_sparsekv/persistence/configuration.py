@@ -6,12 +6,9 @@ Separate from loading because it needs no tensor but a channel file's.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 from ..config import OffloadConfig, SparseConfig
-from ..policies.ahead.predictive_config import BY_LAYER, RENAMED
-from ..policies.label_index import default_channels
-from ..policies.need_options import FIXED
+from ..policies.ahead.predictive_config import BY_LAYER
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 from .filed_cache import FiledCache
@@ -43,7 +40,7 @@ def empty_cache(
             del named["predictor"]
         elif named.get("predictor") == _DEFAULT:
             named["predictor"] = None
-        saved = saved_as(**{**saved_as.UNNAMED, **named, **_defaults_then(named, file)})
+        saved = saved_as(**named)
         if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
             raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
         if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
@@ -61,9 +58,6 @@ def empty_cache(
             cache.config = cache.shared.config = saved
             cache.shared.channels = channels
         return cache
-    kept = getattr(saved, "label_channels", None)
-    if kept is not None and getattr(config, "label_channels", "") is None:
-        config = replace(config, **{"label_channels": kept})  # what the default was then
     cache = made(config, offload)
     if type(config) is not saved_as:
         raise TypeError(f"config must be a {saved_as.__name__}, as {file.path} has it, got {type(config).__name__}")
@@ -82,18 +76,6 @@ def empty_cache(
     return cache
 
 
-def _defaults_then(named: dict[str, Any], file: Reader) -> dict[str, Any]:
-    """What earlier releases meant by options that they did not name, or that are None: a fixed budget, fewer labels."""
-    then: dict[str, Any] = {}
-    if named.get("token_budget", FIXED) is None and "mass" not in named:
-        then["token_budget"] = FIXED
-    if named.get("label_channels", 0) is None:
-        kept = [layer for layer in file.layers if layer.channels is not None]
-        if kept and kept[0].channels != default_channels(kept[0].query_dim):
-            then["label_channels"] = kept[0].channels
-    return then
-
-
 def free_fields(config: type[SparseConfig]) -> list[str]:
     """Fields that only affect later steps: ``FREE`` of the class and of its base classes."""
     lists = (vars(kind).get("FREE", ()) for kind in config.__mro__)
@@ -102,4 +84,4 @@ def free_fields(config: type[SparseConfig]) -> list[str]:
 
 def keeps_queries(file: Reader) -> bool:
     """Whether the predictor of the saved cache records the queries of its steps."""
-    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER, *RENAMED)
+    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)

@@ -24,8 +24,7 @@ from torch import Tensor
 from ..version import __version__
 from ..whole_file import replacing
 
-FORMAT, VERSION = "hf-sparsekv-cache", "3"
-READS = "2", VERSION  # version 2 has labels without norms
+FORMAT, VERSION = "hf-sparsekv-cache", "4"
 PIECE = 1 << 26  # bytes that are read or written at once
 
 _DTYPES = {
@@ -357,10 +356,10 @@ class Reader:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} is not a saved cache: make one with cache.save(path)")
         version, release = metadata.get("version"), metadata.get("hf_sparsekv")
-        if version not in READS:
+        if version != VERSION:
             raise ValueError(
                 f"{path} has format version {version}, of hf-sparsekv {release}; this one, {__version__}, reads "
-                f"versions {' and '.join(READS)}: load it with that release, or prefill and save again"
+                f"version {VERSION}: load it with that release, or prefill and save again"
             )
         try:
             self.state, self.layers, shapes = _read_header(metadata.get("state", ""))

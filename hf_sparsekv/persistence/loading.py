@@ -25,7 +25,6 @@ from ..tensors import no_inference_mode
 from .checks import check_header, check_reserved, check_tensors, names_each_block, refuse_rows
 from .configuration import empty_cache
 from .container import PIECE, Layer, Reader, damaged
-from .earlier_codes import converted, is_earlier
 from .filed_cache import FiledCache, Kinds, kv_dtype_of
 
 
@@ -209,8 +208,6 @@ def _read_blocks(pool: BlockPool, ids: Tensor, record: Layer, file: Reader, pref
     for lo in range(0, record.blocks, step := max(1, PIECE // pool.kv[0].nbytes)):
         hi = min(lo + step, record.blocks)
         at, rows = ids[lo:hi], {name: file.rows(prefix + name, lo, hi) for name in ("blocks", *record.index)}
-        if is_earlier(record):
-            rows["blocks"], rows["scales"] = converted(rows["blocks"], rows["scales"], pool.split)
         pool.kv[at.to(pool.kv.device)] = rows.pop("blocks").to(pool.kv.device)
         for name, value in rows.items():
             pool.fields[name][at.to(pool.device)] = value.to(pool.device)

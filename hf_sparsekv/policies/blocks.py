@@ -16,11 +16,11 @@ from ..ops.storage.seal import Index
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .block_metadata import BlockMetadata
+from .block_bounds import BlockBounds
 from .drafting import Drafting
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .token_config import TokenConfig, has_tail, kind_of, level, selection
+from .token_config import TokenConfig, has_tail, level, selection
 
 
 class BlockPolicy(Drafting, LabelledPolicy):
@@ -37,7 +37,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
         self.method = selection(config)
-        self.metadata = BlockMetadata(kind_of(config), config.bounds_per_block, config.block_reduce)
+        self.bounds = BlockBounds(config.token_reduce)
         if level(config) == "block":
             self.labels, self.granularity = None, "block"
         self.copies_tokens = False
@@ -47,12 +47,12 @@ class BlockPolicy(Drafting, LabelledPolicy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self.metadata.start(store)
+        self.bounds.start(store)
         if has_tail(self.config):
             store.keep_means(self.config.tail_tokens)
 
     def sealing(self, store: LayerStore) -> Index:
-        return self.metadata.sealing(store, super().sealing(store))
+        return self.bounds.sealing(store, super().sealing(store))
 
     # ------------------------------------------------------------------ a step
 
@@ -108,7 +108,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
 
     def choose_blocks(self, q: Tensor, store: LayerStore) -> Tensor:
         """``BlockIds [batch, H, coarse_blocks]`` for this query."""
-        scores = self.metadata.scores(q, store)
+        scores = self.bounds.scores(q, store)
         return block_select(scores, self.config.coarse_blocks, rows=store.rows, block_size=store.block_size)
 
     def enter_blocks(self, store: LayerStore) -> LayerPages | None:
@@ -120,7 +120,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().account(q, store, plan, tally)
         if scored := self.blocks_scored(plan, tally):
-            store.counters.index_bytes += self.metadata.nbytes(store, scored)
+            store.counters.index_bytes += self.bounds.nbytes(store, scored)
         if plan.dense:
             return
         if self.labels is not None:

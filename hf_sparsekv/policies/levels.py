@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import OffloadConfig
 from .ahead.lag import LaggingBlockPolicy
 from .base import Policy
-from .block_metadata import bounds_bytes
+from .block_bounds import bounds_bytes
 from .blocks import BlockPolicy
 from .by_need import expected
 from .device_tokens import add_device_tokens
@@ -15,7 +15,7 @@ from .need_options import whole_tokens
 from .registry import register
 from .shared import Labelled
 from .token import TokenPolicy
-from .token_config import TokenConfig, has_tail, kind_of, lags, level, selection
+from .token_config import TokenConfig, has_tail, lags, level, selection
 
 
 class Levels(Labelled):
@@ -55,7 +55,7 @@ class Levels(Labelled):
         if has_tail(config):
             memory.means = mean_bytes(request)
         if of != "token":
-            memory.bounds = bounds_bytes(request, kind_of(config), config.bounds_per_block)
+            memory.bounds = bounds_bytes(request)
             if request.offload is not None and request.full_blocks > config.coarse_blocks:
                 memory.fetch(request, config.coarse_blocks, config.coarse_blocks)
         elif request.offload is not None:

@@ -19,7 +19,6 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .base import Policy
-from .block_walk import BlockWalkPolicy, walk_bytes
 from .by_need import ByNeed, expected
 from .device_tokens import add_device_tokens
 from .drafting import Drafting
@@ -30,7 +29,7 @@ from .measured import PackStats, WalkStats
 from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
 from .registry import register
-from .shared import Labelled, Shared
+from .shared import Labelled
 
 FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
@@ -44,19 +43,12 @@ class Progressive(Labelled):
         self.whole_tokens = config.min_tokens
 
     @classmethod
-    def of(cls, policy: type[Policy], config: ProgressiveConfig, offload: OffloadConfig | None) -> Shared:
-        return cls(policy, config, offload) if config.labels else Shared(BlockWalkPolicy, config, offload)
-
-    @classmethod
     def crossover(cls, config: ProgressiveConfig) -> str | None:
         return "progressive"
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
         memory = Memory(blocks=request.blocks)
-        if not request.config.labels:
-            memory.bounds = walk_bytes(request)
-            return memory
         memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
         if request.config.means:
             memory.means = mean_bytes(request)
@@ -79,7 +71,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     that a step has taken are copied to the device after it; what the next step wants beyond them is read in host
     memory.
 
-    With an estimate of the papers the layers have :class:`.block_walk.BlockWalkPolicy` instead.
+    PSA's own estimate, by boxes around the keys of blocks, is a reference of the evaluation.
     """
 
     config: ProgressiveConfig

@@ -32,37 +32,19 @@ class ProgressiveConfig(SparseConfig):
             ``stats()`` says how often it decided. ``None``: all.
         group_reduce: when the query heads of a KV head have seen enough: ``"all"`` of them, or the ``"sum"`` of their
             masses (which the heads with the largest logits decide).
-        estimate: ``"labels"``, or one of three that go by boxes around the keys of whole blocks, as baselines:
-            ``"as_min"`` (PSA's), ``"bound"`` (Quest's bound on what is left, which guarantees the threshold and reads
-            nearly everything) and ``"scores"`` (this package's earlier one). See
-            :mod:`hf_sparsekv.policies.block_walk`: plain torch on any device, which reads every key to find where to
-            stop, so these are slower than dense attention. ``min_tokens`` and ``max_tokens`` become whole blocks, and
-            label options are not used.
         label_channels, label_bits, channel_file, channel_importance, calibration_tokens, tail, tail_tokens: as in
-            :class:`TokenConfig`. ``tail`` is without effect with other estimates than labels.
+            :class:`TokenConfig`.
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
-            with the estimate (``stats()``). Takes longer than a dense step. ``None``: never. Only with
-            ``estimate="labels"``.
+            with the estimate (``stats()``). Takes longer than a dense step. ``None``: never.
     """
 
     FREE = ("threshold", "min_tokens", "max_tokens", "group_reduce", "audit_every")
-    PRESETS = MappingProxyType(
-        {
-            "fast": {"threshold": 0.9},
-            "accurate": {"threshold": 0.98},
-            "previous": {
-                **{"estimate": "scores", "threshold": 0.98, "min_tokens": 512, "dense_layers": 2, "tail": None}
-            },
-            "paper": {"estimate": "as_min", "threshold": 0.98, "min_tokens": 0, "dense_layers": 2, "tail": None},
-        }
-    )
-    UNNAMED = MappingProxyType({"tail": None})
+    PRESETS = MappingProxyType({"fast": {"threshold": 0.9}, "accurate": {"threshold": 0.98}})
 
     threshold: float = 0.95
     min_tokens: int = 256
     max_tokens: int | None = None
     group_reduce: Literal["all", "sum"] = "all"
-    estimate: Literal["labels", "scores", "as_min", "bound"] = "labels"
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
@@ -89,19 +71,12 @@ class ProgressiveConfig(SparseConfig):
         for name in ("min_tokens", "max_tokens"):
             require((getattr(self, name) or 0) < 1 << 31, f"{name} must be less than 2^31, which kernels count to")
         one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        one_of("estimate", self.estimate, ("labels", "scores", "as_min", "bound"))
         check_labels(self)
         check_tail(self)
         if self.audit_every is not None:
             positive("audit_every", self.audit_every)
-            require(self.labels, f"audit_every needs estimate='labels', got {self.estimate!r}")
-
-    @property
-    def labels(self) -> bool:
-        """Tokens have labels."""
-        return self.estimate == "labels"
 
     @property
     def means(self) -> bool:
         """Means stand for tokens that are not chosen."""
-        return self.labels and self.tail is not None
+        return self.tail is not None

@@ -10,25 +10,12 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Literal
 
-from ..option_checks import flag_or_none, one_of, positive, power_of_two, require
+from ..option_checks import flag, one_of, positive, require
 from .label_options import Importance, Reduce, check_labels, check_tail
 from .need_options import BudgetOrMass
 
-Metadata = Literal["min_max", "cuboid_mean", "mean"]
-METADATA = ("min_max", "cuboid_mean", "mean")
 Level = Literal["auto", "two_level", "block", "token"]
 LEVELS = ("auto", "two_level", "block", "token")
-
-
-def _check_index(config: TokenConfig) -> None:
-    """What the block metadata must obey."""
-    one_of("block_reduce", config.block_reduce, ("mean", "max"))
-    if config.bound_tokens is not None:
-        power_of_two("bound_tokens", config.bound_tokens)
-        require(
-            config.bound_tokens <= config.block_size,
-            f"bound_tokens={config.bound_tokens} exceeds block_size={config.block_size}",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +42,7 @@ class TokenConfig(BudgetOrMass):
         level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
             attends to all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses
             among all cached tokens (as Double Sparsity does). ``"auto"``: ``"token"``, or ``"two_level"`` if
-            ``num_blocks``, ``metadata``, ``bound_tokens`` or ``lag=True`` asks for a choice of blocks.
-        metadata: what is kept of a block's keys to score it by: ``"min_max"`` (Quest's bound, as AsyncTLS has it),
-            ``"cuboid_mean"`` (ArkVale's centre of the keys' box and mean deviation from it) or ``"mean"`` (of the keys;
-            half the memory). ``None`` means ``"min_max"``.
-        bound_tokens: tokens that share one pair of key bounds; divides ``block_size``. A block scores as its best part
-            does: narrower bounds find more, and take ``block_size / bound_tokens`` times the memory and time.
-            ``None`` means one pair a block (AsyncTLS).
+            ``num_blocks`` or ``lag=True`` asks for a choice of blocks.
         label_channels: channels kept per key in the label cache; even. ``None`` means half of the head dimension, but
             64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents).
         label_bits: 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units of
@@ -73,12 +54,10 @@ class TokenConfig(BudgetOrMass):
             (Double Sparsity: mean magnitude of the product). The last two rank a channel high that is the same in all
             keys, which softmax ignores.
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
-        block_reduce: how the query heads of a group share one block score: ``"max"`` or ``"mean"`` (their bounds
-            are averaged; AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
-        token_reduce: the same for the token score.
+        token_reduce: how the query heads of a group share one score, of a block or of a token: ``"max"`` or ``"mean"``
+            (AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
-            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/settings.md). ``None``, which
-            files of earlier releases hold, means off.
+            overlap (AsyncTLS section 4.2). Loses facts (docs/studies/settings.md).
         tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
             columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
             attention for one more token's reading in ``tail_tokens`` (docs/studies/settings.md). Lost facts stay
@@ -86,16 +65,12 @@ class TokenConfig(BudgetOrMass):
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
-    FREE = ("mass", "token_budget", "num_blocks", "lag", "block_reduce", "token_reduce")
+    FREE = ("mass", "token_budget", "num_blocks", "lag", "token_reduce")
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
             "accurate": {"mass": 0.95},
-            "previous": {"level": "two_level", "metadata": "min_max", "lag": True, "tail": None, "dense_layers": 2},
-            "paper": {
-                **{"level": "two_level", "metadata": "min_max", "lag": True, "dense_layers": 2},
-                **{"block_reduce": "mean", "token_reduce": "mean", "tail": None},
-            },
+            "paper": {"level": "two_level", "lag": True, "dense_layers": 2, "token_reduce": "mean", "tail": None},
         }
     )
 
@@ -103,16 +78,13 @@ class TokenConfig(BudgetOrMass):
     mass: float | None = None
     num_blocks: int | None = None
     level: Level = "auto"
-    metadata: Metadata | None = None
-    bound_tokens: int | None = None
     label_channels: int | None = None
     label_bits: int = 4
     channel_file: str | PathLike[str] | None = None
     channel_importance: Importance = "spread"
     calibration_tokens: int = 256
-    block_reduce: Reduce = "max"
     token_reduce: Reduce = "max"
-    lag: bool | None = False
+    lag: bool = False
     tail: Literal["mean"] | None = "mean"
     tail_tokens: int = 256
 
@@ -136,11 +108,9 @@ class TokenConfig(BudgetOrMass):
             f"level='block' attends to whole blocks: token_budget={self.budget} is less than one block of "
             f"{self.block_size} tokens",
         )
-        one_of("metadata", self.metadata, (*METADATA, None))
-        _check_index(self)
         check_labels(self)
         check_tail(self)
-        flag_or_none("lag", self.lag)
+        flag("lag", self.lag)
 
     @property
     def can_need(self) -> bool:
@@ -158,11 +128,6 @@ class TokenConfig(BudgetOrMass):
         return -(-self.budget // self.block_size)
 
     @property
-    def bounds_per_block(self) -> int:
-        """Parts of a block that have metadata of their own."""
-        return self.block_size // (self.bound_tokens or self.block_size)
-
-    @property
     def coarse_blocks(self) -> int:
         """Blocks that the coarse level keeps per step, row and KV head."""
         if self.level == "block":
@@ -178,18 +143,12 @@ def level(config: TokenConfig) -> str:
     """What ``config.level`` comes to: ``"two_level"``, ``"block"`` or ``"token"``."""
     if config.level != "auto":
         return config.level
-    asked = (config.num_blocks, config.metadata, config.bound_tokens) != (None, None, None)
-    return "two_level" if asked or config.lag else "token"
-
-
-def kind_of(config: TokenConfig) -> str:
-    """Which summary of a block's keys is kept, where one is."""
-    return config.metadata or "min_max"
+    return "two_level" if config.num_blocks is not None or config.lag else "token"
 
 
 def lags(config: TokenConfig) -> bool:
     """Tokens are chosen within the blocks of the previous step."""
-    return bool(config.lag) and level(config) != "token"
+    return config.lag and level(config) != "token"
 
 
 def selection(config: TokenConfig) -> str:

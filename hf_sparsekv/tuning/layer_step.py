@@ -42,7 +42,7 @@ VERIFIED = (4, 8, 16)  # drafts of a pass, with the token before them
 PIECE = 1 << 28  # entries of the stored keys that are indexed at once, which bounds the temporaries
 
 
-BLOCKS = TokenConfig(level="two_level", metadata="min_max", num_blocks=128)
+BLOCKS = TokenConfig(level="two_level", num_blocks=128)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Layer:
         config = self.shape.config
         live = {"tokens": config.block_size, "sinks": self.sinks}
         block_score(
-            self.q, self.bounds, self.rows, self.block_table, config.block_reduce, **live, out=self.block_scores
+            self.q, self.bounds, self.rows, self.block_table, config.token_reduce, **live, out=self.block_scores
         )
 
     def block_select(self) -> None:

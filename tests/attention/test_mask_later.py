@@ -134,7 +134,6 @@ CROWDED = (
     "host-lag-tail",
     "host-default-smallpool",
     "device-block",
-    "progressive-paper",
     "predictive",
     "predictive-second",
 )

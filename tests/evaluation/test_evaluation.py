@@ -19,7 +19,7 @@ from hf_sparsekv_eval.cache_specs import CacheSpec, known, parse_cache, parse_ca
 from hf_sparsekv_eval.measures import Measure, Record, bootstrap
 from hf_sparsekv_eval.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
 from hf_sparsekv_eval.records import Results
-from hf_sparsekv_eval.reference_policies import OracleConfig, OraclePolicy, RandomConfig
+from hf_sparsekv_eval.reference_policies import OracleConfig, OraclePolicy, PSAConfig, RandomConfig
 from hf_sparsekv_eval.samples import Sample, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
@@ -101,14 +101,17 @@ def reference(kind, **changes):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", [OracleConfig, RandomConfig])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [(OracleConfig, {"token_budget": 4096}), (RandomConfig, {"token_budget": 4096}), (PSAConfig, {"threshold": 1.0})],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt-oss"])
-def test_references_with_room_for_all_are_dense(kind, name: str) -> None:
+def test_references_with_room_for_all_are_dense(kind, most, name: str) -> None:
     inputs, go = prompt(2, 90, (0, 7)), {"do_sample": False, "max_new_tokens": 12}
     sparse = model(name)
     with attention(build(name, "eager"), "eager") as dense:
         expected = dense.generate(**inputs, **go)
-    cache = reference(kind, token_budget=4096)
+    cache = reference(kind, **most)
     assert torch.equal(sparse.generate(**inputs, past_key_values=cache, **go), expected)
 
 
@@ -136,6 +139,53 @@ def test_oracle_attends_to_the_best_tokens() -> None:
             expected = logits[head, g, kept].softmax(-1) @ v[0, head, kept]
             torch.testing.assert_close(got[0, head * group + g], expected, atol=1e-5, rtol=1e-5)
     assert store.counters.attended.sum() == heads * len(kept)
+
+
+def psa_blocks(q, keys, first, blocks, threshold) -> list[int]:
+    """PSA's Algorithm 1, a block at a time: ``q [group, D]``, ``keys [n, D]``, tokens of near ones and of blocks."""
+    mass = (q @ keys.T * q.shape[1] ** -0.5).exp()  # [group, n]
+    scores = {}
+    for block, inside in blocks.items():
+        high, low = keys[inside].amax(0), keys[inside].amin(0)
+        away = (keys[inside] - (high + low) / 2).abs().mean(0)
+        scores[block] = float((q @ (high + low) / 2 + q.abs() @ away).max())
+    acc, left = mass[:, first].sum(1), sum(map(len, blocks.values()))
+    least, taken = torch.full_like(acc, torch.inf), []
+    for block in sorted(blocks, key=lambda one: -scores[one]):
+        held = mass[:, blocks[block]].sum(1)
+        acc, left = acc + held, left - len(blocks[block])
+        least = torch.minimum(least, held / len(blocks[block]))
+        taken.append(block)
+        if float((acc / (acc + least * left)).min()) > threshold:
+            break
+    return taken
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.98, 1.0])
+def test_psa_stops_where_its_paper_does(threshold) -> None:
+    torch.manual_seed(0)
+    heads, group, dim, length = 2, 2, 16, 150
+    q, k, v = (torch.randn(2, n, length, dim, dtype=torch.float64) for n in (heads * group, heads, heads))
+    cache = reference(PSAConfig, threshold=threshold, dense_layers=0)
+    layer = own_layer(cache, 0)
+    cache.layers, valid = [layer], torch.ones(2, length, dtype=torch.bool)
+    valid[1, :37] = False
+    layer.fill(q, k, v, valid)
+    store = layer.store
+    params = AttentionParams(scale=dim**-0.5)
+    layer.policy.attend(q[:, :, -1], store, layer.policy.plan(store), params)
+    found = layer.policy.select(q[:, :, -1], store, params)
+    attended = 0
+    for row in range(2):
+        keys, sealed = k[row][:, valid[row]], store.held.sealed[row] * store.block_size
+        near = [*range(cache.config.sinks), *range(sealed, keys.shape[1])]
+        blocks = {b: [*range(max(16 * b, cache.config.sinks), 16 * b + 16)] for b in range(sealed // 16)}
+        for head in range(heads):
+            mine = q[row, head * group : (head + 1) * group, -1]
+            right = psa_blocks(mine, keys[head], near, blocks, threshold)
+            assert [one for one in found[row, head].tolist() if one >= 0] == right
+            attended += len(near) + sum(len(blocks[b]) for b in right)
+    assert store.counters.attended.sum() == attended
 
 
 # ---------------------------------------------------------------------- shared prefills

@@ -36,8 +36,7 @@ TAIL = {"tail": "mean", "tail_tokens": 32}  # of two blocks
 
 def two_level(offload: bool | OffloadConfig = True, model_config=None, **changes) -> OffloadedSparseCache:
     """A two-level cache with test-sized settings; blocks by their bounds, and with ``lag`` if they are offloaded."""
-    bounds = {"metadata": None if changes.get("level") == "auto" else "min_max"}
-    usual = {"level": "two_level", "lag": bool(offload), "tail": None, **bounds}
+    usual = {"level": "two_level", "lag": bool(offload), "tail": None}
     config = TokenConfig(**{**SMALL, **usual, **changes})
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
@@ -133,7 +132,6 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "device-default": _default(False),
     "host-default-nopool": _default(OffloadConfig(device_pool=0)),
     "host-default-smallpool": _default(OffloadConfig(device_pool=50_000)),
-    "host-default-bounds": _default(True, metadata="min_max", bound_tokens=4),
     "host-nopool": _two_level(OffloadConfig(device_pool=0)),
     "host-smallpool": _two_level(OffloadConfig(device_pool=50_000)),  # less than what several rows choose in a step
     "host-nolag": _two_level(True, lag=False),
@@ -142,9 +140,8 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "host-block": _two_level(True, level="block"),
     "device-token": _two_level(False, level="token"),
     "host-token": _two_level(True, level="token"),
-    "device-mean": _two_level(False, block_reduce="mean", token_reduce="mean", channel_importance="mean"),
+    "device-mean": _two_level(False, token_reduce="mean", channel_importance="mean"),
     "host-blocks32": _two_level(True, block_size=32, sinks=0),
-    "device-parts": _two_level(False, block_size=32, bound_tokens=8),
     "device-dense1": _two_level(False, dense_layers=1),
     "device-tail": _default(False, **TAIL),
     "host-tail": _default(True, **TAIL),
@@ -156,8 +153,7 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),
     "progressive-host-smallpool": _progressive(OffloadConfig(device_pool=30_000)),
     "progressive-low": _progressive(False, threshold=0.4, label_bits=16, group_reduce="sum", min_tokens=0),
-    "progressive-bound": _progressive(True, estimate="bound", dense_layers=1),
-    "progressive-paper": _progressive(False, estimate="as_min"),
+    "progressive-dense1": _progressive(True, dense_layers=1),
     "progressive-capped": _progressive(True, max_tokens=37, threshold=0.9),
     "progressive-tail": _progressive(False, **TAIL),
     "progressive-host-tail": _progressive(True, **TAIL),
@@ -195,7 +191,6 @@ CODED: dict[str, Callable[..., SparseCache]] = {
     "host-kept1-int8": _default(INT8, dense_layers=1),
     "progressive-host-int8": _progressive(INT8),
     "progressive-tail-int8": _progressive(INT8, **TAIL),
-    "progressive-bound-int8": _progressive(INT8, estimate="bound"),
     "predictive-host-int8": _predictive(INT8),
     "streaming-host-int8": generic(methods()["streaming"], INT8),
 }
@@ -215,11 +210,6 @@ ONE_EACH = (
 )
 
 LATE = ("predictive-late",)  # choose nothing before some ninety tokens
-EAGER = (
-    "progressive-bound",
-    "progressive-bound-int8",
-    "progressive-paper",
-)  # plain torch looks for the end of a walk: never captured
 HOST_RANK = ("predictive-second",)  # chosen on the host for a model on a GPU: such steps are not captured
 UNSAVED = ("predictive-second",)  # cannot be saved yet
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caches import ALL, EAGER, HOST_RANK, LATE, TIGHT
+from caches import ALL, HOST_RANK, LATE, TIGHT
 from models import build, model, prompt
 from transformers.generation.streamers import BaseStreamer
 
@@ -174,7 +174,7 @@ def through_modes(cache: str, name: str, padded: bool) -> None:
     tokens = 90 if cache in LATE and not padded else 60
     _, runner = check_imitated(caches, inputs, tokens, name)
     least = tokens - (20 if cache in HOST_RANK else 10)  # a second device calibrates eagerly
-    assert (runner.replays > least) == (cache not in EAGER)  # of those, steps before there are blocks are replayed
+    assert runner.replays > least
     assert runner.captures < 12
 
 

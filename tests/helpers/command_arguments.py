@@ -93,7 +93,7 @@ def of_info(info) -> dict:
 
 def facts() -> dict:
     """Names that values of options are compared with."""
-    from hf_sparsekv.policies.ahead.predictive_config import BY_LAYER, RENAMED
+    from hf_sparsekv.policies.ahead.predictive_config import BY_LAYER
     from hf_sparsekv.policies.registry import called
     from hf_sparsekv.predictor.query import PREDICTORS
     from hf_sparsekv_eval import long_tasks, longbench, ruler, ruler_paper, ruler_probe, whole_table
@@ -117,7 +117,6 @@ def facts() -> dict:
             if _ours(method)
         },
         "predictors": [*BY_LAYER, *PREDICTORS],
-        "predictors_before": [*RENAMED],
         "families": list(ruler.FAMILIES),
         "probe families": list(ruler_probe.FAMILIES),
         "paper families": list(ruler_paper.FAMILIES),

@@ -100,7 +100,6 @@ class Oracle:
             return real
         sinks, near, free = self.parts(state, row, real)
         block_of = {c: i // size for i, c in enumerate(real)}
-        place = {c: i % size for i, c in enumerate(real)}
         mine = slice(head * group, (head + 1) * group)
 
         blocks = sorted({block_of[c] for c in free})
@@ -108,13 +107,8 @@ class Oracle:
             keep = self.kept_blocks
             asking = state.last_query if self.lag else query[:, :, 0]
             if asking is not None:
-                scores = {}
-                for block in blocks:
-                    part = config.bound_tokens or size
-                    inside = [c for c in free if block_of[c] == block]
-                    parts = sorted({place[c] // part for c in inside})
-                    pieces = [[c for c in inside if place[c] // part == p] for p in parts]
-                    scores[block] = max(self.block_bound(asking[row, mine], key[row, head, one]) for one in pieces)
+                inside = {block: [c for c in free if block_of[c] == block] for block in blocks}
+                scores = {b: self.block_bound(asking[row, mine], key[row, head, cs]) for b, cs in inside.items()}
                 blocks = sorted(blocks, key=lambda b: (-scores[b], b))[:keep]
         candidates = [c for c in free if block_of[c] in blocks]
         if self.level == "block":
@@ -144,20 +138,13 @@ class Oracle:
         return self.valid[row, :length].nonzero().flatten().tolist()
 
     def block_bounds(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """What the block's keys are taken to score, per query head."""
-        high, low = keys.amax(0), keys.amin(0)
-        if self.config.metadata in (None, "min_max"):  # the largest q . k that a key inside the block's box could have
-            return torch.maximum(queries * high, queries * low).sum(1)
-        if self.config.metadata == "mean":
-            return (queries * keys.mean(0)).sum(1)
-        centre = (high + low) / 2
-        away = (keys - centre).abs().mean(0)
-        return (queries * centre).sum(1) + (queries.abs() * away).sum(1)
+        """The largest q . k that a key inside the block's box could have, per query head."""
+        return torch.maximum(queries * keys.amax(0), queries * keys.amin(0)).sum(1)
 
     def block_bound(self, queries: Tensor, keys: Tensor) -> float:
         """The same for the KV head."""
         bounds = self.block_bounds(queries, keys).tolist()
-        return max(bounds) if self.config.block_reduce == "max" else sum(bounds) / len(bounds)
+        return max(bounds) if self.config.token_reduce == "max" else sum(bounds) / len(bounds)
 
     def choose_channels(self, queries: Tensor, keys: Tensor) -> list[list[list[int]]]:
         batch, heads, length, dim = keys.shape

@@ -26,7 +26,7 @@ ASSETS = Path(__file__).parents[2] / "assets"
 LENGTH = 2048
 QUESTION = 3  # tokens of the question that are answered from the sparse cache, too
 TIGHT = "token_budget=128,num_blocks=16"  # of 2,048 tokens, 30 blocks
-BOUNDS = "two_level:level=two_level,metadata=min_max"  # AsyncTLS
+BOUNDS = "two_level:level=two_level"  # AsyncTLS
 
 # name -> spec, and how many points of the mean score it may lose against full attention on either model. One prompt is
 # 16.7 points of six: most may lose none but a part of one. Measured losses are beside each.

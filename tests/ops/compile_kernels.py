@@ -150,8 +150,8 @@ def recent_tokens() -> None:
         seal_range(**BY_NAME["seal.seal_range"].call(place(), of_prompt))
     seal(**BY_NAME["seal"].call(place(), replace(usual, coded=True)))
     quantise(place().randn(3, 8, 64, 256), 128)
-    seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="mean")))
-    seal(**BY_NAME["seal"].call(place(), Seal(**latents, metadata="cuboid_mean", bits=16)))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents)))
+    seal(**BY_NAME["seal"].call(place(), Seal(**latents, bits=16)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, span=2)))
     k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 1, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
@@ -172,12 +172,8 @@ def choices() -> None:
     for heads, group, dk in ((8, 4, 128), (1, 128, 576)):
         q, bounds, rows, block_table = list(BY_NAME["block_score"].call(place(), 1, heads, group, dk, 64).values())[:4]
         live = {"tokens": 64, "sinks": 4}
-        each = torch.empty(1, heads * group, 64)
-        for reduce in ("mean", "max", "none"):
-            for metadata in ("min_max", "cuboid_mean"):
-                block_score(q, bounds, rows, block_table, reduce, metadata, **live)
-        block_score(q, bounds, rows, block_table, "max", **live, each=each)
-        block_score(q, bounds[:, :, :1], rows, block_table, "mean", "mean", **live)
+        for reduce in ("mean", "max"):
+            block_score(q, bounds, rows, block_table, reduce, **live)
         block_score(q, bounds, rows, block_table, "mean", **live, fill=False)
     for n in (512, 20_000):
         block_select(torch.randn(1, 8, n), 64)

@@ -86,18 +86,16 @@ def holes(place, num_blocks: int) -> torch.Tensor:
     return hole
 
 
-def block_score(place, batch, heads, group, dk, n, reduce="mean", metadata="min_max", tokens=16):
+def block_score(place, batch, heads, group, dk, n, reduce="mean", tokens=16):
     """Of ragged rows; NaN or garbage where nobody looks."""
     rows, block_table, sinks, hidden = ragged(place, batch, n, tokens)
     num_blocks = len(hidden)
     ends = torch.stack((place.randn(num_blocks, heads, dk), place.randn(num_blocks, heads, dk)), 2)
     ends = torch.cat((ends.amax(2, keepdim=True), ends.amin(2, keepdim=True)), 2)
     bounds = torch.where(hidden.all(1)[:, None, None, None], holes(place, num_blocks).to(place.dtype), ends)
-    bounds = bounds[:, :, :1].contiguous() if metadata == "mean" else bounds
-    out = place.nan(batch, heads * group if reduce == "none" else heads, n, dtype=torch.float32)
-    each = place.nan(batch, heads * group, n, dtype=torch.float32)
+    out = place.nan(batch, heads, n, dtype=torch.float32)
     q = place.randn(batch, heads * group, dk)
-    return q, bounds, rows, block_table, reduce, metadata, tokens, sinks, out, each
+    return q, bounds, rows, block_table, reduce, tokens, sinks, out
 
 
 def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
@@ -239,8 +237,8 @@ OPERATORS = [
         "block_score",
         block_score,
         BOUNDS,
-        options=(("mean", "max", "none"), ("min_max", "cuboid_mean", "mean")),
-        small=(2, 1, 6, 64, 20, "max", "min_max"),
+        options=(("mean", "max"),),
+        small=(2, 1, 6, 64, 20, "max"),
         ratio=lambda place, *_: 4e-6,  # products of 16-bit numbers are exact in float32
         views={"q": "turned", "block_table": "rows", "bounds": "half"},
         far={"q": 1, "bounds": 0},

@@ -66,7 +66,6 @@ class Seal:
     dv: int = 64
     block_size: int = 16
     sinks: int = 4
-    parts: int = 1
     channels: int = 16
     bits: int = 4
     norms: bool = True
@@ -75,7 +74,6 @@ class Seal:
     rests: tuple[int, ...] = ()  # rows that attend to nothing
     there: bool = True  # the last row has a physical block for it
     bounds: bool = True
-    metadata: str = "min_max"
     keeps: bool = True
     span: int | None = None  # blocks of a mean's span
     coded: bool = False  # keys and values become codes
@@ -97,8 +95,7 @@ def seal(place, case: Seal) -> tuple:
     kept = (capacity, case.heads, size)
     index = {"key_dim": case.dk}
     if case.bounds:
-        sides = 1 if case.metadata == "mean" else 2
-        index |= {"bounds": place.nan(capacity, case.parts, case.heads, sides, case.dk), "metadata": case.metadata}
+        index["bounds"] = place.nan(capacity, case.heads, 2, case.dk)
     if case.channels:
         channels = shuffled(place, case.batch * case.heads, case.dk, case.channels)
         index["channels"] = channels.view(case.batch, case.heads, -1)
@@ -146,7 +143,6 @@ class SealRange:
     split: int | None = None  # width of ``k``, if it is not ``dk``
     block_size: int = 16
     sinks: int = 4
-    parts: int = 1
     channels: int = 16
     bits: int = 4
     norms: bool = True
@@ -154,7 +150,6 @@ class SealRange:
     staged: bool = False
     keeps: bool = True
     bounds: bool = True
-    metadata: str = "min_max"
     span: int | None = None
 
 
@@ -162,8 +157,8 @@ def seal_range(place, case: SealRange) -> tuple:
     """NaN in rings where these blocks have nothing, in new tokens that they do not take, and in all that is written."""
     size, width, split = case.block_size, case.dk + case.dv, case.split or case.dk
     start, end, ring = case.first * size, case.end * size, 3 * size
-    usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "parts", "channels", "bits")}
-    usual |= {name: getattr(case, name) for name in ("norms", "sinks", "bounds", "metadata", "span", "keeps")}
+    usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "channels", "bits")}
+    usual |= {name: getattr(case, name) for name in ("norms", "sinks", "bounds", "span", "keeps")}
     recent_kv, *_, block_table, kv, index = seal(place, Seal(batch=case.rows, sealed=(case.end,) * case.rows, **usual))
     recent_kv.fill_(math.nan)
     for token in range(start, min(case.past, end)):
@@ -223,8 +218,7 @@ SEALS = {
     "some rows, the first not": Seal(batch=3, heads=3, sealed=(1, 0, 4), due=(False, False, True)),
     "no row": Seal(due=(False, False), span=4),
     "no room": Seal(sealed=(2, 3), there=False),
-    "parts": Seal(block_size=64, parts=4, dk=128, dv=128, channels=32),
-    "many parts": Seal(block_size=32, parts=8, sealed=(0, 2)),
+    "blocks of 64": Seal(block_size=64, dk=128, dv=128, channels=32),
     "unquantised labels": Seal(bits=16, block_size=32),
     "no labels": Seal(channels=0),
     "no bounds": Seal(bounds=False, block_size=32),
@@ -253,15 +247,11 @@ SEALS = {
 
 
 AVERAGES = {
-    "cuboid": Seal(channels=0, metadata="cuboid_mean"),
-    "cuboid of parts": Seal(batch=3, heads=3, dk=80, block_size=64, parts=4, sealed=(0, 2, 5), metadata="cuboid_mean"),
-    "cuboid of sinks": Seal(sinks=20, parts=2, sealed=(0, 1), metadata="cuboid_mean"),
-    "latents, parts": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32, parts=2, metadata="cuboid_mean"),
-    "mean": Seal(metadata="mean", block_size=32, dk=128),
-    "mean of parts": Seal(metadata="mean", block_size=32, parts=2, sealed=(0, 9)),
+    "bounds of sinks": Seal(batch=3, heads=3, dk=80, block_size=64, sinks=20, sealed=(0, 2, 5), channels=0),
+    "latents, no labels": Seal(heads=1, dk=576, dv=0, channels=0, block_size=32),
     "running mean, first of its span": Seal(channels=0, bounds=False, span=1),
     "running mean": Seal(batch=4, span=4, dk=80, dv=48, heads=3, sealed=(7, 4, 1, 2), due=(True, True, True, False)),
-    "running mean behind sinks": Seal(batch=3, span=4, sinks=20, sealed=(0, 1, 2), metadata="cuboid_mean"),
+    "running mean behind sinks": Seal(batch=3, span=4, sinks=20, sealed=(0, 1, 2)),
     "running mean behind a span of sinks": Seal(span=2, sinks=40, sealed=(2, 3)),
     "running mean, latents": Seal(heads=1, dk=576, dv=0, channels=128, block_size=64, bounds=False, span=2),
     "running mean, kept elsewhere": Seal(channels=0, keeps=False, bounds=False, span=3, sealed=(0, 5)),
@@ -280,7 +270,7 @@ RANGES = {
     "one block": SealRange(13, 0, 1, more=0),
     "to a buffer": SealRange(57, 2, 7, rows=2, staged=True),
     "kept elsewhere": SealRange(57, 2, 7, rows=2, keeps=False),
-    "parts": SealRange(70, 1, 3, block_size=64, parts=4, dk=128, dv=128, channels=32),
+    "blocks of 64": SealRange(70, 1, 3, block_size=64, dk=128, dv=128, channels=32),
     "unquantised labels": SealRange(37, 1, 4, bits=16, block_size=32),
     "no labels, no bounds": SealRange(37, 1, 4, channels=0, bounds=False, sinks=0),
     "wide heads": SealRange(100, 0, 2, heads=1, dk=256, dv=256, channels=64, block_size=128),
@@ -292,9 +282,6 @@ RANGES = {
 
 
 RANGES_OF_MEANS = {
-    "cuboid": SealRange(57, 2, 7, rows=2, metadata="cuboid_mean"),
-    "cuboid, latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24, metadata="cuboid_mean"),
-    "mean": SealRange(57, 2, 7, metadata="mean", parts=2),
     "running means": SealRange(0, 0, 9, span=4),
     "running means, from within a span": SealRange(57, 2, 11, rows=2, heads=3, dk=80, dv=48, channels=20, span=4),
     "running means, within one span": SealRange(57, 2, 3, span=4, staged=True),

@@ -59,22 +59,19 @@ def wild_queries(place, heads, group, dk):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
-@pytest.mark.parametrize("reduce", ["mean", "max", "none"])
+@pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("heads, group, dk", [(2, 4, 64), (1, 40, 64), (1, 20, 576), (2, 1, 80)])
-def test_block_scores(place, heads, group, dk, reduce, metadata):
+def test_block_scores(place, heads, group, dk, reduce):
     operator, n = BY_NAME["block_score"], 37
-    given = operator.call(place, 4, heads, group, dk, n, reduce, metadata) | {
-        "q": wild_queries(place, heads, group, dk)
-    }
-    bounds, block_table = place.randn(n + 4, heads, 1 if metadata == "mean" else 2, dk), given["block_table"]
+    given = operator.call(place, 4, heads, group, dk, n, reduce) | {"q": wild_queries(place, heads, group, dk)}
+    bounds, block_table = place.randn(n + 4, heads, 2, dk), given["block_table"]
     for physical_id, value in enumerate(WILD):
         bounds[physical_id, :, 0, 7] = bounds[physical_id + 3, -1, -1, dk - 1] = value
     bounds[6:9] = torch.tensor(WILD)[:, None, None, None]
     block_table[:, 30:] = -1
     sealed = torch.full((4,), 16 * n, dtype=torch.int32, device=place.device)
     given |= {"bounds": bounds, "rows": torch.stack((sealed + 3, sealed), 1)}
-    operator.check(place, given, operator.expected(given), reduce, metadata)
+    operator.check(place, given, operator.expected(given), reduce)
     assert (given["out"][3] == -inf).all()
     assert given["out"][0].isfinite().any()
 
@@ -133,22 +130,19 @@ def test_ends_of_half_precision(place, reduce, bits):
     stored.copy_(torch.where(stored.isnan(), stored, torch.sign(stored.float()).to(stored.dtype) * top))
     labels.check(place, given, labels.expected(given), reduce, bits)
     assert not (given["out"] == inf).any() and given["out"].isfinite().any()
-    for metadata in ("min_max", "cuboid_mean"):
-        other = blocks.call(place, 2, 2, 4, 64, 7, reduce, metadata) | {"q": given["q"]}
-        other["bounds"].copy_((torch.sign(place.randn(11, 2, 2, 64).float()) * top).to(place.dtype))
-        blocks.check(place, other, blocks.expected(other), reduce, metadata)
-        assert not other["out"].isnan().any() and not (other["out"] == inf).any()
+    other = blocks.call(place, 2, 2, 4, 64, 7, reduce) | {"q": given["q"]}
+    other["bounds"].copy_((torch.sign(place.randn(11, 2, 2, 64).float()) * top).to(place.dtype))
+    blocks.check(place, other, blocks.expected(other), reduce)
+    assert not other["out"].isnan().any() and not (other["out"] == inf).any()
 
 
 # ---------------------------------------------------------------------- what scores are made of
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", [4, 16])
-@pytest.mark.parametrize("metadata", ["min_max", "cuboid_mean", "mean"])
-def test_seal(place, metadata, bits):
-    """Bounds of a part with NaN are NaN in its channel; labels that float16 does not hold are held to its ends."""
-    case = Seal(block_size=32, parts=2, metadata=metadata, bits=bits, sealed=(3, 3))
+def test_seal(place, bits):
+    """Bounds of a block with NaN are NaN in its channel; labels that float16 does not hold are held to its ends."""
+    case = Seal(block_size=32, bits=bits, sealed=(3, 3))
     operator = BY_NAME["seal.seal"]
     given = operator.call(place, case)
     keys, index = given["recent_kv"][:, :, case.sinks :, : case.dk], given["index"]

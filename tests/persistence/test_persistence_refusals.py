@@ -30,7 +30,7 @@ def path(tmp_path_factory):
 
 
 CHANGES = {"block_size": 32, "sinks": 5, "window": 17, "max_draft": 3, "dense_layers": 1, "level": "token"}
-CHANGES |= {"bound_tokens": 8, "label_channels": 2, "label_bits": 16, "channel_importance": "mean"}
+CHANGES |= {"label_channels": 2, "label_bits": 16, "channel_importance": "mean"}
 CHANGES |= {"calibration_tokens": 33}
 
 
@@ -277,8 +277,8 @@ def test_other_files(path, tmp_path):
         other.write_bytes(whole[:keep])
         with pytest.raises(ValueError, match="is not a saved cache, or it is truncated"):
             SparseCache.load(other)
-    with pytest.raises(ValueError, match=r"format version 1, of hf-sparsekv .* reads versions 2 and 3: load it"):
-        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="1")))
+    with pytest.raises(ValueError, match=r"format version 3, of hf-sparsekv .* reads version 4: load it"):
+        SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(version="3")))
     with pytest.raises(ValueError, match="is not a saved cache"):
         SparseCache.load(rewrite(path, other, metadata=lambda meta: meta.update(format="x")))
     save_file({"x": torch.zeros(3)}, other)

@@ -96,7 +96,7 @@ def test_what_is_fixed_and_what_is_needed():
     assert TokenConfig(mass=0.9).budget == 0 and TokenConfig(token_budget=7, mass=0.9).budget == 7
     for level in ("two_level", "block"):
         assert (TokenConfig(level=level).budget, TokenConfig(level=level).threshold) == (1024, None)
-    assert TokenConfig.preset("previous").budget == TokenConfig.preset("paper").budget == 1024
+    assert TokenConfig.preset("paper").budget == 1024
 
 
 def test_a_saved_cache_may_go_on_by_need(tmp_path):

@@ -220,7 +220,6 @@ def test_methods_have_names():
     assert two_level(False, **automatic).shared.of_layer(0).method == "progressive"
     assert two_level(False, **automatic, token_budget=32).shared.of_layer(0).method == "token_only"
     assert two_level(False, **automatic, num_blocks=128).shared.of_layer(0).method == "two_level"
-    assert two_level(False, **automatic, bound_tokens=16).shared.of_layer(0).method == "two_level"
 
 
 def test_the_users_file_goes_first(monkeypatch, empty_table):

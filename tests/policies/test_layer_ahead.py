@@ -714,6 +714,5 @@ def test_what_a_configuration_stands_for():
     assert PredictiveConfig().prediction == "layer"
     assert PredictiveConfig(cache_rank="host").prediction == "layer"
     assert PredictiveConfig(cache_rank="cuda:1").prediction == "assembled_ridge"
-    assert PredictiveConfig(predictor="layer:mid").prediction == "layer:in_delta", "what earlier releases had"
     assert not PredictiveConfig(predictor="last").by_layer
     assert AsyncPredictiveCache(PredictiveConfig(predictor="own")).foresight is None

@@ -282,9 +282,8 @@ def test_a_choice_of_one_kind_may_go_on_as_the_other(settings, saves, tmp_path):
     assert loaded.stats().sparse_calls == (2 if settings is EARLIER and saves == "by need" else 4)
 
 
-def test_earlier_presets_have_a_fixed_number():
-    for preset in ("previous", "paper"):
-        assert PredictiveConfig.preset(preset).threshold is None
+def test_the_papers_preset_has_a_fixed_number():
+    assert PredictiveConfig.preset("paper").threshold is None
 
 
 # ---------------------------------------------------------------------- configuration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
@@ -14,17 +13,13 @@ from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
 from hf_sparsekv import OffloadConfig, ProgressiveCache, ProgressiveConfig, TokenConfig
-from hf_sparsekv.policies.block_walk import SLOPE
 
 
 class WalkOracle(Oracle):
-    """Which tokens, or blocks, each step must attend to, by the definitions, over the keys of a stock cache."""
+    """Which tokens each step must attend to, by the definitions, over the keys of a stock cache."""
 
     def __init__(self, config: ProgressiveConfig) -> None:
-        by_labels = config.estimate == "labels"
-        kind = {"scores": "cuboid_mean", "as_min": "cuboid_mean", "bound": "min_max"}.get(config.estimate)
-        more = {"level": "token" if by_labels else "block", "metadata": kind, "block_reduce": "max"}
-        more["label_channels"] = config.label_channels or 16  # all of them
+        more = {"level": "token", "label_channels": config.label_channels or 16}  # all of them
         super().__init__(SimpleNamespace(**{**asdict(config), **more}), lag=False)
         self.shares: list[float] = []
         self.used: list[int] = []  # tokens beside the near ones
@@ -37,21 +32,16 @@ class WalkOracle(Oracle):
         config, size = self.config, self.config.block_size
         real = self.real(row, key.shape[2])
         blocks = max(state.full_blocks, default=0)
-        few = blocks * size <= config.min_tokens if config.level == "token" else not blocks
-        if layer < config.dense_layers or few or (config.level == "token" and state.channels is None):
+        few = blocks * size <= config.min_tokens
+        if layer < config.dense_layers or few or state.channels is None:
             return real
         sinks, recent, free = self.parts(state, row, real)
-        block_of = {c: i // size for i, c in enumerate(real)}
         mine = query[row, head * group : (head + 1) * group, 0].double()
         keys = key[row, head].double()
         mass = (mine @ keys.T * self.scale).exp()  # [group, length]
         first = sorted({*sinks, *recent})
-        if config.level == "token":
-            channels = state.channels[row][head]
-            norms = state.norms[row][head]
-            taken = self.by_labels(mine[:, channels], key[row, head][:, channels], norms, mass, first, recent, free)
-        else:
-            taken = self.by_blocks(mine.float(), key[row, head], mass, first, free, block_of)
+        channels, norms = state.channels[row][head], state.norms[row][head]
+        taken = self.by_labels(mine[:, channels], key[row, head][:, channels], norms, mass, first, recent, free)
         self.used.append(len(taken))
         columns = sorted({*first, *taken})
         self.shares.append(float((mass[:, columns].sum(1) / mass[:, real].sum(1)).min()))
@@ -78,41 +68,6 @@ class WalkOracle(Oracle):
         count = count if config.max_tokens is None else min(count, config.max_tokens)
         return [free[i] for i in order[:count]]
 
-    def by_blocks(self, mine, keys, mass, first, free, block_of) -> list[int]:
-        """PSA's Algorithm 1, a block at a time."""
-        config, size = self.config, self.config.block_size
-        group = mass.shape[0]
-        inside: dict[int, list[int]] = {}
-        for c in free:
-            inside.setdefault(block_of[c], []).append(c)
-        bounds = {b: self.block_bound(mine, keys[columns]) for b, columns in inside.items()}
-        slope = SLOPE if config.estimate == "scores" else 1.0
-        each = {b: (self.block_bounds(mine, keys[c]).double() * self.scale * slope).exp() for b, c in inside.items()}
-        order = sorted(inside, key=lambda b: (-bounds[b], b))
-        acc, least, left = mass[:, first].sum(1), torch.full((group,), math.inf), len(free)
-        summed_least, taken, ratios = math.inf, [], []
-        expected = {b: len(columns) * each[b] for b, columns in inside.items()}
-        for b in order if config.max_tokens is None else order[: max(1, config.max_tokens // size)]:
-            held = mass[:, inside[b]].sum(1)
-            acc, left = acc + held, left - len(inside[b])
-            least = torch.minimum(least, held / len(inside[b]))
-            summed_least = min(summed_least, float(held.sum()) / len(inside[b]))
-            taken.append(b)
-            over, summed = least * left, summed_least * left
-            if config.estimate != "as_min":
-                over = sum((expected[j] for j in order[len(taken) :]), torch.zeros(group))
-                summed = over.sum()
-            if config.estimate == "scores":
-                ratios += [torch.cat((held / expected[b], (held.sum() / expected[b].sum())[None]))]
-                mean = torch.stack(ratios).mean(0)
-                over, summed = over * mean[:-1], summed * mean[-1]
-            share = acc / (acc + over)
-            if config.group_reduce == "sum":
-                share = acc.sum() / (acc.sum() + summed)
-            if float(share.min()) > config.threshold and len(taken) * size >= config.min_tokens:
-                break
-        return [c for b in taken for c in inside[b]]
-
 
 class WalkRace(Race):
     def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
@@ -121,7 +76,7 @@ class WalkRace(Race):
 
     def agree(self) -> None:
         """The same number of tokens, but for shares on the border of two bins: the oracle has float64."""
-        stats, rel = self.ours.stats(), 1e-3 if self.ours.config.labels else 0
+        stats, rel = self.ours.stats(), 1e-3
         assert stats.attended_tokens == pytest.approx(self.oracle.attended, rel=rel, abs=0)
         if stats.walks:
             assert sum(w.tokens_used for w in stats.walks) == pytest.approx(sum(self.oracle.used), rel=rel, abs=0)
@@ -141,16 +96,10 @@ CASES = {
     "at least": (True, {"min_tokens": 50, "threshold": 0.3}),
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "dense first": (False, {"dense_layers": 1, "sinks": 0}),
-    "paper": (False, {"estimate": "as_min"}),
-    "paper's sum": (True, {"estimate": "as_min", "group_reduce": "sum"}),
-    "paper, capped": (True, {"estimate": "as_min", "max_tokens": 40, "threshold": 0.9, "min_tokens": 20}),
-    "bound": (False, {"estimate": "bound"}),
-    "scores": (True, {"estimate": "scores"}),
-    "sum of scores": (False, {"estimate": "scores", "group_reduce": "sum", "threshold": 0.8}),
 }
 
 
-UNPADDED = ("usual", "capped", "paper", "bound", "scores")
+UNPADDED = ("usual", "capped")
 
 
 @pytest.mark.few
@@ -319,7 +268,6 @@ def test_captured_audits_on_a_gpu(offload):
         ({"threshold": 0}, r"threshold must lie in \(0, 1\], got 0"),
         ({"threshold": 1.5}, "threshold must lie in"),
         ({"threshold": True}, "threshold must lie in"),
-        ({"estimate": "none"}, "estimate must be one of"),
         ({"group_reduce": "mean"}, "group_reduce must be one of 'all', 'sum'"),
         ({"min_tokens": -1}, "min_tokens must be an integer >= 0"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer"),
@@ -327,7 +275,6 @@ def test_captured_audits_on_a_gpu(offload):
         ({"max_tokens": 1 << 31}, "max_tokens must be less than 2\\^31"),
         ({"label_bits": 8}, "label_bits must be 4 or 16"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),
-        ({"audit_every": 2, "estimate": "bound"}, "audit_every needs estimate='labels'"),
     ],
 )
 def test_configurations_are_checked(wrong, says):

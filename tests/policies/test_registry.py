@@ -296,7 +296,7 @@ def test_presets_decode(name, preset):
 
 
 def test_presets_refused():
-    with pytest.raises(ValueError, match="has no preset 'quick'; it has 'fast', 'accurate', 'previous', 'paper'"):
+    with pytest.raises(ValueError, match="has no preset 'quick'; it has 'fast', 'accurate', 'paper'"):
         TokenConfig.preset("quick")
     with pytest.raises(ValueError, match="StreamingConfig has no preset 'fast'; it has none"):
         parse_cache("streaming:preset=fast")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from caches import CACHES, TAIL, TIGHT, full_block_kv, predictive, progressive, two_level
 from models import REFERENCE, build, model, prompt
-from saved_files import rewrite
 from transformers import DynamicCache
 
-from hf_sparsekv import ProgressiveConfig, SparseCache, TokenConfig
+from hf_sparsekv import SparseCache, TokenConfig
 
 WAYS = (
     *("device-tail", "host-tail", "host-lag-tail", "predictive-tail", "predictive-host-tail"),
@@ -167,17 +166,6 @@ def test_not_where_whole_blocks_are_attended_to():
     cache = two_level(False, level="block", **{**TIGHT, **TAIL})
     forced(model("llama"), cache, prompt(1, 150), prompt(1, 3, seed=1)["input_ids"])
     assert all(layer.store.mean_tokens == 0 for layer in cache.sparse_layers)
-
-
-def test_files_without_a_tail_stay_without(tmp_path):
-    """Files of progressive caches of earlier releases do not name the option."""
-    cache = progressive(False)
-    with torch.no_grad():
-        model("llama")(**prompt(1, 100), past_key_values=cache)
-    cache.save(tmp_path / "cache")
-    rewrite(tmp_path / "cache", tmp_path / "old", state=lambda about: about["config"].pop("tail"))
-    loaded = type(cache).load(tmp_path / "old", model_config=model("llama").config)
-    assert ProgressiveConfig().tail == "mean" and loaded.config.tail is None
 
 
 @pytest.mark.parametrize("tokens", [0, 100, 64 * 33])

@@ -32,25 +32,21 @@ def dense_logits(name: str, ids: torch.Tensor) -> torch.Tensor:
         return model(name, "sdpa")(ids).logits[:, -1]
 
 
-DEFAULT = {"level": "auto", "metadata": None, "lag": False, "num_blocks": None}  # of two-level selection's choices
+DEFAULT = {"level": "auto", "lag": False, "num_blocks": None}  # of two-level selection's choices
 CASES = {
     "two_level": (True, {}),
     "two_level-nolag": (True, {"lag": False}),
     "two_level-device-lag": (False, {"lag": True}),
     "default-host": (True, DEFAULT),
     "default-device": (False, DEFAULT),
-    "two_level-mean": (False, {"block_reduce": "mean", "token_reduce": "mean"}),
-    "two_level-parts": (True, {"bound_tokens": 4}),
-    "two_level-parts-mean": (False, {"bound_tokens": 8, "block_reduce": "mean"}),
-    "two_level-cuboid": (True, {"metadata": "cuboid_mean"}),
-    "block-mean-keys": (False, {"level": "block", "metadata": "mean", "bound_tokens": 8}),
+    "two_level-mean": (False, {"token_reduce": "mean"}),
     "two_level-labels16": (True, {"label_bits": 16}),
     "two_level-mean-importance": (False, {"channel_importance": "mean", "label_channels": 2}),
     "two_level-wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "two_level-dense1": (False, {"dense_layers": 1}),
     "block": (False, {"level": "block"}),
     "block-lag": (True, {"level": "block"}),
-    "block-mean": (False, {"level": "block", "block_reduce": "mean", "sinks": 0}),
+    "block-mean": (False, {"level": "block", "token_reduce": "mean", "sinks": 0}),
     "token": (True, {"level": "token"}),
     "token-mean": (False, {"level": "token", "token_reduce": "mean"}),
 }
@@ -106,19 +102,19 @@ def test_tokens_are_chosen_among_all_wherever_they_are(captured, pool):
 
 def test_levels():
     """What the default comes to, and what asks for blocks."""
-    asks = ({"num_blocks": 64}, {"metadata": "min_max"}, {"bound_tokens": 16}, {"lag": True}, {"metadata": "mean"})
+    asks = ({"num_blocks": 64}, {"lag": True})
     assert level(TokenConfig()) == "token"
     assert {level(TokenConfig(**one)) for one in asks} == {"two_level"}
     for of in ("two_level", "block", "token"):
         assert {level(TokenConfig(level=of, **one)) for one in ({}, {"lag": True})} == {of}
     kept = {True: {"codes", "qparams"}, False: {"bounds"}}
-    for settings in ({}, {"level": "block"}, {"bound_tokens": 16}, {"metadata": "min_max"}, {"level": "token"}):
+    for settings in ({}, {"level": "block"}, {"num_blocks": 4}, {"level": "token"}):
         cache = two_level(True, **{**DEFAULT, "token_budget": 32, **settings})
         with torch.no_grad():
             model("llama")(prompt(1, 130)["input_ids"], past_key_values=cache)
         fields = set(cache.sparse_layers[0].store.pool.fields)
         assert kept[True] <= fields or settings.get("level") == "block"
-        assert ("bounds" in fields) == (settings in ({"level": "block"}, {"bound_tokens": 16}, {"metadata": "min_max"}))
+        assert ("bounds" in fields) == (settings in ({"level": "block"}, {"num_blocks": 4}))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,6 @@ def test_levels():
             {"level": "tokens"},
             "level must be one of 'auto', 'two_level', 'block', 'token' (did you mean 'token'?), got 'tokens'",
         ),
-        ({"metadata": "box"}, "metadata must be one of 'min_max', 'cuboid_mean', 'mean', None, got 'box'"),
         ({"num_blocks": 4}, "num_blocks=4 blocks of 64 tokens hold 256 tokens, fewer than token_budget=1024"),
     ],
 )

@@ -35,7 +35,7 @@ STEPS = int(os.environ.get("HF_SPARSEKV_RANDOM_STEPS", "400"))
 NEAR = 2e-3  # of logits whose spread is about 10: sums over other shapes
 CHOOSE = {**SMALL, "dense_below": 0}
 BUDGET = {**CHOOSE, "token_budget": 32}
-BLOCKS = {"level": "two_level", "num_blocks": 3, "metadata": "min_max", "tail": None}
+BLOCKS = {"level": "two_level", "num_blocks": 3, "tail": None}
 
 MADE = {
     "tokens": lambda: OffloadedSparseCache(TokenConfig(**BUDGET), None),

@@ -12,15 +12,13 @@ from typing import Literal
 
 import torch
 
-from ...option_checks import flag, not_negative, one_of, positive, require
+from ...option_checks import flag, not_negative, one_of, require
 from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
 from ..label_options import Importance, Reduce, check_labels, check_tail
 from ..need_options import FIXED, BudgetOrMass
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
 BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
-# Slower than choosing in place at every measured shape (docs/studies/predicted-queries.md): what stands for it.
-RENAMED = {"layer:mid": "layer:in_delta"}
 
 
 def _is_device(name: object) -> bool:
@@ -42,8 +40,8 @@ class PredictiveConfig(BudgetOrMass):
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
             from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose.
             ``"layer:in_delta"``, a little more right, adds what the layer added to the residual stream for the row's
-            last token (4 to 7 % more for a step); ``"layer:mid"`` of earlier releases means it. It takes hooks, which
-            ``optimize()`` or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by
+            last token (4 to 7 % more for a step). It takes hooks, which ``optimize()`` or
+            :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by
             their own query, in place, as all do with ``"own"``. From queries of earlier steps, much less right
             (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
             (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
@@ -56,7 +54,6 @@ class PredictiveConfig(BudgetOrMass):
             chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
-        layers_per_pack: without effect: layers that chose together in a captured step made it slower.
         token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TokenConfig`.
         calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
         dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says
@@ -65,13 +62,12 @@ class PredictiveConfig(BudgetOrMass):
 
     FREE = (
         *("token_budget", "mass", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
-        *("layers_per_pack", "token_reduce"),
+        "token_reduce",
     )
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
             "accurate": {"mass": 0.95, "predictor": "layer:in_delta"},
-            "previous": {"token_budget": FIXED, "predictor": "assembled_ridge", "tail": None},
             "paper": {"token_budget": FIXED, "predictor": "assembled", "tail": None},
         }
     )
@@ -85,7 +81,6 @@ class PredictiveConfig(BudgetOrMass):
     start_length: int = 0
     cache_rank: str | None = None
     strict: bool = False
-    layers_per_pack: int = 1
     token_reduce: Reduce = "max"
     label_channels: int | None = None
     label_bits: int = 4
@@ -97,7 +92,7 @@ class PredictiveConfig(BudgetOrMass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.predictor, str) and self.predictor not in RENAMED:
+        if isinstance(self.predictor, str):
             one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
         own = PREDICTOR if self.predictor is None or self.by_layer else self.predictor
         check_predictor(own, self.predictor_window, self.predictor_epsilon)
@@ -122,7 +117,6 @@ class PredictiveConfig(BudgetOrMass):
             "token_budget instead, or leave cache_rank out",
         )
         flag("strict", self.strict)
-        positive("layers_per_pack", self.layers_per_pack)
         check_labels(self)
         check_tail(self)
 
@@ -139,8 +133,6 @@ class PredictiveConfig(BudgetOrMass):
     @property
     def prediction(self) -> str | Predict:
         """What :attr:`predictor` stands for."""
-        if isinstance(self.predictor, str):
-            return RENAMED.get(self.predictor, self.predictor)
         if self.predictor is not None:
             return self.predictor
         return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR

@@ -22,7 +22,6 @@ def block_score_kernel(
     rows,
     table,
     out,
-    each,
     n,
     tokens,
     sinks,
@@ -33,7 +32,6 @@ def block_score_kernel(
     BK: tl.constexpr,
     BN: tl.constexpr,
     REDUCE: tl.constexpr,
-    METADATA: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -61,53 +59,36 @@ def block_score_kernel(
     p_box = bounds.ptr + b_physical_id[:, None] * bounds.block + i_head * bounds.head
     if REDUCE == "mean":
         b_both = tl.zeros([BN, BK], tl.float32)
-    if REDUCE != "mean" or each is not None:
+    else:
         b_all = tl.zeros([BG, BN], tl.float32)
     for i in tl.range(0, DK, BK, num_stages=STAGES):
         o_k = i + tl.arange(0, BK)
         m_q = (o_g < GROUP)[:, None] & (o_k < DK)[None, :]
         b_q = tl.load(p_row + o_k[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)
-        b_one, b_two = b_q, tl.abs(b_q)  # [BG, BK]
-        if METADATA == "min_max":
-            b_one = tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            b_two = tl.minimum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        b_one = tl.maximum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)  # [BG, BK]
+        b_two = tl.minimum(b_q, 0.0, propagate_nan=tl.PropagateNan.ALL)
         # Blocks that are not live may hold anything, NaN included, and are not read.
         m_box = m_live[:, None] & (o_k < DK)[None, :]
         b_first = tl.load(p_box + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
-        if METADATA != "mean":
-            b_second = tl.load(p_box + bounds.token + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
+        b_second = tl.load(p_box + bounds.token + o_k[None, :], mask=m_box, other=0.0)  # [BN, BK]
         if REDUCE == "mean":  # linear, so the group collapses to one vector first
             b_both += b_first.to(tl.float32) * (tl.sum(b_one, 0) / COUNT)[None, :]
-            if METADATA != "mean":
-                b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / COUNT)[None, :]
-        if REDUCE != "mean" or each is not None:
-            if NATIVE:  # positive part, absolute value and the 16-bit query itself are exact in its own type
+            b_both += b_second.to(tl.float32) * (tl.sum(b_two, 0) / COUNT)[None, :]
+        else:
+            if NATIVE:  # both parts of a 16-bit query are exact in its own type
                 b_one, b_two = b_one.to(b_first.dtype), b_two.to(b_first.dtype)
             else:
-                b_first = b_first.to(tl.float32)
+                b_first, b_second = b_first.to(tl.float32), b_second.to(tl.float32)
             b_all = tl.dot(b_one, tl.trans(b_first), b_all, input_precision="ieee")  # [BG, BN]
-            if METADATA != "mean":
-                if not NATIVE:
-                    b_second = b_second.to(tl.float32)
-                b_all = tl.dot(b_two, tl.trans(b_second), b_all, input_precision="ieee")
+            b_all = tl.dot(b_two, tl.trans(b_second), b_all, input_precision="ieee")
     p_to = row_ptr(out, i_batch, i_head) + o_n
-    if REDUCE != "mean" or each is not None:  # NaN counts as -inf
-        b_all = tl.where(m_live[None, :] & (b_all == b_all), b_all, float("-inf"))
     if REDUCE == "mean":
         b_s = tl.sum(b_both, 1)  # [BN]
-        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-    elif REDUCE == "max":
-        b_s = tl.max(tl.where((o_g < GROUP)[:, None], b_all, float("-inf")), 0)  # [BN]
-    if REDUCE == "none" or each is not None:
-        m_all = (o_g < GROUP)[:, None] & m_n[None, :]
-    if each is not None:
-        p_heads = each.ptr + i_batch * each.batch + (i_head * GROUP + o_g[:, None]) * each.head
-        tl.store(p_heads + o_n[None, :], b_all, mask=m_all)
-    if REDUCE == "none":  # heads of a group lie one after the other
-        p_to += i_head * (GROUP - 1) * out.head
-        tl.store(p_to[None, :] + o_far * out.head, b_all, mask=m_all)
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))  # NaN counts as -inf
     else:
-        tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
+        b_all = tl.where((o_g < GROUP)[:, None] & (b_all == b_all), b_all, float("-inf"))
+        b_s = tl.max(b_all, 0)  # [BN]
+    tl.store(p_to, tl.where(m_live, b_s, float("-inf")), mask=m_n)
 
 
 def block_score(
@@ -116,12 +97,10 @@ def block_score(
     rows,
     block_table,
     reduce,
-    metadata="min_max",
     *,
     tokens,
     sinks,
     out=None,
-    each=None,
     fill=True,
     config=None,
 ):
@@ -129,18 +108,14 @@ def block_score(
     batch, q_heads, dk = q.shape
     heads, n = bounds.shape[1], block_table.shape[1]
     if out is None:
-        out = empty_rows((batch, q_heads if reduce == "none" else heads, n), torch.float32, q.device)
+        out = empty_rows((batch, heads, n), torch.float32, q.device)
     if not n:
         return out
     require_rows(rows, batch)
-    require_dense_rows(bounds=bounds, block_table=block_table, out=out, each=each)
+    require_dense_rows(bounds=bounds, block_table=block_table, out=out)
     group = count = q_heads // heads
     config = config or default(q, batch * heads, n, group, dk)
     if group > MANY and reduce == "mean":
-        if each is not None:
-            sizes = {"tokens": tokens, "sinks": sinks}
-            block_score(q, bounds, rows, block_table, "none", metadata, **sizes, out=each, fill=fill)
-            each = None
         # positive and negative part are heads that are added up
         q, group, count = mean_heads(q, heads, split=True), 2, 1
     launch(
@@ -152,7 +127,6 @@ def block_score(
         rows,
         operand(Table, block_table),
         operand(Rows, out),
-        operand(Rows, each),
         n,
         tokens,
         sinks,
@@ -163,7 +137,6 @@ def block_score(
         BK=config.channels,
         BN=config.tile,
         REDUCE=reduce,
-        METADATA=metadata,
         FILL=fill,
         NATIVE=q.dtype == bounds.dtype and q.dtype != torch.float32,
         STAGES=config.stages,

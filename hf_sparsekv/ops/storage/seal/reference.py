@@ -19,13 +19,12 @@ class Index:
 
     Args:
         key_dim: ``Dk``; for latents (MLA) the whole width of a token.
-        bounds: ``[num_blocks, parts, H, sides, Dk]``, metadata of each part of a block, see :func:`key_metadata`.
+        bounds: ``[num_blocks, H, 2, Dk]``, see :func:`key_bounds`.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
         norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, see :func:`standardised`; None: 0 and 1.
             Not with unquantised codes.
         codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
         qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
-        metadata: kind of ``bounds``.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
         span: blocks in a span of ``means``.
         scales: float16 ``[num_blocks, H, 2 Dk + block_size]``, for a ``kv`` of int8 codes (``ops.storage.quantise``).
@@ -37,57 +36,25 @@ class Index:
     norms: Tensor | None = None
     codes: Tensor | None = None
     qparams: Tensor | None = None
-    metadata: str = "min_max"
     means: Tensor | None = None
     span: int = 1
     scales: Tensor | None = None
 
 
-def key_metadata(keys: Tensor, usable: Tensor, parts: int, metadata: str = "min_max") -> Tensor:
-    """Per-channel summary of the usable keys in each part of a block.
+def key_bounds(keys: Tensor, usable: Tensor) -> Tensor:
+    """Largest and smallest usable key per channel of each block.
 
-    * ``"min_max"``: :func:`key_bounds`.
-    * ``"cuboid_mean"``: the centre of the keys' bounding box, ``(max + min) / 2``, and their mean absolute deviation
-      from it (ArkVale, PSA).
-    * ``"mean"``: the mean of the keys.
-
-    A part without usable keys has zeros for ``"cuboid_mean"`` and ``"mean"``. NaN in a usable key gives NaN in that
-    channel of its part.
+    A block without usable keys gets bounds that score lower than every real one; readers skip it anyway. NaN in a
+    usable key gives NaN in that channel.
 
     Args:
         keys: ``[..., H, block_size, Dk]``.
         usable: bool ``[..., block_size]``.
 
     Returns:
-        ``[..., parts, H, sides, Dk]`` in the keys' dtype, ``sides`` 2, or 1 for the mean.
+        ``[..., H, 2, Dk]``.
     """
-    bounds = key_bounds(keys, usable, parts)
-    if metadata == "min_max":
-        return bounds
-    dtype, keys = keys.dtype, keys.unflatten(-2, (parts, -1)).transpose(-4, -3).float()  # [..., parts, H, tokens, Dk]
-    usable = usable.unflatten(-1, (parts, -1))[..., None, :, None]
-    count = usable.sum(-2).clamp_min(1)
-    if metadata == "mean":
-        return (keys.masked_fill(~usable, 0.0).sum(-2) / count)[..., None, :].to(dtype)
-    centre = (bounds[..., 0, :].float() + bounds[..., 1, :].float()) / 2
-    spread = (keys - centre[..., None, :]).abs().masked_fill(~usable, 0.0).sum(-2) / count
-    return torch.stack((centre, spread), dim=-2).to(dtype)
-
-
-def key_bounds(keys: Tensor, usable: Tensor, parts: int) -> Tensor:
-    """Largest and smallest usable key per channel of each part of a block.
-
-    A part without usable keys gets bounds that score lower than every real one; readers skip it anyway.
-
-    Args:
-        keys: ``[..., H, block_size, Dk]``.
-        usable: bool ``[..., block_size]``.
-
-    Returns:
-        ``[..., parts, H, 2, Dk]``.
-    """
-    keys = keys.unflatten(-2, (parts, -1)).transpose(-4, -3)  # [..., parts, H, tokens, Dk]
-    out = ~usable.unflatten(-1, (parts, -1))[..., None, :, None]
+    out = ~usable[..., None, :, None]
     limit = torch.finfo(keys.dtype).max
     return torch.stack((keys.masked_fill(out, -limit).amax(-2), keys.masked_fill(out, limit).amin(-2)), dim=-2)
 
@@ -224,7 +191,7 @@ def seal(
         kv[to.to(kv.device)] = coded.to(kv.device)
     keys = block[..., : index.key_dim]
     if index.bounds is not None:
-        index.bounds[to] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)
+        index.bounds[to] = key_bounds(keys, usable)
     if index.codes is not None:
         labels = keys.gather(-1, index.channels[row].long()[:, :, None].expand(-1, -1, size, -1))
         if index.qparams is None:
@@ -305,7 +272,7 @@ def seal_range(
     usable = (token >= sinks).view(-1, 1, size).expand(-1, len(recent_kv), -1)
     keys = blocks[..., : index.key_dim]
     if index.bounds is not None:
-        index.bounds[ids] = key_metadata(keys, usable, index.bounds.shape[1], index.metadata)
+        index.bounds[ids] = key_bounds(keys, usable)
     if index.codes is not None:
         at = index.channels.long()[None, :, :, None].expand(*blocks.shape[:4], -1)
         labels = keys.gather(-1, at)

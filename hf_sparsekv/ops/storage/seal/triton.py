@@ -32,11 +32,10 @@ WIDE = 256  # channels of a key above which a program takes half as many tokens,
 
 
 class Bounds(NamedTuple):
-    """``[num_blocks, parts, H, sides, Dk]``."""
+    """``[num_blocks, H, 2, Dk]``."""
 
     ptr: Any
     block: Any
-    part: Any
     head: Any
     side: Any
 
@@ -111,9 +110,7 @@ def _seal_block(
     scales,
     ring,
     sinks,
-    METADATA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -144,74 +141,52 @@ def _seal_block(
         norms = store_norms(p_row + at.to(tl.int64) * recent.token, recent.token, p_scale, o_k, m_k, DK, BLOCK_SIZE, BT)
     b_all_k, b_all_v = tl.zeros([BK], tl.float32), tl.zeros([BV], tl.float32)
     limit: tl.constexpr = largest(recent.ptr.dtype.element_ty)
-    for i_part in range(PARTS):
-        b_max = tl.full([BK], -1.0, tl.float32) * limit
-        b_min = tl.full([BK], 1.0, tl.float32) * limit
-        b_sum = tl.zeros([BK], tl.float32)
-        for i in range(BLOCK_SIZE // PARTS // BT):
-            o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-            b_token = sealed + o_t
-            b_usable = b_token >= sinks
-            p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
-            b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
-            b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
-            b_v = _read(p_from, new, p_k, p_v, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
-            if kv is not None:
-                p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
-                b_kept_k, b_kept_v = b_k, b_v
-                if scales is not None:
-                    b_kept_k, b_kept_v = encode_tokens(b_k, b_v, m_k, m_v, norms, p_scale + 2 * DK + o_t)
-                tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
-                tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
-            m_sink = (b_token < sinks)[:, None]
-            p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
-            tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
-            tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
-            if means is not None:
-                b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
-                b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
-            if bounds is not None:
-                b_k = b_k.to(tl.float32)
-                b_sum += tl.sum(tl.where(b_usable[:, None], b_k, 0.0), 0)
-                b_max = most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, most))
-                b_min = least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, least))
-            if codes is not None:
-                b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
-                p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
-                if qparams is not None:
-                    b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
-                    if channels.norms is not None:
-                        b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
-                    b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
-                    tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
-                    p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
-                    tl.store(p_param, b_scale)
-                    tl.store(p_param + 1, b_zero)
-                else:
-                    tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
+    b_max = tl.full([BK], -1.0, tl.float32) * limit
+    b_min = tl.full([BK], 1.0, tl.float32) * limit
+    for i in range(BLOCK_SIZE // BT):
+        o_t = i * BT + tl.arange(0, BT)
+        b_token = sealed + o_t
+        b_usable = b_token >= sinks
+        p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
+        b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
+        b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS)  # [BT, BK]
+        b_v = _read(p_from, new, p_k, p_v, b_new, b_from, DK + o_v, m_v, SPLIT, "v")  # [BT, BV]
+        if kv is not None:
+            p_to = kv.ptr + to * kv.block + i_head * kv.head + o_t[:, None] * kv.token
+            b_kept_k, b_kept_v = b_k, b_v
+            if scales is not None:
+                b_kept_k, b_kept_v = encode_tokens(b_k, b_v, m_k, m_v, norms, p_scale + 2 * DK + o_t)
+            tl.store(p_to + o_k[None, :], b_kept_k, mask=m_k[None, :])
+            tl.store(p_to + DK + o_v[None, :], b_kept_v, mask=m_v[None, :])
+        m_sink = (b_token < sinks)[:, None]
+        p_sink = p_row + b_token[:, None].to(tl.int64) * recent.token
+        tl.store(p_sink + o_k[None, :], b_k, mask=m_sink & m_k[None, :])
+        tl.store(p_sink + DK + o_v[None, :], b_v, mask=m_sink & m_v[None, :])
+        if means is not None:
+            b_all_k += tl.sum(tl.where(b_usable[:, None], b_k.to(tl.float32), 0.0), 0)
+            b_all_v += tl.sum(tl.where(b_usable[:, None], b_v.to(tl.float32), 0.0), 0)
         if bounds is not None:
-            p_bound = bounds.ptr + physical_id * bounds.block + tl.full([], i_part, tl.int64) * bounds.part
-            p_bound += i_head * bounds.head + o_k
-            end = sealed + (i_part + 1) * (BLOCK_SIZE // PARTS)
-            count = tl.minimum(tl.maximum(end - sinks, 1), BLOCK_SIZE // PARTS).to(tl.float32)
-            b_first, b_second = b_max, b_min
-            if METADATA == "mean":
-                b_first = b_sum / count
-            elif METADATA == "cuboid_mean":
-                b_first = (b_max + b_min) / 2  # largest and least are of opposite sign where no key is usable
-                b_second = tl.zeros([BK], tl.float32)
-                for i in range(BLOCK_SIZE // PARTS // BT):  # the keys again, from the cache
-                    o_t = i_part * (BLOCK_SIZE // PARTS) + i * BT + tl.arange(0, BT)
-                    b_token = sealed + o_t
-                    p_from = p_row + (at + o_t)[:, None].to(tl.int64) * recent.token
-                    b_new, b_from = b_token >= past, (b_token - past).to(tl.int64)
-                    b_k = _read(p_from, new, p_k, p_v, b_new, b_from, o_k, m_k, SPLIT, KEYS).to(tl.float32)
-                    b_off = tl.where((b_token >= sinks)[:, None], tl.abs(b_k - b_first[None, :]), 0.0)
-                    b_second += tl.sum(b_off, 0)
-                b_second = b_second / count
-            tl.store(p_bound, b_first.to(bounds.ptr.dtype.element_ty), mask=m_k)
-            if METADATA != "mean":
-                tl.store(p_bound + bounds.side, b_second.to(bounds.ptr.dtype.element_ty), mask=m_k)
+            b_k = b_k.to(tl.float32)
+            b_max = most(b_max, tl.reduce(tl.where(b_usable[:, None], b_k, -limit), 0, most))
+            b_min = least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, least))
+        if codes is not None:
+            b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
+            p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
+            if qparams is not None:
+                b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
+                if channels.norms is not None:
+                    b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
+                b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
+                tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
+                p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
+                tl.store(p_param, b_scale)
+                tl.store(p_param + 1, b_zero)
+            else:
+                tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
+    if bounds is not None:
+        p_bound = bounds.ptr + physical_id * bounds.block + i_head * bounds.head + o_k
+        tl.store(p_bound, b_max.to(bounds.ptr.dtype.element_ty), mask=m_k)
+        tl.store(p_bound + bounds.side, b_min.to(bounds.ptr.dtype.element_ty), mask=m_k)
     return b_all_k, b_all_v
 
 
@@ -254,10 +229,8 @@ def seal_kernel(
     scales,
     ring,
     sinks,
-    METADATA: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,
@@ -280,7 +253,7 @@ def seal_kernel(
     b_k, b_v = _seal_block(
         recent, p_row, None, None, None, 0, sealed, kv, physical_id, physical_id, i_batch, i_head,
         bounds, channels, codes, qparams, means, scales, ring, sinks,
-        METADATA, BLOCK_SIZE, PARTS, DK, DV, DK, R, BT,
+        BLOCK_SIZE, DK, DV, DK, R, BT,
     )  # fmt: skip
     if means is not None:
         start = tl.maximum((nth - nth % means.span) * BLOCK_SIZE, sinks)
@@ -306,9 +279,7 @@ def seal_range_kernel(
     end,
     ring,
     sinks,
-    METADATA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -337,7 +308,7 @@ def seal_range_kernel(
         b_k, b_v = _seal_block(
             recent, p_row, new, p_k, p_v, past, nth * BLOCK_SIZE, kv, to, physical_id, i_batch, i_head,
             bounds, channels, codes, qparams, means, None, ring, sinks,
-            METADATA, BLOCK_SIZE, PARTS, DK, DV, SPLIT, R, BT,
+            BLOCK_SIZE, DK, DV, SPLIT, R, BT,
         )  # fmt: skip
         if means is not None:
             b_all_k += b_k
@@ -356,8 +327,7 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
     require_dense_rows(recent_kv=recent_kv, block_table=block_table, kv=kv)
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means, scales=index.scales)
-    parts = 1 if index.bounds is None else index.bounds.shape[1]
-    tile = min(STEP_TILE if dk <= 128 else TILE // 2 if dk > WIDE else TILE, size // parts)
+    tile = min(STEP_TILE if dk <= 128 else TILE // 2 if dk > WIDE else TILE, size)
     launch(
         seal_kernel,
         (batch * heads,),
@@ -375,10 +345,8 @@ def seal(recent_kv, rows, after, sinks, block_table, kv, index):
         operand(Scales, index.scales),
         recent_kv.shape[2] - sinks,
         sinks,
-        METADATA=index.metadata,
         HEADS=heads,
         BLOCK_SIZE=size,
-        PARTS=parts,
         DK=dk,
         DV=recent_kv.shape[3] - dk,
         R=0 if index.codes is None else index.codes.shape[-1],
@@ -396,7 +364,6 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
     require_dense_rows(recent_kv=recent_kv, block_table=block_table, kv=kv)
     require_dense_rows(bounds=index.bounds, channels=index.channels, codes=index.codes, qparams=index.qparams)
     require_dense_rows(means=index.means)
-    parts = 1 if index.bounds is None else index.bounds.shape[1]
     span = 1 if index.means is None else index.span
     launch(
         seal_range_kernel,
@@ -416,14 +383,12 @@ def seal_range(recent_kv, k, v, past, first, end, sinks, block_table, kv, index)
         end,
         recent_kv.shape[2] - sinks,
         sinks,
-        METADATA=index.metadata,
         BLOCK_SIZE=size,
-        PARTS=parts,
         DK=dk,
         DV=width - dk,
         SPLIT=k.shape[3],
         R=0 if index.codes is None else index.codes.shape[-1],
         STAGED=staged,
-        BT=min(TILE // 2 if dk > WIDE else TILE, size // parts),
+        BT=min(TILE // 2 if dk > WIDE else TILE, size),
         num_warps=8 if dk > WIDE else 4,
     )
