@@ -71,7 +71,7 @@ class Variant:
 
 
 _BUDGET = {"token_budget": 1024}
-_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "metadata": "min_max", "tail": None}
+_TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "tail": None}
 _PREDICTED = {
     "": "tokens chosen for a query of the layer before: its input",
     "layer:in": "tokens chosen for a query of the layer before: its input",
@@ -107,7 +107,7 @@ VARIANTS = {
             Variant(
                 f"progressive:{threshold}{how}",
                 f"tokens until {threshold:.0%} of the mass is covered{', not captured' * bool(how)}",
-                settings={"threshold": threshold},
+                settings={"mass": threshold},
                 config=ProgressiveConfig,
                 captured=not how,
             )

@@ -13,8 +13,8 @@ from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
-from hf_sparsekv.policies.need_options import FIXED
-from hf_sparsekv.policies.token import TokenPolicy
+from hf_sparsekv.policies.label_config import FIXED
+from hf_sparsekv.policies.top_k import TopKPolicy
 
 from .report import Report
 from .synthetic.foreseen import ROOMS, Pairs, Selection, place_of
@@ -33,7 +33,7 @@ def selection_of(cache: SparseCache) -> Selection | None:
     for policy in (layer.policy for layer in cache.sparse_layers):
         if isinstance(policy, LayerAheadPolicy) and policy.foresight is not None:
             return Selection(nominal(config), place_of(cache.foresight), config)
-        if isinstance(policy, TokenPolicy) and policy.fetches:
+        if isinstance(policy, TopKPolicy) and policy.fetches:
             return Selection(config.budget, None, config)
     return None
 

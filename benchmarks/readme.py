@@ -41,7 +41,7 @@ PROBES = ("probe-gqa", "probe-mla")
 
 def first_commits(name: str) -> list[str]:
     """Those of the first rows in which a variant, or a spec of ``eval``, means what it means today."""
-    two_layers = name.startswith("predictive") or name.endswith(("=previous", "=paper"))
+    two_layers = name.startswith("predictive") or name.endswith("=paper")
     return DATA["since"]["earlier" if two_layers else "defaults"]
 
 

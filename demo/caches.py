@@ -109,7 +109,7 @@ METHODS: dict[str, Method] = {
         "tokens in order of importance until enough attention mass is covered (PSA)",
         ProgressiveConfig,
         (
-            Control("threshold", "Mass to cover", 0.5, 0.999, 0.001, 0.95, None, "share of attention, estimated"),
+            Control("mass", "Mass to cover", 0.5, 0.999, 0.001, 0.95, None, "share of attention, estimated"),
             Control("min_tokens", "Tokens at least", 0, 4096, 32, 256),
             Control("audit_every", "Measure the true mass every", 0, 64, 1, 0, None, "tokens; 0 never. Takes time"),
         ),

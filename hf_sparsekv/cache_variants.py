@@ -55,7 +55,7 @@ class ProgressiveCache(SparseCache):
         config: how much to cover.
         offload: how to offload; ``None`` keeps all KV on the device.
         model_config: the model's configuration. Needed for models with linear-attention layers only.
-        changes: options of the configuration: ``ProgressiveCache(threshold=0.98)``.
+        changes: options of the configuration: ``ProgressiveCache(mass=0.98)``.
     """
 
     config_type = ProgressiveConfig

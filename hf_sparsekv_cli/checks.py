@@ -203,8 +203,6 @@ _VALUES: dict[str, Callable[[str, Any], str | None]] = {
     "mass": _share,
     "num_blocks": _positive,
     "block_size": _block,
-    "threshold": _share,
-    "max_tokens": _positive,
     "start_length": _not_negative,
     "cache_rank": _cache_rank,
     "sinks": _not_negative,

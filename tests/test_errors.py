@@ -161,7 +161,7 @@ CHOICES = {
     "level": "one of 'auto', 'two_level', 'block', 'token'",
     "channel_importance": "one of 'spread', 'max', 'mean'",
     "token_reduce": "one of 'mean', 'max'",
-    "lag": "True, False or None",
+    "lag": "True or False",
     "label_bits": "4 or 16",
     "channel_file": "a path or None",
     "dense_below": "an integer >= 0, 'auto' or None",
@@ -173,7 +173,7 @@ def test_config_values_of_each_field():
     wrong = [(name, value, "a positive integer") for name in POSITIVE for value in (0, -1, 16.0, True, "64")]
     wrong += [(name, value, "an integer >= 0") for name in AT_LEAST_0 for value in (-1, 1.5, True)]
     wrong += [(name, 3, choice) for name, choice in CHOICES.items() if name != "dense_below"]
-    wrong += [("lag", 1, "True, False"), ("label_bits", 4.0, "4 or 16"), ("level", "blocks", "one of")]
+    wrong += [("lag", 1, "True or False"), ("label_bits", 4.0, "4 or 16"), ("level", "blocks", "one of")]
     wrong += [("dense_below", value, CHOICES["dense_below"]) for value in (-1, True, 1.5, "always")]
     for name, value, what in wrong:
         with pytest.raises(ValueError, match=re.escape(f"{name} must be {what}")) as error:

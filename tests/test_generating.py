@@ -616,7 +616,7 @@ def test_a_copy_made_inside_where_queries_are_expected(net):
         ("accurate", {}, TokenConfig.preset("accurate")),
         ("fast", {"sinks": 8}, TokenConfig.preset("fast", sinks=8)),
         (None, {"token_budget": 256}, TokenConfig(token_budget=256)),
-        (ProgressiveConfig(threshold=0.9), {"sinks": 8}, ProgressiveConfig(threshold=0.9, sinks=8)),
+        (ProgressiveConfig(mass=0.9), {"sinks": 8}, ProgressiveConfig(mass=0.9, sinks=8)),
         (StreamingConfig(window=64), {}, StreamingConfig(window=64)),
     ],
 )
@@ -880,7 +880,7 @@ def test_options_of_a_cache_as_keywords():
     for made, config in (
         (OffloadedSparseCache(token_budget=512), TokenConfig(token_budget=512)),
         (OffloadedSparseCache(TokenConfig.preset("fast"), sinks=8), TokenConfig.preset("fast", sinks=8)),
-        (ProgressiveCache(threshold=0.9, offload=OffloadConfig()), ProgressiveConfig(threshold=0.9)),
+        (ProgressiveCache(mass=0.9, offload=OffloadConfig()), ProgressiveConfig(mass=0.9)),
         (AsyncPredictiveCache(token_budget=512), PredictiveConfig(token_budget=512)),
         (SparseCache(StreamingConfig(), window=64), StreamingConfig(window=64)),
     ):

@@ -59,7 +59,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def configurations() -> list[SparseConfig]:
     assert_type(TokenConfig.preset("fast"), TokenConfig)
-    assert_type(ProgressiveConfig(threshold=0.98).threshold, float)
+    assert_type(ProgressiveConfig(mass=0.98).mass, float | None)
     assert_type(StreamingConfig(window=512).window, int)
     assert_type(SparseConfig().max_length, int | None)
     assert_type(OffloadConfig(device_pool=0.25).keep_dense, bool)
@@ -70,7 +70,7 @@ def caches(model: PreTrainedModel, path: Path) -> list[SparseCache]:
     made = [
         SparseCache(StreamingConfig(), offload=OffloadConfig(), model_config=model.config),
         OffloadedSparseCache(TokenConfig(), offload=None, token_budget=512),
-        ProgressiveCache(ProgressiveConfig(threshold=0.9), model_config=None),
+        ProgressiveCache(ProgressiveConfig(mass=0.9), model_config=None),
         AsyncPredictiveCache(token_budget=512),
         PrefixCache(max_length=4096),
     ]

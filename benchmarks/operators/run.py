@@ -142,7 +142,7 @@ def shapes(args: Namespace) -> list[Shape]:
     q_heads, heads = (int(n) for n in args.heads.split("x"))
     sizes = {"q_heads": q_heads, "heads": heads, "dim": args.dim, "value_dim": args.value_dim}
     sizes = sizes if args.model is None else MODELS[args.model]
-    blocks = {"num_blocks": args.num_blocks, "level": "two_level", "metadata": "min_max"}
+    blocks = {"num_blocks": args.num_blocks, "level": "two_level"}
     config = TokenConfig(block_size=args.block_size, token_budget=args.token_budget, **blocks)
     return [Shape(*where, dtype=getattr(torch, args.dtype), config=config, **sizes) for where in args.shapes]
 

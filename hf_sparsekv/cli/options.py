@@ -115,10 +115,6 @@ class CacheOptions:
         Level | None,
         _field("level", "Blocks then tokens, or one of the halves alone; auto: token, or two_level if offloaded."),
     ] = None
-    threshold: Annotated[float | None, _field("threshold", "Progressive: share of the attention mass to cover.")] = None
-    max_tokens: Annotated[
-        int | None, _of_cache(help="Progressive: tokens attended per step and KV head at most; default: no limit.")
-    ] = None
     predictor: Annotated[
         str | None,
         _field("predictor", f"Predictive: how queries are predicted: {', '.join((*BY_LAYER, *PREDICTORS))}."),

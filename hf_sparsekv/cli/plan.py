@@ -15,7 +15,7 @@ from hf_sparsekv_cli.checks import planned as planned_cache
 
 from ..config import OffloadConfig, SparseConfig
 from ..offload.host_limit import host_memory_limit
-from ..policies.need_options import reads
+from ..policies.label_config import reads
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
 from ..tuning.serving_plan import RowsThatFit, Spreading, rows_that_fit, spreadings

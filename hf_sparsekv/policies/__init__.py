@@ -6,5 +6,4 @@ from . import levels as levels
 from .ahead import predictive as predictive
 
 # isort: split
-from . import progressive as progressive
 from . import streaming as streaming

@@ -20,7 +20,7 @@ from .block_bounds import BlockBounds
 from .drafting import Drafting
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .token_config import TokenConfig, has_tail, level, selection
+from .token_config import TokenConfig, level, selection
 
 
 class BlockPolicy(Drafting, LabelledPolicy):
@@ -48,7 +48,7 @@ class BlockPolicy(Drafting, LabelledPolicy):
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.bounds.start(store)
-        if has_tail(self.config):
+        if self.config.means:
             store.keep_means(self.config.tail_tokens)
 
     def sealing(self, store: LayerStore) -> Index:

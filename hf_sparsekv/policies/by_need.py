@@ -18,9 +18,9 @@ from ..ops.selection.mass_select.reference import LENGTHS
 from ..ops.selection.partial_sums import PartialSums
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
+from .label_config import LabelConfig
 from .label_index import LabelIndex
 from .measured import WalkStats
-from .need_options import NeedOptions
 
 
 class ByNeed(State):
@@ -34,7 +34,7 @@ class ByNeed(State):
 
     totals: Tensor | None
 
-    def __init__(self, config: NeedOptions) -> None:
+    def __init__(self, config: LabelConfig) -> None:
         super().__init__()
         self.config = config
 

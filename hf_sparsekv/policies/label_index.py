@@ -19,7 +19,7 @@ from ..ops.selection.token_score import token_score
 from ..ops.storage.seal import Index
 from ..predictor.channels import ChannelStats, LabelChannels
 from ..tensors import sent
-from .label_options import LabelOptions
+from .label_config import LabelConfig
 from .memory import LayerShape, Request
 
 
@@ -66,7 +66,7 @@ class LabelIndex(State):
 
     def __init__(
         self,
-        config: LabelOptions,
+        config: LabelConfig,
         layer_idx: int,
         fixed: LabelChannels | None,
     ) -> None:

@@ -5,7 +5,7 @@ Apart from them because labels, and copies of chosen tokens on the device, are k
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from .base import Policy
 from .by_need import expected
 from .crossover import Crossover
 from .device_tokens import DeviceTokens
+from .label_config import LabelConfig
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
 from .plan import Plan
@@ -41,7 +42,7 @@ class LabelledPolicy(Policy):
 
     def __init__(
         self,
-        config: Any,  # SparseConfig and LabelOptions
+        config: LabelConfig,
         layer_idx: int,
         offloaded: bool,
         channels: LabelChannels | None = None,

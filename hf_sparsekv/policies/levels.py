@@ -1,4 +1,4 @@
-"""The method that is taken by default: what it needs of a cache, and which policies its ``level`` stands for."""
+"""The methods that choose tokens by labels for a step's own query: what they need of a cache, and which policies."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from .base import Policy
 from .block_bounds import bounds_bytes
 from .blocks import BlockPolicy
 from .by_need import expected
+from .by_need_policy import ByNeedPolicy
 from .device_tokens import add_device_tokens
+from .label_config import LabelConfig, whole_tokens
 from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
-from .need_options import whole_tokens
+from .progressive_config import ProgressiveConfig
 from .registry import register
 from .shared import Labelled
-from .token import TokenPolicy
-from .token_config import TokenConfig, has_tail, lags, level, selection
+from .token_config import TokenConfig, lags, level, selection
+from .top_k import TopKPolicy
 
 
 class Levels(Labelled):
-    """What its layers have in common: all choose tokens, or all blocks."""
+    """What its layers have in common: all choose tokens, by need or a fixed number; or all choose blocks."""
 
-    saved_as = "TwoLevelPolicy"  # of any level: the configuration says which
+    saved_as = "TokenPolicy"  # of any level: the configuration says which
 
-    def __init__(self, policy: type[Policy], config: TokenConfig, offload: OffloadConfig | None) -> None:
-        if config.threshold is not None:
-            # Imported here: methods are listed in the order of their modules, and the default comes first.
-            from .progressive import ProgressivePolicy
-
-            policy = ProgressivePolicy
-        elif level(config) != "token":
+    def __init__(self, policy: type[Policy], config: LabelConfig, offload: OffloadConfig | None) -> None:
+        if _level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
+        elif config.threshold is None:
+            policy = TopKPolicy
         super().__init__(policy, config, offload)
         self.rows_join = not lags(config)
 
     @property
     def whole_tokens(self) -> int:  # type: ignore[override]
-        return 0 if level(self.config) == "block" else whole_tokens(self.config)
+        return 0 if _level(self.config) == "block" else whole_tokens(self.config)
 
     @classmethod
-    def crossover(cls, config: TokenConfig) -> str:
+    def crossover(cls, config: LabelConfig) -> str:
+        if config.threshold is not None or not isinstance(config, TokenConfig):
+            return "progressive"
         return selection(config)
 
     @classmethod
-    def reserves(cls, config: TokenConfig) -> int:
-        return config.coarse_blocks if lags(config) else 0
+    def reserves(cls, config: LabelConfig) -> int:
+        return config.coarse_blocks if isinstance(config, TokenConfig) and lags(config) else 0
 
     @classmethod
     def needs(cls, request: Request) -> Memory:
         config, memory = request.config, Memory(blocks=request.blocks)
-        of = level(config)
+        of = _level(config)
         if of != "block":
             memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
-        if has_tail(config):
+        if config.means:
             memory.means = mean_bytes(request)
         if of != "token":
             memory.bounds = bounds_bytes(request)
@@ -68,6 +69,11 @@ class Levels(Labelled):
         return memory
 
 
+def _level(config: LabelConfig) -> str:
+    """What is chosen: ``"two_level"``, ``"block"`` or ``"token"``."""
+    return level(config) if isinstance(config, TokenConfig) else "token"
+
+
 register(
     "token",
     TokenConfig,
@@ -75,4 +81,12 @@ register(
     aliases=("two_level",),
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
     shared=Levels,
-)(TokenPolicy)
+)(ByNeedPolicy)
+
+register(
+    "progressive",
+    ProgressiveConfig,
+    about="tokens in order of importance until a share of the attention mass is covered (PSA)",
+    knob=("mass", 0.5, 1.0),
+    shared=Levels,
+)(ByNeedPolicy)

@@ -13,7 +13,7 @@ class WalkStats:
         layer: index of the layer.
         walks: how many there were.
         tokens_used: tokens that they attended to beside sinks and recent ones, in all.
-        capped: walks that ``max_tokens`` (with ``mass``: ``token_budget``) ended before the threshold was reached.
+        capped: walks that ``token_budget`` ended before the share of the mass was covered.
         mass, least_mass: the attention mass that the walks estimated to cover, mean and least (least of the heads).
         histogram: walks by tokens used: entry 0 none or one, entry ``b`` more than ``2 ** (b - 1)``, up to ``2 ** b``.
         audits: walks that were compared with the attention to all tokens (``ProgressiveConfig(audit_every=...)``).

@@ -6,20 +6,18 @@ Apart from the policies because its ``level`` says which of three they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike
 from types import MappingProxyType
 from typing import Literal
 
 from ..option_checks import flag, one_of, positive, require
-from .label_options import Importance, Reduce, check_labels, check_tail
-from .need_options import BudgetOrMass
+from .label_config import LabelConfig
 
 Level = Literal["auto", "two_level", "block", "token"]
 LEVELS = ("auto", "two_level", "block", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenConfig(BudgetOrMass):
+class TokenConfig(LabelConfig):
     """Tokens by quantised label channels, among all or in a bounded number of blocks. ``TwoLevelConfig`` is an alias.
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
@@ -65,7 +63,7 @@ class TokenConfig(BudgetOrMass):
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
-    FREE = ("mass", "token_budget", "num_blocks", "lag", "token_reduce")
+    FREE = ("num_blocks", "lag")
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
@@ -74,19 +72,9 @@ class TokenConfig(BudgetOrMass):
         }
     )
 
-    token_budget: int | None = None
-    mass: float | None = None
     num_blocks: int | None = None
     level: Level = "auto"
-    label_channels: int | None = None
-    label_bits: int = 4
-    channel_file: str | PathLike[str] | None = None
-    channel_importance: Importance = "spread"
-    calibration_tokens: int = 256
-    token_reduce: Reduce = "max"
     lag: bool = False
-    tail: Literal["mean"] | None = "mean"
-    tail_tokens: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,8 +96,6 @@ class TokenConfig(BudgetOrMass):
             f"level='block' attends to whole blocks: token_budget={self.budget} is less than one block of "
             f"{self.block_size} tokens",
         )
-        check_labels(self)
-        check_tail(self)
         flag("lag", self.lag)
 
     @property
@@ -120,7 +106,7 @@ class TokenConfig(BudgetOrMass):
     @property
     def means(self) -> bool:
         """Means stand for tokens that are not chosen."""
-        return has_tail(self)
+        return self.tail is not None and self.level != "block"
 
     @property
     def blocks_for_budget(self) -> int:
@@ -146,21 +132,14 @@ def level(config: TokenConfig) -> str:
     return "two_level" if config.num_blocks is not None or config.lag else "token"
 
 
-def lags(config: TokenConfig) -> bool:
+def lags(config: LabelConfig) -> bool:
     """Tokens are chosen within the blocks of the previous step."""
-    return config.lag and level(config) != "token"
+    return isinstance(config, TokenConfig) and config.lag and level(config) != "token"
 
 
 def selection(config: TokenConfig) -> str:
     """What the table of crossovers calls the selection."""
     of = level(config)
-    if config.threshold is not None:
-        return "progressive"
     if of != "two_level":
         return f"{of}_only"
     return "two_level:lag" if lags(config) else "two_level"
-
-
-def has_tail(config: TokenConfig) -> bool:
-    """Means stand for tokens that are not chosen."""
-    return config.tail is not None and config.level != "block"

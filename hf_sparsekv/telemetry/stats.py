@@ -180,7 +180,7 @@ class CacheStats:
         if self.covered_mass is not None:
             line += f", covered mass {self.covered_mass:.2%}"
         if capped := sum(w.capped for w in self.walks):
-            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the selections ended by max_tokens"
+            line += f", {capped / sum(w.walks for w in self.walks):.1%} of the selections ended by token_budget"
         if self.crossover_calls and self.sparse_calls:
             share = self.crossover_calls / (self.sparse_calls + self.dense_calls)
             line += f"; {share:.0%} of the layer calls were dense because that is as fast there (dense_below)"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OffloadConfig
-from ..policies.need_options import reads, whole_tokens
+from ..policies.label_config import reads, whole_tokens
 from ..policies.token_config import TokenConfig
 from .plan import MemoryPlan, ModelShape, plan_memory
 

@@ -174,7 +174,7 @@ def test_latents_are_stored_once(offload):
         assert store.latent
         assert store.pool.kv.shape[1:] == (1, SMALL["block_size"], width)
         assert (store.key_dim, store.value_dim) == (width, config.kv_lora_rank)
-        assert store.pool.fields["bounds"].shape[2:] == (1, 2, width)
+        assert store.pool.fields["bounds"].shape[1:] == (1, 2, width)
     stock = DynamicCache(config=config)
     with torch.no_grad():
         reference("glm4-moe-lite")(**prompt(2, 300), past_key_values=stock)

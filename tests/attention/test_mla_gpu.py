@@ -128,7 +128,7 @@ def test_real_sizes(heads, how):
     ids, exact, stock = references(heads)
     net = optimize(made(heads, "sparsekv", torch.bfloat16), fused=how.endswith("fused"))
     if how == "progressive":
-        cache = ProgressiveCache(ProgressiveConfig(threshold=1.0, dense_layers=1, dense_below=None))
+        cache = ProgressiveCache(ProgressiveConfig(mass=1.0, dense_layers=1, dense_below=None))
     else:
         # All but the dense branch: the budget holds what is stored, token by token.
         config = TokenConfig(token_budget=1216, num_blocks=19, dense_layers=1, dense_below=None)

@@ -100,7 +100,7 @@ def test_step_measures_all_that_it_names(stepped, monkeypatch):
 def test_step_measures_progressive_caches(stepped):
     """Captured and not; how many tokens a walk took is a figure, too."""
     command = "--shapes 2x200 --tokens 6 --variants progressive:0.95 progressive:0.95:eager"
-    settings = {"threshold": 0.6, "min_tokens": 16, "calibration_tokens": 64, **SETTINGS}
+    settings = {"mass": 0.6, "min_tokens": 16, "calibration_tokens": 64, **SETTINGS}
     rows = stepped(build("llama", "sparsekv"), command, "progressive:0.95", **settings)
     found = {(row["variant"], row["metric"]) for row in rows}
     for metric in ("tokens", "covered_mass:estimated", "step_ms", "tpot_ms"):

@@ -100,17 +100,17 @@ def test_generate_progressively(tiny):
     options = (
         "--cache",
         "progressive",
-        "--threshold",
+        "--mass",
         0.5,
         "--block-size",
         16,
         "--dense-layers",
         0,
     )
-    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--max-tokens", 300)
+    result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--token-budget", 300)
     assert any(line.startswith("progressive") for line in result.stderr.splitlines())
     assert re.search(r"[\d.]+ tokens chosen for an estimated mass of \d+\.\d+%", " ".join(result.stderr.split()))
-    options = ("--cache", "progressive", "--threshold", 1)
+    options = ("--cache", "progressive", "--mass", 1)
     result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 8, *options, "--compare", "dense")
     assert "both gave the same 8 tokens" in result.stderr
 
@@ -299,9 +299,9 @@ def test_generate_errors(tiny, options, message):
         (("--prompt", "a", "--temperature", "inf"), "--temperature must be a finite number, got inf"),
         (("--prompt", "a", "--device", "tpu0x"), "is no device"),
         (("--prompt", "a", "--device", "mps"), "run on cpu and cuda"),
-        ((*PROGRESSIVE, "--token-budget", 5), "--token-budget has no meaning with --cache progressive"),
-        (("--prompt", "a", "--threshold", 0.5), "--threshold has no meaning with --cache token"),
-        ((*PROGRESSIVE, "--threshold", 2), "--threshold must lie in (0, 1]"),
+        ((*PROGRESSIVE, "--token-budget", 5), "--token-budget=5 is less than --min-tokens=256"),
+        (("--prompt", "a", "--start-length", 5), "--start-length has no meaning with --cache token"),
+        ((*PROGRESSIVE, "--mass", 2), "--mass must lie in (0, 1]"),
         ((*PROGRESSIVE, "--compare", "progressive"), "--compare progressive is the cache itself"),
         ((*PROGRESSIVE, "--compare", "two_level"), "--compare takes dense"),
         ((*DENSE, "--token-budget", 5), "--token-budget has no meaning without a sparse cache"),

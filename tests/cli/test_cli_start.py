@@ -258,7 +258,7 @@ WRONG = (
     + [("token", "label_channels", 3), ("token", "mass", 0.0), ("token", "mass", 1.5), ("token", "window", 0)]
     + [("token", "block_size", value) for value in (0, 8, 24, 256)]
     + [("token", name, -1) for name in ("sinks", "window", "dense_layers")]
-    + [("progressive", "threshold", 2.0), ("progressive", "max_tokens", 0), ("progressive", "token_budget", 5)]
+    + [("progressive", "mass", 2.0), ("progressive", "token_budget", 0)]
     + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "ridg")]
     + [("token", "preset", "fastest"), ("streaming", "preset", "fast"), ("streaming", "mass", 0.5)]
 )
@@ -271,12 +271,6 @@ def test_a_cache_s_values_are_checked_alike(kind, name, value):
     said = [CliRunner().invoke(one, args, prog_name="hf-sparsekv") for one in (light(lambda: None), app)]
     assert [done.exit_code for done in said] == [2, 2], said
     assert said[0].stderr == said[1].stderr
-
-
-def test_a_predictor_of_earlier_releases_is_taken():
-    """It means another one, and is no longer offered."""
-    args = ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "layer:mid"]
-    assert CliRunner().invoke(light(lambda: None), args).exit_code == 0
 
 
 def test_no_bars_where_there_is_no_terminal(tiny):

@@ -259,9 +259,9 @@ def test_an_error_in_one_pane_leaves_the_other(probe, monkeypatch):
 
 def test_controls_that_do_not_fit_are_told_before_anything_runs(probe):
     task = a_task(probe, "progressive")
-    task = Task(**{**task.__dict__, "values": {**task.values, "threshold": 1.5}})
+    task = Task(**{**task.__dict__, "values": {**task.values, "mass": 1.5}})
     session = Session(Turns())
-    with session.running(), pytest.raises(ValueError, match="threshold"):
+    with session.running(), pytest.raises(ValueError, match="mass"):
         list(session.race(probe, task))
 
 

@@ -212,7 +212,7 @@ def test_answers_are_those_of_generate(name: str, pads, params: str) -> None:
 def test_latents_are_filled_as_by_a_prefill(method: str) -> None:
     """In two pieces, from more tokens than label channels are made from: each method's state is that of a prefill."""
     net, inputs = model("deepseek-v3"), prompt(2, 1100, (0, 150))
-    tight = {"token_budget": 32, "threshold": 0.6, "calibration_tokens": 512}
+    tight = {"token_budget": 32, "min_tokens": 8, "threshold": 0.6, "calibration_tokens": 512}
     budget = {name: value for name, value in tight.items() if name in known()[method][0].config.__dataclass_fields__}
     options = {"block_size": 16, "window": 16, "dense_layers": 0, **budget}
     caches = [CacheSpec(method, method, options).make() for _ in range(2)]

@@ -29,8 +29,8 @@ CONFIGS = [
     TokenConfig(**CHOOSE, token_budget=8),
     TokenConfig(**CHOOSE, token_budget=32),
     TokenConfig(**CHOOSE, mass=0.6),
-    TokenConfig(**CHOOSE, token_budget=16, level="two_level", num_blocks=2, metadata="min_max", tail=None),
-    ProgressiveConfig(**CHOOSE, threshold=0.6, min_tokens=8, tail=None),
+    TokenConfig(**CHOOSE, token_budget=16, level="two_level", num_blocks=2, tail=None),
+    ProgressiveConfig(**CHOOSE, mass=0.6, min_tokens=8, tail=None),
     StreamingConfig(block_size=16, window=32, dense_layers=0, max_draft=4),
 ]
 FAMILIES = ["llama", "llama", "llama", "captured", "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next"]

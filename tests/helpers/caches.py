@@ -54,16 +54,17 @@ def _default(offload: bool | OffloadConfig, **settings) -> Callable[..., SparseC
 
 
 def progressive(offload: bool | OffloadConfig = True, model_config=None, **changes) -> ProgressiveCache:
-    """A progressive cache with test-sized settings; its threshold is low, because random models attend to everything.
+    """A progressive cache with test-sized settings; its share is low, because random models attend to everything.
 
-    A ``token_budget`` says what it says to a two-level cache: ``FULL`` is everything, anything else as ``threshold``.
+    A ``token_budget`` of ``FULL`` is everything, another one that other caches get (``TIGHT``'s) nothing.
     """
     if changes.pop("token_budget", None) == FULL["token_budget"]:
-        changes |= {"threshold": 1.0, "max_tokens": None}
+        changes |= {"mass": 1.0, "most": None}
     changes.pop("num_blocks", None)
+    changes["token_budget"] = changes.pop("most", None)
     if isinstance(offload, bool):
         offload = OffloadConfig() if offload else None
-    config = ProgressiveConfig(**{**SMALL, "threshold": 0.6, "min_tokens": 8, "tail": None, **changes})
+    config = ProgressiveConfig(**{**SMALL, "mass": 0.6, "min_tokens": 8, "tail": None, **changes})
     return ProgressiveCache(config, offload=offload, model_config=model_config)
 
 
@@ -152,9 +153,9 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "progressive-host": _progressive(True),
     "progressive-host-nopool": _progressive(OffloadConfig(device_pool=0)),
     "progressive-host-smallpool": _progressive(OffloadConfig(device_pool=30_000)),
-    "progressive-low": _progressive(False, threshold=0.4, label_bits=16, group_reduce="sum", min_tokens=0),
+    "progressive-low": _progressive(False, mass=0.4, label_bits=16, group_reduce="sum", min_tokens=0),
     "progressive-dense1": _progressive(True, dense_layers=1),
-    "progressive-capped": _progressive(True, max_tokens=37, threshold=0.9),
+    "progressive-capped": _progressive(True, most=37, mass=0.9),
     "progressive-tail": _progressive(False, **TAIL),
     "progressive-host-tail": _progressive(True, **TAIL),
     "predictive": _predictive(False),

@@ -40,7 +40,7 @@ class Probe:
 
     def index(self, kv, start, rows):
         token = torch.arange(start, start + kv.shape[0] * SIZE).view(-1, 1, SIZE)
-        return {"bounds": key_bounds(kv[..., :KEY], (token >= self.sinks).expand(-1, kv.shape[1], -1), 1)}
+        return {"bounds": key_bounds(kv[..., :KEY], (token >= self.sinks).expand(-1, kv.shape[1], -1))}
 
     def sealing(self, store):
         return Index(KEY, store.pool.fields["bounds"]) if self.fused else None
@@ -73,7 +73,7 @@ class Plain:
 def make_store(config, budget, batch, expected=1, **more) -> LayerStore:
     like = torch.zeros(batch, HEADS, expected, KEY), torch.zeros(batch, HEADS, expected, VALUE)
     store = LayerStore(*like, config, budget, RowTable(config), **more)
-    store.pool.add_field("bounds", (1, HEADS, 2, KEY), store.dtype)
+    store.pool.add_field("bounds", (HEADS, 2, KEY), store.dtype)
     return store
 
 
@@ -308,7 +308,7 @@ def test_layers_may_take_different_numbers_of_columns():
     first = make_store(CONFIG, None, 2)
     like = torch.zeros(2, HEADS, 1, KEY), torch.zeros(2, HEADS, 1, VALUE)
     second = LayerStore(*like, CONFIG, None, first.table_of_rows)
-    second.pool.add_field("bounds", (1, HEADS, 2, KEY), second.dtype)
+    second.pool.add_field("bounds", (HEADS, 2, KEY), second.dtype)
     assert first.held is second.held
     for store, columns in ((first, 100), (second, 70)):
         new, plain = (torch.randn(2, HEADS, columns, KEY), torch.randn(2, HEADS, columns, VALUE)), Plain(2)

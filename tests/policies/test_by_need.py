@@ -46,7 +46,7 @@ def test_as_progressive_selection(pads, offload, more):
 @pytest.mark.parametrize("mass", [0.75, 0.9])
 def test_the_mass_is_the_one_that_is_asked_for(mass):
     """An oracle that is told the same mass chooses as many tokens, and gives the same logits."""
-    told = progressive(False, threshold=mass, min_tokens=64, **LABELS).config
+    told = progressive(False, mass=mass, min_tokens=64, **LABELS).config
     race = Race(two_level(False, **{**NEED, "mass": mass}, **LABELS), WalkOracle(told))
     start = prompt(2, 200, (0, 30))
     assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
@@ -72,7 +72,7 @@ def test_learned_sinks_hold_mass_too():
 def test_a_budget_is_the_most():
     capped, theirs = (
         two_level(False, **NEED, **LABELS, token_budget=32),
-        progressive(False, **LABELS, min_tokens=32, max_tokens=32),
+        progressive(False, **LABELS, min_tokens=32, most=32),
     )
     assert torch.equal(logits(capped, None), logits(theirs, None))
     assert sum(walk.capped for walk in capped.stats().walks) > 0

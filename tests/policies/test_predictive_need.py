@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, predict_ahead
 from hf_sparsekv.policies import by_need as by_need_module
-from hf_sparsekv.policies import need_options
+from hf_sparsekv.policies import label_config
 
 NEED = {"mass": 0.9, "token_budget": None}
 LAYER, EARLIER = {**NEED, "predictor": "layer"}, {**NEED, "predictor": "ridge"}
@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("settings", [LAYER, EARLIER], ids=["layer", "ear
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Lists of few tokens are not all equally long."""
-    monkeypatch.setattr(need_options, "MIN_TOKENS", 8)
+    monkeypatch.setattr(label_config, "MIN_TOKENS", 8)
 
 
 class _ByNeed:

@@ -20,6 +20,7 @@ class WalkOracle(Oracle):
 
     def __init__(self, config: ProgressiveConfig) -> None:
         more = {"level": "token", "label_channels": config.label_channels or 16}  # all of them
+        more |= {"threshold": config.threshold, "max_tokens": config.max_tokens}
         super().__init__(SimpleNamespace(**{**asdict(config), **more}), lag=False)
         self.shares: list[float] = []
         self.used: list[int] = []  # tokens beside the near ones
@@ -87,13 +88,13 @@ CASES = {
     "usual": (False, {}),
     "offloaded": (True, {}),
     "small pool": (OffloadConfig(device_pool=20_000), {}),
-    "high": (False, {"threshold": 0.97}),
-    "no floor": (True, {"min_tokens": 0, "threshold": 0.3}),
+    "high": (False, {"mass": 0.97}),
+    "no floor": (True, {"min_tokens": 0, "mass": 0.3}),
     "sum": (False, {"group_reduce": "sum"}),
-    "whole labels": (True, {"label_bits": 16, "label_channels": 16, "threshold": 0.8}),
+    "whole labels": (True, {"label_bits": 16, "label_channels": 16, "mass": 0.8}),
     "mean importance": (False, {"channel_importance": "mean", "label_channels": 6}),
-    "capped": (True, {"max_tokens": 29, "threshold": 0.9}),
-    "at least": (True, {"min_tokens": 50, "threshold": 0.3}),
+    "capped": (True, {"most": 29, "mass": 0.9}),
+    "at least": (True, {"min_tokens": 50, "mass": 0.3}),
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
     "dense first": (False, {"dense_layers": 1, "sinks": 0}),
 }
@@ -116,7 +117,7 @@ def test_logits_follow_the_oracle(case, pads):
 @pytest.mark.few(name=("llama-mqa", "qwen3"))
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
-    race = WalkRace(name, True, threshold=0.5)
+    race = WalkRace(name, True, mass=0.5)
     start = prompt(2, 120, (0, 9), seed=3)
     race.feed(start["input_ids"], start["attention_mask"])
     assert race.run(20) < TOLERANCE
@@ -125,7 +126,7 @@ def test_other_head_groups(name):
 
 def test_the_walk_stops_early():
     """Otherwise the tests above would pass for dense attention too."""
-    race = WalkRace(threshold=0.5)
+    race = WalkRace(mass=0.5)
     ids = prompt(1, 200)["input_ids"]
     race.feed(ids[:, :199])
     race.feed(ids[:, 199:])
@@ -178,12 +179,12 @@ def test_statistics():
 
 
 def test_a_cap_that_decides_is_told():
-    cache = progressive(False, max_tokens=9, threshold=0.99)
+    cache = progressive(False, most=9, mass=0.99)
     decode(cache)
     stats = cache.stats()
     assert all(8 * w.walks <= w.tokens_used <= 9 * w.walks for w in stats.walks)
     assert any(w.capped for w in stats.walks)
-    assert "ended by max_tokens" in str(stats)
+    assert "ended by token_budget" in str(stats)
     free = progressive(False)
     decode(free)
     assert not any(w.capped for w in free.stats().walks)
@@ -196,7 +197,7 @@ def test_a_cap_that_decides_is_told():
 def test_audits_tell_the_true_mass(offload, captured, reduce):
     """Against the shares that the oracle works out from plain keys."""
     ids = prompt(2, 170, seed=5)["input_ids"]
-    race = WalkRace("llama", False, threshold=0.7)
+    race = WalkRace("llama", False, mass=0.7)
     race.feed(ids[:, :150])
     for token in ids[:, 150:].split(1, dim=1):
         race.feed(token)
@@ -205,7 +206,7 @@ def test_audits_tell_the_true_mass(offload, captured, reduce):
         net = build("llama", "sparsekv")
         runner = Imitation(net)
         runner.install()
-    cache = progressive(offload, threshold=0.7, audit_every=1, group_reduce=reduce)
+    cache = progressive(offload, mass=0.7, audit_every=1, group_reduce=reduce)
     decode(cache, net=net)
     walks = cache.stats().walks
     assert not captured or runner.replays == 20
@@ -245,10 +246,10 @@ def test_captured_audits_on_a_gpu(offload):
     from hf_sparsekv import optimize
 
     ids = prompt(2, 170, seed=5)["input_ids"]
-    expected = progressive(offload, threshold=0.7, audit_every=1)
+    expected = progressive(offload, mass=0.7, audit_every=1)
     decode(expected)
     net = optimize(build("llama", "sparsekv").cuda(), fused=False)
-    cache = progressive(offload, threshold=0.7, audit_every=1)
+    cache = progressive(offload, mass=0.7, audit_every=1)
     with torch.no_grad():
         net(ids[:, :150].cuda(), past_key_values=cache)
         for token in ids[:, 150:].cuda().split(1, dim=1):
@@ -265,14 +266,14 @@ def test_captured_audits_on_a_gpu(offload):
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"threshold": 0}, r"threshold must lie in \(0, 1\], got 0"),
-        ({"threshold": 1.5}, "threshold must lie in"),
-        ({"threshold": True}, "threshold must lie in"),
+        ({"mass": 0}, r"mass must lie in \(0, 1\], got 0"),
+        ({"mass": 1.5}, "mass must lie in"),
+        ({"mass": True}, "mass must lie in"),
         ({"group_reduce": "mean"}, "group_reduce must be one of 'all', 'sum'"),
         ({"min_tokens": -1}, "min_tokens must be an integer >= 0"),
-        ({"max_tokens": 0}, "max_tokens must be a positive integer"),
-        ({"max_tokens": 100}, "max_tokens=100 is less than min_tokens=256"),
-        ({"max_tokens": 1 << 31}, "max_tokens must be less than 2\\^31"),
+        ({"token_budget": 0}, "token_budget must be a positive integer"),
+        ({"token_budget": 100}, "token_budget=100 is less than min_tokens=256"),
+        ({"token_budget": 1 << 31}, "token_budget must be less than 2\\^31"),
         ({"label_bits": 8}, "label_bits must be 4 or 16"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),
     ],
@@ -290,7 +291,7 @@ class Mine(ProgressiveConfig):
 
 
 def test_configurations_made_from_ours():
-    assert Mine(extra=2, threshold=0.5).extra == 2
+    assert Mine(extra=2, mass=0.5).extra == 2
     with pytest.raises(TypeError, match="Mine got an unexpected keyword argument 'never_was'"):
         Mine(never_was=1)
     with pytest.raises(TypeError, match="ProgressiveConfig got an unexpected keyword argument 'extra'"):

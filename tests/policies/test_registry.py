@@ -135,7 +135,7 @@ def test_a_subclass_of_a_configuration_is_of_the_same_method():
     ("kind", "config", "offload"),
     [
         (OffloadedSparseCache, TokenConfig(**TIGHT), OffloadConfig()),
-        (ProgressiveCache, ProgressiveConfig(threshold=0.6), None),
+        (ProgressiveCache, ProgressiveConfig(mass=0.6), None),
         (AsyncPredictiveCache, PredictiveConfig(token_budget=32, predictor="last"), None),
     ],
 )

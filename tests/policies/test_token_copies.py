@@ -16,7 +16,7 @@ from hf_sparsekv.policies.device_tokens import DeviceTokens
 BUDGET = {"token_budget": 32}
 METHODS = {
     "two_level": lambda offload: two_level(offload, level="token", lag=False, **BUDGET),
-    "progressive": lambda offload: progressive(offload, threshold=0.5),
+    "progressive": lambda offload: progressive(offload, mass=0.5),
     "predictive": lambda offload: predictive(offload, predictor="own", **BUDGET),
     "ahead": lambda offload: predictive(offload, predictor="assembled_ridge", **BUDGET),
 }

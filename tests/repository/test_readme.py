@@ -47,7 +47,11 @@ def test_the_table_of_presets(monkeypatch):
         for n, value in zip(lengths, ("1", "1", "0.8", "0.6"))
     ]
     tables = {
-        "step.csv": [row, now | {"variant": "two_level:lag+fused", "value": "8"}, {**now, "device": "x", "value": "7"}],
+        "step.csv": [
+            row,
+            now | {"variant": "two_level:paper+fused", "value": "8"},
+            {**now, "device": "x", "value": "7"},
+        ],
         "accuracy.csv": [small, *facts],
     }
     monkeypatch.setattr(

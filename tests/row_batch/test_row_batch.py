@@ -42,9 +42,7 @@ MADE = {
     "tokens-host": lambda: OffloadedSparseCache(TokenConfig(**BUDGET)),
     "tokens-host-smallpool": lambda: OffloadedSparseCache(TokenConfig(**BUDGET), OffloadConfig(device_pool=30_000)),
     "blocks-host": lambda: OffloadedSparseCache(TokenConfig(**BUDGET, **BLOCKS)),
-    "progressive-host": lambda: ProgressiveCache(
-        ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16), OffloadConfig()
-    ),
+    "progressive-host": lambda: ProgressiveCache(ProgressiveConfig(**CHOOSE, mass=0.7, min_tokens=16), OffloadConfig()),
     "ahead": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
     "ahead-host": lambda: AsyncPredictiveCache(PredictiveConfig(**BUDGET, predictor="layer:in_delta"), OffloadConfig()),
     "ahead-need-host": lambda: AsyncPredictiveCache(PredictiveConfig(**CHOOSE, mass=0.7), OffloadConfig()),

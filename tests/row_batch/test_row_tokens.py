@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("error:decode steps run eagerly")
 SIZE, SLOT = 16, 2 * 2 * (2 * 16 * 4 + 8)  # of a block; bytes of a slot, in two layers of two KV heads
 METHODS = {
     "two_level": (OffloadedSparseCache, TokenConfig(**BUDGET)),
-    "progressive": (ProgressiveCache, ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16)),
+    "progressive": (ProgressiveCache, ProgressiveConfig(**CHOOSE, mass=0.7, min_tokens=16)),
     "ahead": (AsyncPredictiveCache, PredictiveConfig(**BUDGET, predictor="layer:in_delta")),
 }
 

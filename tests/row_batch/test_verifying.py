@@ -24,7 +24,7 @@ BUDGET = {**CHOOSE, "token_budget": 16}
 MADE = {
     "tokens": TokenConfig(**BUDGET),
     "blocks": TokenConfig(**BUDGET, level="two_level", num_blocks=3, tail=None),
-    "progressive": ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16),
+    "progressive": ProgressiveConfig(**CHOOSE, mass=0.7, min_tokens=16),
     "streaming": StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0, max_draft=4),
     "by-need": TokenConfig(**CHOOSE, mass=0.7),
 }

@@ -108,7 +108,7 @@ def test_models(name, drafting):
         TIGHT,
         TokenConfig(**CHOOSE, token_budget=16, level="two_level", num_blocks=3, tail=None),
         TokenConfig(**CHOOSE, mass=0.7),
-        ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16),
+        ProgressiveConfig(**CHOOSE, mass=0.7, min_tokens=16),
         StreamingConfig(block_size=16, sinks=4, window=32, dense_layers=0, max_draft=4),
     ],
     ids=["tokens", "blocks", "by-need", "progressive", "streaming"],

@@ -19,7 +19,7 @@ CONFIGS = {
     "tokens": TokenConfig(**CHOOSE, token_budget=16),
     "by-need": TokenConfig(**CHOOSE, mass=0.7),
     "blocks": TokenConfig(**CHOOSE, token_budget=16, level="two_level", num_blocks=3, tail=None),
-    "progressive": ProgressiveConfig(**CHOOSE, threshold=0.7, min_tokens=16),
+    "progressive": ProgressiveConfig(**CHOOSE, mass=0.7, min_tokens=16),
 }
 SIZES = [(150, 60), (7, 130), (20, 110), (301, 40), (65, 1), (90, 60), (3, 120), (40, 30)]
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

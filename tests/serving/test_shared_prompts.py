@@ -24,14 +24,14 @@ from hf_sparsekv.serving.prefix import block_keys
 CALIBRATION = 64  # four blocks
 COMMON = {**SMALL, "dense_below": 0, "calibration_tokens": CALIBRATION}
 BUDGET = {**COMMON, "token_budget": 32}
-BLOCKS = {"level": "two_level", "num_blocks": 3, "metadata": "min_max", "tail": None}
+BLOCKS = {"level": "two_level", "num_blocks": 3, "tail": None}
 PLAIN = {name: value for name, value in SMALL.items() if name != "calibration_tokens"}
 
 MADE = {
     "tokens": (TokenConfig(**BUDGET), None),
     "tokens-host": (TokenConfig(**BUDGET), OffloadConfig()),
     "two-levels": (TokenConfig(**BUDGET, **BLOCKS), None),
-    "progressive": (ProgressiveConfig(**COMMON, threshold=0.7, min_tokens=16), None),
+    "progressive": (ProgressiveConfig(**COMMON, mass=0.7, min_tokens=16), None),
     "ahead": (PredictiveConfig(**BUDGET, predictor="layer:in_delta"), None),
     "streaming": (StreamingConfig(**{**PLAIN, "dense_below": None}), None),
 }

@@ -189,7 +189,7 @@ def test_codes_of_latents_are_refused():
 )
 def test_progressive(offload, kept):
     """The plan is what a progressive cache allocates."""
-    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, threshold=0.6, min_tokens=16, **kept)
+    config = ProgressiveConfig(block_size=16, window=16, dense_layers=1, mass=0.6, min_tokens=16, **kept)
     plan = plan_of(ProgressiveCache(config, offload), offload)
     assert plan.labels > 0 == plan.bounds
     assert (plan.working_set > 0) == (offload is not None)

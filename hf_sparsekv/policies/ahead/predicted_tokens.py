@@ -16,10 +16,10 @@ from ...ops.selection.topk_select import token_select
 from ...predictor.channels import LabelChannels
 from ...tensors import no_inference_mode
 from ..by_need import ByNeed
+from ..label_config import whole_tokens
 from ..label_index import LabelIndex
 from ..labelled import LabelledPolicy
 from ..memory import Request
-from ..need_options import whole_tokens
 from ..plan import CROSSOVER, DENSE, Plan, planned
 from .predictive_config import PredictiveConfig
 

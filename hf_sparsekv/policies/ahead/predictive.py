@@ -6,9 +6,9 @@ from ...config import OffloadConfig
 from ..base import Policy
 from ..by_need import expected
 from ..device_tokens import add_device_tokens
+from ..label_config import whole_tokens
 from ..label_index import label_bytes
 from ..memory import Memory, Request, mean_bytes
-from ..need_options import whole_tokens
 from ..registry import register
 from ..shared import Labelled
 from .earlier_queries import EarlierQueriesPolicy, queries_bytes

@@ -6,16 +6,13 @@ Apart from its policies because it says which of three they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
 from ...option_checks import flag, not_negative, one_of, require
 from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
-from ..label_options import Importance, Reduce, check_labels, check_tail
-from ..need_options import FIXED, BudgetOrMass
+from ..label_config import FIXED, LabelConfig
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
 BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
@@ -29,7 +26,7 @@ def _is_device(name: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictiveConfig(BudgetOrMass):
+class PredictiveConfig(LabelConfig):
     """Tokens chosen for a predicted query, so that a step finds them chosen.
 
     Source: AsyncSpade, section 4.
@@ -60,10 +57,7 @@ class PredictiveConfig(BudgetOrMass):
             little (docs/studies/settings.md).
     """
 
-    FREE = (
-        *("token_budget", "mass", "predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank"),
-        "token_reduce",
-    )
+    FREE = ("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank")
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
@@ -73,22 +67,12 @@ class PredictiveConfig(BudgetOrMass):
     )
 
     dense_layers: int = 2
-    token_budget: int | None = None
-    mass: float | None = None
     predictor: str | Predict | None = None
     predictor_window: int = WINDOW
     predictor_epsilon: float = EPSILON
     start_length: int = 0
     cache_rank: str | None = None
     strict: bool = False
-    token_reduce: Reduce = "max"
-    label_channels: int | None = None
-    label_bits: int = 4
-    channel_file: str | PathLike[str] | None = None
-    channel_importance: Importance = "spread"
-    calibration_tokens: int = 256
-    tail: Literal["mean"] | None = "mean"
-    tail_tokens: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,8 +101,6 @@ class PredictiveConfig(BudgetOrMass):
             "token_budget instead, or leave cache_rank out",
         )
         flag("strict", self.strict)
-        check_labels(self)
-        check_tail(self)
 
     @property
     def can_need(self) -> bool:

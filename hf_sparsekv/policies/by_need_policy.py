@@ -1,4 +1,4 @@
-"""Progressive selection: tokens in order of their estimated mass until enough of it is covered (PSA, Twilight)."""
+"""The default: tokens in order of their estimated mass until enough of it is covered (PSA, Twilight's top-p)."""
 
 from __future__ import annotations
 
@@ -8,63 +8,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
 from ..ops.attention.sparse_decode.reference import gather
 from ..ops.selection.topk_select import token_select
-from ..policies.progressive_config import ProgressiveConfig
 from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .base import Policy
-from .by_need import ByNeed, expected
-from .device_tokens import add_device_tokens
+from .by_need import ByNeed
 from .drafting import Drafting
-from .label_index import LabelIndex, label_bytes
+from .label_config import LabelConfig
+from .label_index import LabelIndex
 from .labelled import LabelledPolicy
 from .launch import Launch
 from .measured import PackStats, WalkStats
-from .memory import Memory, Request, mean_bytes
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .registry import register
-from .shared import Labelled
 
 FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
 
 
-class Progressive(Labelled):
-    """What its layers have in common."""
-
-    def __init__(self, policy: type[Policy], config: ProgressiveConfig, offload: OffloadConfig | None) -> None:
-        super().__init__(policy, config, offload)
-        self.whole_tokens = config.min_tokens
-
-    @classmethod
-    def crossover(cls, config: ProgressiveConfig) -> str | None:
-        return "progressive"
-
-    @classmethod
-    def needs(cls, request: Request) -> Memory:
-        memory = Memory(blocks=request.blocks)
-        memory.labels = sum(request.block_capacity * label_bytes(request, layer) for layer in request.layers)
-        if request.config.means:
-            memory.means = mean_bytes(request)
-        if request.offload is not None and request.full_blocks > 0:
-            add_device_tokens(memory, request, expected(request.table * request.config.block_size))
-        return memory
-
-
-@register(
-    "progressive",
-    ProgressiveConfig,
-    about="tokens in order of importance until a share of the attention mass is covered (PSA)",
-    knob=("threshold", 0.5, 1.0),
-    shared=Progressive,
-)
-class ProgressivePolicy(Drafting, LabelledPolicy):
+class ByNeedPolicy(Drafting, LabelledPolicy):
     """State: the label channels, and what walks have read.
 
     Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens
@@ -74,7 +39,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     PSA's own estimate, by boxes around the keys of blocks, is a reference of the evaluation.
     """
 
-    config: ProgressiveConfig
+    config: LabelConfig
     labels: LabelIndex
     need: ByNeed
     method = "progressive"
@@ -82,7 +47,7 @@ class ProgressivePolicy(Drafting, LabelledPolicy):
     drafts = "together"
 
     def __init__(
-        self, config: ProgressiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
+        self, config: LabelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
         self.need = ByNeed(config)

@@ -1,7 +1,4 @@
-"""Tokens by their label channels, among all: what is taken by default.
-
-Apart from the choice of blocks (:mod:`.blocks`) because it needs none of its state: no metadata, no pages, no lag.
-"""
+"""A fixed number of tokens by their labels, among all."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from .plan import CROSSOVER, DENSE, Plan, planned
 from .token_config import TokenConfig
 
 
-class TokenPolicy(Drafting, LabelledPolicy):
+class TopKPolicy(Drafting, LabelledPolicy):
     """Each step scores the labels of all tokens for its own query, and attends to the best ones.
 
     Nothing that is chosen outlives its step. Offloaded, a step reads what it has chosen where it is, and copies it to
@@ -34,7 +31,7 @@ class TokenPolicy(Drafting, LabelledPolicy):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        if self.config.tail is not None:
+        if self.config.means:
             store.keep_means(self.config.tail_tokens)
 
     def plan(self, store: LayerStore) -> Plan:
