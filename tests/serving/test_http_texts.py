@@ -166,6 +166,7 @@ UNUSED = {
     "a schema's name": {"response_format": {"type": "json_schema", "json_schema": {"name": TEXT, "schema": {}}}},
     "an unknown field": {TEXT: 1},
     "many unknown fields": {f"x{i}": 1 for i in range(40_000)},
+    "many unknown variables": {"chat_template_kwargs": {f"x{i}": 1 for i in range(40_000)}},
 }
 
 

@@ -18,7 +18,7 @@ from ..turns import step_aside
 from . import schema
 from .engine import Engine
 from .errors import ApiError, told
-from .fields import EFFORT, MAX_NAME
+from .fields import EFFORT, MAX_NAME, MOST_TOLD
 from .messages import check_history
 from .scan import Scan
 from .tools import ToolReader
@@ -140,8 +140,10 @@ class Prompts:
         if not unknown:
             return asked
         if self._ignore_unknown:
-            template = {name: value for name, value in asked.template.items() if name not in unknown}
-            where = [name if name == EFFORT else f"chat_template_kwargs.{name[:MAX_NAME]}" for name in unknown]
+            left_out = set(unknown)  # there may be thousands
+            template = {name: value for name, value in asked.template.items() if name not in left_out}
+            first = unknown[: max(0, MOST_TOLD - len(asked.ignored))]
+            where = [name if name == EFFORT else f"chat_template_kwargs.{name[:MAX_NAME]}" for name in first]
             return replace(asked, template=template, ignored=(*asked.ignored, *where))
         why = "is not known to this model's chat template, which would leave it out"
         if EFFORT in unknown:
