@@ -62,32 +62,6 @@ def _chat(make: Callable[[int], dict], statuses: tuple[int, ...] = (400,)) -> Bo
     return Body(body, statuses, CHAT)
 
 
-def _multiple(of: int) -> dict:
-    return {"type": "integer", "multipleOf": of}
-
-
-def _pattern(text: str) -> dict:
-    return {"type": "string", "pattern": text}
-
-
-OPTIONS = "a?" * 25_000
-# Schemas that take seconds or gigabytes, by a number: compiled ones are kept. The last one is compiled at once, and
-# takes seconds where the answer comes to its pattern.
-SCHEMAS: dict[str, Callable[[int], dict]] = {
-    "multipleOf": lambda n: _multiple(9_000_001 + 10 * n),
-    "multipleOf in allOf": lambda n: {"allOf": [_multiple(997), _multiple(n)]},
-    "many multipleOf": lambda n: {"anyOf": [_multiple(n + i) for i in range(200)]},
-    "patterns": lambda n: {"allOf": [_pattern(f"a{n + i}") for i in range(30)]},
-    "repeats": lambda n: _pattern(f"^(((a{{10}}){{10}}){{10}}){{{n}}}$"),
-    "options": lambda n: _pattern(f"^{n}{OPTIONS}$"),
-    "options, later": lambda n: {
-        "type": "array",
-        "prefixItems": [{"const": n}, _pattern(f"^{OPTIONS}$")],
-        "minItems": 2,
-    },
-}
-
-
 def _schema(made: Callable[[int], dict]) -> Body:
     def make(size: int) -> bytes:
         named = {"name": "x", "schema": made(random.randint(1000, 9999))}
@@ -153,7 +127,7 @@ BODIES: dict[str, Body] = {
             "response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+" * (size // 8)}}}
         }
     ),
-    **{f"a schema: {name}": _schema(schema) for name, schema in SCHEMAS.items()},
+    **{f"a schema: {name}": _schema(schema) for name, schema in hostile_fields.SLOW.items()},
     "a model's name": Body(lambda size: _with(model="m" * size)(size), (404,)),
     "a role": _chat(lambda size: {"messages": [{"role": "{{" * (size // 2), "content": "a"}]}),
     "text of a template": _chat(lambda size: {"messages": [{"role": "user", "content": hostile_fields.JINJA}]}, SERVED),

@@ -146,6 +146,32 @@ SCHEMAS: dict[str, Callable[[int], dict]] = {
 }
 
 
+def _multiple(of: int) -> dict:
+    return {"type": "integer", "multipleOf": of}
+
+
+def _pattern(text: str) -> dict:
+    return {"type": "string", "pattern": text}
+
+
+OPTIONS = "a?" * 25_000
+# Schemas that take seconds or gigabytes, by a number: compiled ones are kept. The last one is compiled at once, and
+# takes seconds where the answer comes to its pattern.
+SLOW: dict[str, Callable[[int], dict]] = {
+    "multipleOf": lambda n: _multiple(9_000_001 + 10 * n),
+    "multipleOf in allOf": lambda n: {"allOf": [_multiple(997), _multiple(n)]},
+    "many multipleOf": lambda n: {"anyOf": [_multiple(n + i) for i in range(200)]},
+    "patterns": lambda n: {"allOf": [_pattern(f"a{n + i}") for i in range(30)]},
+    "repeats": lambda n: _pattern(f"^(((a{{10}}){{10}}){{10}}){{{n}}}$"),
+    "options": lambda n: _pattern(f"^{n}{OPTIONS}$"),
+    "options, later": lambda n: {
+        "type": "array",
+        "prefixItems": [{"const": n}, _pattern(f"^{OPTIONS}$")],
+        "minItems": 2,
+    },
+}
+
+
 def _new(schema: dict) -> dict:
     """Such that no compiled one is found again."""
     return {**schema, "description": str(random.random())}
