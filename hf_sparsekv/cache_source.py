@@ -93,7 +93,7 @@ class Use:
         return any(one() is self for one in _around.get())
 
     def open(self) -> None:
-        """What this thread or task does from now on is inside."""
+        """Count later calls of this thread or task as inside."""
         _around.set((*_around.get(), weakref.ref(self)))
 
     def close(self) -> None:
@@ -237,7 +237,8 @@ class CacheSource:
 
 def _conflict(other: Use, settings: Settings) -> RuntimeError:
     return RuntimeError(
-        f"another {other.opened_by} uses this model inside sparse() with {other.settings}; this one asks for "
+        f"another {other.opened_by} uses this model inside {'enable()' if other.lasting else 'sparse()'} with "
+        f"{other.settings}; this one asks for "
         f"{settings}. Use the same settings, or wait for its end; or give each generate() a cache of its own, "
         "past_key_values=..., which may differ"
     )

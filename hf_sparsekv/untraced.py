@@ -22,13 +22,17 @@ def untraced(function: Decorated) -> Decorated:
 
     ``torch.compile(fullgraph=True)`` raises at such a call.
     """
-    if getattr(function, "_torchdynamo_disable", False):
+    if _is_untraced(function):
         return function
     return torch.compiler.disable(function, reason=_REASON)  # type: ignore[return-value]
 
 
+def _is_untraced(function: Callable) -> bool:
+    return getattr(function, "_torchdynamo_disable", False)
+
+
 def all_untraced(cls: type) -> None:
-    """Have :func:`untraced` decorate all public methods and properties of a class, inherited ones too."""
+    """Have :func:`untraced` decorate all public methods and properties of a class, also those of other bases."""
     for name in dir(cls):
         if not name.startswith("_") and (found := _untraced(_static(cls, name))) is not None:
             setattr(cls, name, found)
@@ -39,10 +43,12 @@ def _static(cls: type, name: str) -> Any:
 
 
 def _untraced(member: Any) -> Any:
-    """The decorated form of what a class holds; None if models cannot call it."""
+    """The decorated form of what a class holds; None if it is decorated already, or if models cannot call it."""
     if isinstance(member, property):
-        parts = (None if part is None else untraced(part) for part in (member.fget, member.fset, member.fdel))
-        return property(*parts, doc=member.__doc__)
+        parts = [member.fget, member.fset, member.fdel]
+        if all(part is None or _is_untraced(part) for part in parts):
+            return None
+        return property(*(part and untraced(part) for part in parts), doc=member.__doc__)
     if isinstance(member, classmethod | staticmethod | type | cached_property) or not callable(member):
         return None
-    return untraced(member)
+    return None if _is_untraced(member) else untraced(member)

@@ -8,6 +8,7 @@ import re
 import warnings
 from operator import methodcaller
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -64,6 +65,7 @@ EDITS = {
     "its data": lambda t: setattr(t, "data", torch.zeros_like(t)),
     "detached": lambda t: t.detach().mul_(3),
     "numpy": lambda t: t.numpy().__imul__(3),
+    "an array": lambda t: np.asarray(t).__imul__(3),
 }
 
 

@@ -189,7 +189,7 @@ class Replayer:
             for layer in layers:
                 layer.broken = "stopped after a captured step"
             steps.held = None
-            if step.selects and table.exactness.inexact_from is None:
+            if step.selects:
                 table.exactness.selected(rows.columns)
             step.graph.replay()
             self.replays += 1

@@ -121,7 +121,7 @@ class Ragged(Text):
         sound: Tensor,
         told: Callable[[Tensor], None],
     ) -> Added:
-        """As :meth:`.text.Text.add`, for each row; there is nobody to be told."""
+        """As :meth:`.text.Text.add`, for each row; ``told`` is not called."""
         n, before = self.ids.shape[1], self._least
         ids = torch.cat((self.ids, chosen), dim=1)
         done = [self.criteria(ids[:, : n + i + 1], None).long() for i in range(chosen.shape[1])]

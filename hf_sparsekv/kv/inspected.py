@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class ReadOnlyTensor(Tensor):
             raise RuntimeError(_WHY)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if func is Tensor.numpy:
+        if isinstance(out, np.ndarray):
             out.setflags(write=False)
         if not isinstance(out, Tensor | tuple | list):
             return out
@@ -50,7 +51,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """What ``func`` writes: the target of an in-place method or operator, an assigned attribute, ``out=``."""
+    """The tensors that ``func`` writes: the target of an in-place operation or of an assignment, or ``out=``."""
     name = getattr(func, "__name__", "").split(".")[0]
     named = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

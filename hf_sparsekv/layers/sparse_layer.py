@@ -292,9 +292,8 @@ class SparseLayer(Owned, CacheLayerMixin):
             owner.notices.own_queries()
         if captured is not None:
             return captured.attend(store, policy, q, params, own, last=next_layer(owner, self.index) is None)
-        exactness = owner.row_table.exactness
-        if exactness.inexact_from is None and not plan.dense:
-            exactness.selected(step.past)
+        if not plan.dense:
+            owner.row_table.exactness.selected(step.past)
         if not own:
             return attend(store, policy, q, replace(plan, ahead=False), params)
         out = attend(store, policy, q, plan, params)

@@ -190,7 +190,7 @@ ROWS = {
     "padding": _or_null(SIZE),  # columns of the padding mask; later columns are all valid. null: no padding
     "inexact_from": _or_null(COUNT),  # first column that full attention has not computed. null: none
 }
-# Of files that were written before there was one: nobody knows how their tokens were computed.
+# Default for files of 0.1.0, which do not record it.
 _ROWS_DEFAULTS = {"inexact_from"}
 CHANNEL_FILE = {
     "shape": _list(SIZE, 3),

@@ -56,12 +56,10 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
         layers.append(record)
         pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
     padding = None if rows.valid is None else rows.valid.shape[1]
-    held = {
-        "lengths": rows.lengths,
-        "sealed": rows.sealed,
-        "padding": padding,
-        "inexact_from": cache.row_table.exactness.inexact_from,
-    }
+    inexact = cache.row_table.exactness.inexact_from
+    if inexact is not None and inexact >= rows.columns:  # of a step that was interrupted
+        inexact = None
+    held = {"lengths": rows.lengths, "sealed": rows.sealed, "padding": padding, "inexact_from": inexact}
     shapes = all_tensors(layers, cache.config.block_size, held)
     if len(named):
         local = np.where(table >= 0, np.searchsorted(named, table), -1).astype(np.int32)
