@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
     captured: bool = True
     crossover: bool = field(default=False, compare=False)
 
-    @property
+    @cached_property
     def dense(self) -> bool:
         """The step attends to all tokens."""
         return self.attends == "dense"

@@ -53,9 +53,9 @@ def test_views(place32, of):
 
 @pytest.mark.pairwise(once=("case",))
 @pytest.mark.parametrize(
-    ("case", "first", "second"),
+    ("case", "options"),
     [
-        pytest.param((of, case), (of, first), (of, second), id=f"{of}-{case}-{first}-{second}")
+        pytest.param((of, case), (of, options), id="-".join(map(str, (of, case, *options))))
         for of, case in (
             ("block_score", "six rows"),
             ("block_score", "no power of two"),
@@ -64,12 +64,12 @@ def test_views(place32, of):
             ("token_score", "40 heads"),
             ("token_score", "small blocks, all"),
         )
-        for first, second in product(*BY_NAME[of].options)
+        for options in product(*BY_NAME[of].options)
     ],
 )
-def test_scores_that_are_not_filled(place, case, first, second):
+def test_scores_that_are_not_filled(place, case, options):
     """What is behind a row's sealed tokens stays as it is; all else is written."""
-    operator, options = BY_NAME[case[0]], (first[1], second[1])
+    operator, options = BY_NAME[case[0]], options[1]
     given = operator.call(place, *operator.cases[case[1]], *options) | {"fill": False}
     expected = operator.expected(given)
     operator.check(place, given, expected, *options)

@@ -107,7 +107,7 @@ def test_probes_ask_what_the_server_answers():
 
 
 class NoEngine:
-    tokenizer, max_length, ready, failed = None, 10, True, None
+    tokenizer, max_length, ready, failed, eos = None, 10, True, None, frozenset()
 
     def stats(self):
         raise AssertionError("nobody asks")
