@@ -138,6 +138,12 @@ class Constraint:
         self.unread: list[Any] = []
         self.error: NotFollowed | None = None
 
+    def close(self) -> None:
+        """End the process of this answer, which needs no more masks."""
+        self.unread = []  # they keep the records of other answers, and those keep this
+        if self._worker is not None:
+            self._worker.connection.close()
+
     def ask(self) -> None:
         """Ask for the mask of the next token. It waits for the tokens before it."""
         tokens, self.unread = [token() for token in self.unread], []

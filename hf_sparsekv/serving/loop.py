@@ -269,6 +269,8 @@ class Loop:
         if request.over:
             return
         request.over = True
+        if request.constraint is not None:
+            request.constraint.close()
         if request.row is not None:
             if keep:
                 self.blocks.keep(request, self.order.reading)
@@ -295,8 +297,14 @@ class Loop:
 
     def _cancel_all(self) -> None:
         self._give_up_reading()
+        self._close_grammars()
         for request in self.intake.open:
             self.teller.end(request, "cancelled")
+
+    def _close_grammars(self) -> None:
+        for request in self.room.running:  # others have no process
+            if request.constraint is not None:
+                request.constraint.close()
 
     def _fail_all(self, error: BaseException) -> None:
         error = self.intake.fail(error)
@@ -304,6 +312,7 @@ class Loop:
         self.intake.waiting.clear()
         self.drawn.clear()
         self.rounds.in_flight = None
+        self._close_grammars()
         self.order.reading, self.room.running = None, []
         # Requests fail first: the calls below may fail too, or wait for a prefill thread that does not return.
         self._fail_open(error)

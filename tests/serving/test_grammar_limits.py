@@ -21,6 +21,8 @@ llguidance 1.9.1 alone, with 150,000 tokens, by keyword: CPU and memory of compi
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import random
@@ -226,6 +228,36 @@ def test_processes_end_with_the_answers_and_the_engine():
     assert until(lambda: len(processes(session)) == 2)
     made.close()
     assert until(lambda: not processes(session))
+
+
+@pytest.mark.parametrize("end", ["whole", "too long", "cancelled", "failed"])
+def test_the_process_of_an_answer_ends_with_it(end):
+    """Without the cyclic garbage collector, which may not come for minutes."""
+    asked = {"type": "array", "items": {"const": 1}, "minItems": 2 if end == "whole" else 10**5}
+    if end == "whole":
+        asked["maxItems"] = 2
+    tokenizer = byte_level()
+    net = build("llama", "sparsekv", vocab_size=len(tokenizer) + 5)
+    options = ServingConfig(max_rows=2, max_length=1000, chunk=64)
+    gc.disable()
+    try:
+        with Engine(net, tokenizer, TokenConfig(**{**SMALL, **FULL}), None, options) as engine:
+            constraint = engine._grammars.constraint(Sampling(json_schema=asked))
+            session = engine._grammars._program.pid
+            before = processes(session)
+            assert len(before) == 2  # of the tokenizer and the grammar
+            handle = engine.submit("a", Sampling(max_tokens=9 if end == "too long" else 900, json_schema=asked))
+            next(iter(handle))
+            assert end in ("whole", "too long") or len(processes(session)) == 3
+            if end == "cancelled":
+                handle.cancel()
+            if end == "failed":
+                engine._loop.lost(RuntimeError("a test"))
+            with pytest.raises(RuntimeError) if end == "failed" else contextlib.nullcontext():
+                handle.result()
+            assert until(lambda: processes(session) == before) and constraint.error is None
+    finally:
+        gc.enable()
 
 
 def test_masks_have_the_priority_of_the_engine(engine):
