@@ -45,6 +45,7 @@ from hf_sparsekv.serving import grammar as grammar_module
 from hf_sparsekv.serving import grammar_worker
 from hf_sparsekv.serving.grammar import Constraint, Grammars
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv.serving.http.prompts import LARGE
 from hf_sparsekv.serving.request import NotFollowed
 from hf_sparsekv.serving.sampling import MAX_GRAMMAR
 
@@ -270,16 +271,18 @@ def test_masks_have_the_priority_of_the_engine(engine):
     assert len(found) > 1 and {os.getpriority(os.PRIO_PROCESS, pid) for pid in found} == {here}
 
 
-def test_other_requests_wait_for_no_schema(engine, monkeypatch):
-    """Ten schemas that take half a second each, and then an ordinary request."""
+@pytest.mark.parametrize("large", [False, True])
+def test_other_requests_wait_for_no_schema(engine, monkeypatch, large):
+    """Ten schemas that take half a second each, and then an ordinary request; in bodies of both kinds."""
+    label = "x" * LARGE if large else "x"
     monkeypatch.setattr(grammar_module, "MOST_COMPILING", 6)
     with serving(create_app(engine, "m")) as url, openai_client(url) as client:
 
         def ask(**more):
-            return client.completions.create(model="m", prompt="a", max_tokens=3, **more)
+            return client.completions.create(model="m", prompt="a", max_tokens=3, user=label, **more)
 
         def schema(i: int) -> dict:
-            named = {"name": "x", "schema": multiple(9_000_011 + 2 * i)}
+            named = {"name": "x", "schema": multiple(9_000_011 + 2 * i + 100 * large)}
             return {"extra_body": {"response_format": {"type": "json_schema", "json_schema": named}}}
 
         ask()
@@ -294,7 +297,7 @@ def test_other_requests_wait_for_no_schema(engine, monkeypatch):
         threads = [threading.Thread(target=bomb, args=(i,)) for i in range(10)]
         for thread in threads:
             thread.start()
-        until(lambda: len(engine._grammars._compiling) == grammar_module.MOST_COMPILING)
+        assert until(lambda: len(engine._grammars._compiling) == grammar_module.MOST_COMPILING)
         began = time.monotonic()
         ask()
         took = time.monotonic() - began

@@ -31,15 +31,14 @@ from .errors import ApiError, json_response
 from .gate import ID, OPEN, Gate
 from .logprobs import TokenTexts
 from .metrics import PREFIX, registry
-from .prompts import Prompts
+from .prompts import LARGE, Prompts
 from .scan import Scan
 from .shapes import Chat, Completion, Shape
 from .tools import ToolReader
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
-SUBMITTING = 64  # threads that submit requests; READING of them read, the others wait for schemas to be compiled
-LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
+SUBMITTING = 64  # threads that submit small bodies, and as many large ones: READING read, others wait for schemas
 IGNORED = "x-ignored-fields"
 OPENMETRICS = "application/openmetrics-text"
 
@@ -223,7 +222,7 @@ class _Api:
         """Read a body and submit what it asks for. On return nothing keeps the body: answers may take long."""
         scan = Scan(self._engine.max_length)
         if self._threads is None:  # belongs to the loop
-            self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(1)
+            self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(SUBMITTING)
         handles: list[Handle] = []
         try:
             async with self._bodies.read(request, scan) as body:

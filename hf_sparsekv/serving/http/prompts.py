@@ -24,6 +24,7 @@ from .scan import Scan
 from .tools import ToolReader
 
 READING = 4  # threads that parse bodies, apply templates and tokenise at a time
+LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
 LIKELY = 8  # bytes a token: a text of more than this times the context is tokenised in pieces first
 COUNTED = 1 << 16  # characters of a piece: some tokenizers make four tokens of one
 # Settings that an engine refuses, and the fields that clients have for them.
@@ -51,7 +52,8 @@ class Prompts:
         self._model_id = model_id
         self._max_answer = max_answer
         self._ignore_unknown = ignore_unknown
-        self._reading = threading.Semaphore(READING)  # not while a schema is compiled: others need not wait for it
+        # Both are free while a schema is compiled: others need not wait for it.
+        self._reading, self._reading_large = threading.Semaphore(READING), threading.Semaphore(1)
 
     def submit(
         self,
@@ -67,6 +69,8 @@ class Prompts:
         """
         step_aside()
         with contextlib.ExitStack() as reading:
+            if len(body) > LARGE:
+                reading.enter_context(self._reading_large)
             reading.enter_context(self._reading)
             fields = schema.loads(body)
             schema.check_model(fields, self._model_id)
