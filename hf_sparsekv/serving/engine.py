@@ -142,6 +142,7 @@ class Engine:
             ValueError: the prompt cannot be served; the message says why.
             Busy: too many requests wait.
             Closed: the engine takes no more requests.
+            RuntimeError: the machine starts no process for a grammar.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -171,7 +172,11 @@ class Engine:
             raise ValueError(
                 "exact is not there: open the engine with ServingConfig(exact=True), or the server with --exact"
             )
-        constraint = self._grammars.constraint(sampling)
+        try:
+            constraint = self._grammars.constraint(sampling)
+        except (Busy, Closed) as error:
+            self._refused["grammars" if isinstance(error, Busy) else "closed"] += 1
+            raise
         handle = Handle(f"request-{next(self._ids)}", len(ids), self._intake.look)
         text = None
         if self._detokenizer is not None:

@@ -9,6 +9,7 @@ grammar.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import socket
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -32,12 +34,16 @@ from transformers import PreTrainedTokenizerBase
 
 from . import grammar_worker
 from .logit_edits import WORD, Allowed
-from .request import Busy, NotFollowed
+from .request import Busy, Closed, NotFollowed
 from .sampling import Sampling
 from .token_bytes import token_bytes
 
 KEPT, KEPT_BYTES = 64, 256 << 20  # compiled grammars
-COMPILING, MOST_COMPILING = 2, 16  # at a time; with those that wait for it
+COMPILING, MOST_COMPILING = 2, 32  # at a time; requests that wait for it, also for the same grammar
+REFUSED, REFUSED_S = (
+    1024,
+    60,
+)  # refusals that are remembered; seconds, as running out of memory may be no grammar's fault
 MOST_BYTES = 1 << 30  # of all grammars, also those that only requests still have
 PROCESS = 4 << 20  # bytes of a process without its grammar
 WAIT_S = 30  # seconds; never reached: workers count their own time, by the CPU's clock
@@ -65,7 +71,7 @@ class Worker:
     def fork(self) -> Worker:
         """A process that begins as this one is now; if this one has ended, the new one has, too."""
         ours, theirs = _pipe()
-        with theirs, contextlib.suppress(OSError):
+        with theirs, contextlib.suppress(OSError, RuntimeError):  # this one has ended; macOS tells so by the second
             self.connection.send_bytes(grammar_worker.FORK)
             reduction.send_handle(self.connection, theirs.fileno(), None)
         return Worker(ours, self)
@@ -116,6 +122,7 @@ def _pipe() -> tuple[Connection, Connection]:
     """Both ends of a connection; reading at the first one takes no longer than ``WAIT_S``."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as same:  # a selector takes longer than the mask
+        same.setblocking(True)  # Python's default timeout may have made both non-blocking
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", WAIT_S, 0))
     return ours, theirs
 
@@ -150,22 +157,33 @@ class Constraint:
         if self.error is not None:
             return
         if self._worker is None:
-            self._worker = self._compiled.fork()
+            try:
+                self._worker = self._compiled.fork()
+            except OSError as error:
+                self.error = NotFollowed(f"the machine starts no process for this grammar: {error}")
+                return
         self._worker.ask(grammar_worker.MASK + array("i", tokens).tobytes())
 
     def fill(self, words: Tensor) -> None:
         """Write the mask that was asked for, int32 ``[words]`` on the host; after an error only the end."""
         if self.error is None:
-            try:
-                answer, wrong = self._worker.answer()
-            except EOFError:
-                self.error = NotFollowed(f"the grammar is too large for a step: {TOO_MUCH}")
-            else:
-                if not wrong:
-                    words.copy_(torch.frombuffer(bytearray(answer), dtype=torch.int32))
-                    return
-                self.error = NotFollowed(f"the grammar is too large for a step: {_first(answer)}")
-        words.copy_(self._end)
+            self.error = self._filled(words)
+        if self.error is not None:
+            words.copy_(self._end)
+
+    def _filled(self, words: Tensor) -> NotFollowed | None:
+        try:
+            self._worker.begun()
+        except EOFError:  # the machine's memory, or its operator
+            return NotFollowed("the process of this grammar has ended: ask again")
+        try:
+            answer, wrong = self._worker.answer()
+        except EOFError:
+            return NotFollowed(f"the grammar is too large for a step: {TOO_MUCH}")
+        if wrong:
+            return NotFollowed(f"the grammar is too large for a step: {_first(answer)}")
+        words.copy_(torch.frombuffer(bytearray(answer), dtype=torch.int32))
+        return None
 
 
 class Grammars:
@@ -192,6 +210,9 @@ class Grammars:
         self._program: subprocess.Popen | None = None
         self._compiled: OrderedDict[tuple[bytes, str], Worker] = OrderedDict()
         self._compiling: dict[tuple[bytes, str], Future[Worker]] = {}
+        self._waiting = 0  # requests
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # when and why, by a hash
+        self._closed = False
         self._all: WeakSet[Worker] = WeakSet()  # also those of waiting requests
 
     def constraint(self, sampling: Sampling) -> Constraint | None:
@@ -200,10 +221,14 @@ class Grammars:
         Raises:
             ValueError: the schema or the grammar cannot be followed; llguidance or a tokenizer is missing.
             Busy: many grammars are compiled just now, or those of waiting and running requests take much memory.
+            Closed: after :meth:`close`.
+            RuntimeError: the machine starts no process.
         """
         if sampling.json_schema is None and sampling.grammar is None:
             return None
         name = "grammar" if sampling.json_schema is None else "json_schema"
+        if os.name != "posix":
+            raise ValueError(f"{name} needs Linux or macOS")
         if self._tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer: give the engine one")
         if importlib.util.find_spec("llguidance") is None:
@@ -216,30 +241,36 @@ class Grammars:
 
     def _worker(self, name: str, key: tuple[bytes, str]) -> Worker:
         """The process that has compiled a grammar; requests with the same one wait for the first of them."""
+        mine: Future[Worker] | None = None
         with self._lock:
+            self._check_open()
             if key in self._compiled and not self._compiled[key].connection.closed:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
+            when, why = self._refused.get(_hash(key), (0.0, ""))
+            if why and time.monotonic() - when < REFUSED_S:
+                raise ValueError(why)
+            if self._waiting >= MOST_COMPILING:
+                raise Busy(f"{MOST_COMPILING} requests wait for schemas and grammars already, which is as many as may")
             found = self._compiling.get(key)
             if found is None:
-                if len(self._compiling) >= MOST_COMPILING:
-                    raise Busy(f"{MOST_COMPILING} schemas or grammars are compiled already, which is as many as may")
                 if sum(one.size for one in self._all) > MOST_BYTES:
                     raise Busy("the grammars of requests that wait or run take too much memory already")
-                mine = self._compiling[key] = Future()
-        if found is not None:
-            return found.result()
+                found = mine = self._compiling[key] = Future()
+            self._waiting += 1
         try:
-            made = self._made(name, key)
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        else:
-            mine.set_result(made)
-            return made
+            if mine is not None:
+                try:
+                    mine.set_result(self._made(name, key))
+                except BaseException as error:
+                    mine.set_exception(error)
+            return found.result()
         finally:
             with self._lock:
-                del self._compiling[key]
+                self._waiting -= 1
+                if mine is not None:
+                    del self._compiling[key]
+            del mine, found  # they keep the error, and its traceback keeps this frame and the process
 
     def _made(self, name: str, key: tuple[bytes, str]) -> Worker:
         kind, text = key
@@ -248,31 +279,45 @@ class Grammars:
             made.ask(kind + text.encode())
             try:
                 answer, wrong = made.answer()
+                why = _first(answer)
             except EOFError:
-                raise ValueError(f"{name} cannot be followed: {TOO_MUCH}") from None
-        if wrong:
-            raise ValueError(f"{name} cannot be followed: {_first(answer)}")
-        made.size = PROCESS + int(answer)
+                why, wrong = TOO_MUCH, True
         with self._lock:
+            self._check_open()
+            if wrong:
+                made.connection.close()
+                why = f"{name} cannot be followed: {why}"
+                self._refused[_hash(key)] = time.monotonic(), why
+                while len(self._refused) > REFUSED:
+                    self._refused.popitem(last=False)
+                raise ValueError(why)
+            made.size = PROCESS + int(answer)
             self._compiled[key] = made
             while len(self._compiled) > KEPT or sum(one.size for one in self._compiled.values()) > KEPT_BYTES:
                 self._compiled.popitem(last=False)
         return made
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the engine takes no requests: it is closed")
+
     def _forked(self) -> Worker:
         """A process that has the tokenizer."""
         for _ in range(2):
             with self._lock:
-                if self._root is None:
-                    self._root = self._starter.submit(self._started).result()
-                made = self._root.fork()
-                self._all.add(made)
+                self._check_open()
                 try:
+                    if self._root is None:
+                        self._root = self._starter.submit(self._started).result()
+                    made = self._root.fork()
+                    self._all.add(made)
                     made.begun()
                     return made
                 except EOFError:  # something has ended it
                     self._end_program()
-        raise Busy("the machine starts no more processes")
+                except OSError as error:
+                    raise RuntimeError(f"the machine starts no process for a grammar: {error}") from error
+        raise RuntimeError("the machine starts no process for a grammar")
 
     def _started(self) -> Worker:
         if not self._eos:
@@ -314,6 +359,7 @@ class Grammars:
     def close(self) -> None:
         """End the processes. Answers that are not whole get an error."""
         with self._lock:
+            self._closed = True
             for one in self._all:
                 one.end()
             self._compiled.clear()
@@ -332,6 +378,10 @@ class Grammars:
             constraint.fill(row)
         places = torch.tensor(list(constraints), pin_memory=pinned)
         return Allowed(places.to(device, non_blocking=True), words.to(device, non_blocking=True))
+
+
+def _hash(key: tuple[bytes, str]) -> bytes:
+    return hashlib.sha256(key[0] + key[1].encode()).digest()
 
 
 def _first(error: bytes) -> str:

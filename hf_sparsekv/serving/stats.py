@@ -109,7 +109,7 @@ class EngineStats:
         finished: requests that finished.
         cancelled: requests that were cancelled.
         failed: requests that ended with an error.
-        refused: requests that were not accepted, by reason: ``"waiting"``, ``"wait_s"``, ``"closed"``.
+        refused: requests that were not accepted, by reason: ``"waiting"``, ``"wait_s"``, ``"grammars"``, ``"closed"``.
         prompt_tokens: tokens of prompts, after their prefill.
         generated_tokens: tokens of all answers.
         cached_tokens: tokens of prompts that were in the prefix cache.

@@ -27,6 +27,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,7 +47,7 @@ from hf_sparsekv.serving import grammar_worker
 from hf_sparsekv.serving.grammar import Constraint, Grammars
 from hf_sparsekv.serving.http import create_app
 from hf_sparsekv.serving.http.prompts import LARGE
-from hf_sparsekv.serving.request import NotFollowed
+from hf_sparsekv.serving.request import Busy, Closed, NotFollowed
 from hf_sparsekv.serving.sampling import MAX_GRAMMAR
 
 pytest.importorskip("llguidance")
@@ -194,7 +195,7 @@ def test_a_process_that_ends_takes_its_answer_along(engine):
     for pid in processes(session) - {session}:  # those that have compiled
         os.kill(pid, signal.SIGKILL)
     few = Sampling(max_tokens=9, json_schema=asked.json_schema)
-    with pytest.raises(NotFollowed):
+    with pytest.raises(NotFollowed, match="the process of this grammar has ended: ask again"):
         engine.submit("a", few).result()
     assert len(engine.submit("a", few).result().token_ids) == 9
     os.kill(session, signal.SIGKILL)
@@ -310,12 +311,108 @@ def test_one_schema_of_many_requests_is_compiled_once(grammars, monkeypatch):
     made, compiled = [], []
     monkeypatch.setattr(grammars, "_made", lambda *asked, real=grammars._made: compiled.append(1) or real(*asked))
     asked = Sampling(json_schema={"enum": [f"once {i}" for i in range(2000)]})
-    threads = [threading.Thread(target=lambda: made.append(grammars.constraint(asked))) for _ in range(40)]
+    threads = [threading.Thread(target=lambda: made.append(grammars.constraint(asked))) for _ in range(30)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 40 and len(compiled) == 1 and len({one._compiled for one in made}) == 1
+    assert len(made) == 30 and len(compiled) == 1 and len({one._compiled for one in made}) == 1
+
+
+def test_a_slow_schema_of_many_requests_takes_as_much_as_one(grammars, monkeypatch):
+    """Few wait for it, it is not compiled again, and its process ends without the cyclic garbage collector."""
+    go, ends, compiled, real = threading.Event(), [], [], grammars._made
+    grammars.constraint(Sampling(json_schema={"type": "object"}))  # the tokenizer is there
+    monkeypatch.setattr(grammars, "_made", lambda *asked: (compiled.append(1), go.wait(20), real(*asked))[2])
+    asked = Sampling(json_schema=multiple(9_100_003))
+    gc.collect()
+    before = processes(grammars._program.pid)
+
+    def ask() -> None:
+        try:
+            grammars.constraint(asked)
+        except Exception as error:
+            ends.append(type(error))
+
+    gc.disable()
+    try:
+        threads = [threading.Thread(target=ask) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        assert until(lambda: ends == [Busy] * (64 - grammar_module.MOST_COMPILING))
+        go.set()
+        for thread in threads:
+            thread.join()
+        assert ends.count(ValueError) == grammar_module.MOST_COMPILING and len(ends) == 64
+        with pytest.raises(ValueError, match="json_schema cannot be followed: llguidance takes more than"):
+            grammars.constraint(asked)
+        assert len(compiled) == 1 and until(lambda: processes(grammars._program.pid) <= before)
+    finally:
+        gc.enable()
+    monkeypatch.setattr(grammar_module, "REFUSED_S", 0)
+    ask()
+    assert len(compiled) == 2 and ends[-1] is ValueError
+
+
+def test_a_machine_that_starts_no_process(grammars, monkeypatch):
+    """No error of the system reaches the loop, and no request waits for what may never be."""
+    constraint = grammars.constraint(Sampling(json_schema=PERSON))
+
+    def none():
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "_pipe", none)
+        with pytest.raises(RuntimeError, match=r"the machine starts no process for a grammar: .*Too many") as error:
+            grammars.constraint(Sampling(json_schema={"const": "no process"}))
+        assert type(error.value) is RuntimeError  # Engine.generate_batch waits for Busy
+        walk(constraint, byte_level(), random.Random(0), 2)
+        assert "the machine starts no process for this grammar: [Errno 24]" in str(constraint.error)
+    walk(constraint := grammars.constraint(Sampling(json_schema=PERSON)), byte_level(), random.Random(0), 300)
+    assert constraint.error is None
+
+
+def test_python_s_default_timeout_is_not_the_processes():
+    tokenizer = byte_level()
+    made = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    socket.setdefaulttimeout(5)
+    try:
+        walk(constraint := made.constraint(Sampling(json_schema=PERSON)), tokenizer, random.Random(0), 300)
+    finally:
+        socket.setdefaulttimeout(None)
+        made.close()
+    assert constraint.error is None
+
+
+def test_nothing_is_compiled_after_the_end():
+    tokenizer = byte_level()
+    made = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    made.constraint(Sampling(json_schema=PERSON))
+    ends = []
+
+    def slow() -> None:
+        try:
+            made.constraint(Sampling(json_schema=multiple(9_200_003)))
+        except Exception as error:
+            ends.append(type(error))
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    assert until(lambda: made._compiling)
+    made.close()
+    thread.join()
+    for schema in (PERSON, {"const": "after the end"}):
+        with pytest.raises(Closed, match="it is closed"):
+            made.constraint(Sampling(json_schema=schema))
+    assert ends == [Closed] and made._program is None
+
+
+def test_requests_that_are_refused_are_counted(engine, monkeypatch):
+    before = engine.stats().refused.get("grammars", 0)
+    monkeypatch.setattr(grammar_module, "MOST_COMPILING", 0)
+    with pytest.raises(Busy, match="wait for schemas and grammars already"):
+        engine.submit("a", Sampling(json_schema={"const": "counted"}))
+    assert engine.stats().refused["grammars"] == before + 1
 
 
 # ---------------------------------------------------------------------- schemas at random
