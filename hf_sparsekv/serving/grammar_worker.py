@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 
 FORK, SCHEMA, LARK, MASK = b"f", b"s", b"l", b"m"
 RIGHT, WRONG = b"\0", b"\1"  # last byte of an answer
+PR_SET_CHILD_SUBREAPER = 36
 
 COMPILE_S = 0.5  # seconds of CPU for compiling and the first mask
 MASK_S = 0.25  # for one mask
@@ -156,9 +157,13 @@ def main() -> None:
     """Serve the connection whose file descriptor is the last argument."""
     import resource
 
-    # The engine decides about the end. SIGPROF, of the timers, ends the process.
+    # The engine decides about the end. SIGPROF, of the timers, ends the process, whatever was inherited.
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(one, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    if sys.platform == "linux":  # answers outlive grammars; a server that is process 1 would have to wait for them
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:  # if the machine runs out of memory, these processes go first
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -174,7 +179,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # forks take as long as there is memory, and collecting would copy it
     connection.send(None)
-    worker.serve()
+    try:
+        worker.serve()
+    finally:
+        os._exit(0)  # the parent's cleanup is not its children's
 
 
 def _with_tokenizer(connection: Connection, given: dict) -> Worker:

@@ -22,6 +22,7 @@ llguidance 1.9.1 alone, with 150,000 tokens, by keyword: CPU and memory of compi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -108,8 +109,12 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def processes(session: int) -> set[int]:
-    """Those of one :class:`Grammars`, by the process that it has started; others may have theirs at the same time."""
+def processes(session: int, ended: bool = False) -> set[int]:
+    """Those of one :class:`Grammars`, by the process that it has started; others may have theirs at the same time.
+
+    Args:
+        ended: those that have ended, and for which no process has waited.
+    """
     found = set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -117,7 +122,7 @@ def processes(session: int) -> set[int]:
                 state, _, _, of = file.read().rpartition(")")[2].split()[:4]
         except OSError:  # it has just ended
             continue
-        found |= {int(pid)} if int(of) == session and state != "Z" else set()
+        found |= {int(pid)} if int(of) == session and (state == "Z") == ended else set()
     return found
 
 
@@ -352,6 +357,44 @@ def test_a_slow_schema_of_many_requests_takes_as_much_as_one(grammars, monkeypat
     monkeypatch.setattr(grammar_module, "REFUSED_S", 0)
     ask()
     assert len(compiled) == 2 and ends[-1] is ValueError
+
+
+def test_nobody_has_to_wait_for_processes_of_answers():
+    """Also where the server is a container's process 1, which gets those whose parents have ended."""
+    tokenizer = byte_level()
+    made = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(grammar_worker.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        constraint = made.constraint(Sampling(json_schema=PERSON))
+        walk(constraint, tokenizer, random.Random(0), 2)
+        session = made._program.pid
+        made._compiled.clear()
+        constraint._compiled.connection.close()
+        assert until(lambda: len(processes(session)) == 2)
+        constraint.close()
+        assert until(lambda: processes(session) == {session}) and not processes(session, ended=True)
+    finally:
+        prctl(grammar_worker.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        made.close()
+
+
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_the_limit_of_time_holds_whatever_is_inherited(how):
+    """The timers' signal is ignored or blocked in the server, as by a profiler. This schema takes little memory."""
+    tokenizer, before = byte_level(), signal.getsignal(signal.SIGPROF)
+    if how == "ignored":
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    made = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    try:
+        with pytest.raises(ValueError, match=r"llguidance takes more than 0\.5 s"):
+            made.constraint(Sampling(json_schema=multiple(199_999)))
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        made.close()
 
 
 def test_a_machine_that_starts_no_process(grammars, monkeypatch):
