@@ -28,6 +28,7 @@ from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, s
 from ..attention import flash_4
 from ..gguf_file import is_gguf
 from ..serving.config import MOST_ROWS
+from ..serving.grammar import MOST_BYTES, PROCESS
 from . import loading
 from . import options as opt
 from .output import CommandError, messages, note
@@ -37,7 +38,7 @@ WARM_UP = 64  # tokens
 FAILED_S = 2  # how long /ready reports the loss of a rank before the replica ends
 GRACE_S = 10  # how long clients have to read the ends of their answers
 HURRY_S = 2  # the same, at the second signal
-OTHER_FILES = 256  # beside connections: libraries, the model's weights
+OTHER_FILES = 256 + MOST_BYTES // PROCESS  # beside connections and rows: libraries, weights; compiled grammars
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Options of serve, by what they are about.
@@ -249,7 +250,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
         app = create_app(engine, model_id, **options)
-        server = server_of(app, engine, max_connections)
+        server = server_of(app, engine, max_connections, serving.max_rows)
         with set_aside(), short_turns(), signals_heard(server):  # signals: before anybody is told that it listens
             if tensor_parallel:
                 threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
@@ -295,7 +296,8 @@ def _begin_ranks(place: torch.device) -> None:
 
     from ..serving.rank_processes import INTERFACES, LOOPBACK
 
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:  # no other machine needs to reach them
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]  # no other machine needs to reach them
+    if alone and sys.platform == "linux":  # elsewhere the interface has another name
         for name in INTERFACES:
             os.environ.setdefault(name, LOOPBACK)
     if place.type == "cpu":
@@ -347,7 +349,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def server_of(app, engine, max_connections=2048):
+def server_of(app, engine, max_connections=2048, max_rows=32):
     """uvicorn's server, but the first signal lets running requests finish, and the second one cancels them.
 
     Its own signal handlers are left out. They are set only while it runs, and a signal may come earlier or later.
@@ -388,24 +390,30 @@ def server_of(app, engine, max_connections=2048):
     # Hides errors of clients that were cut off: their tasks are cancelled, and uvicorn would show where.
     logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
     options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
-    options |= {"http": protocol(affordable_connections(max_connections)), "proxy_headers": False}
+    connections = affordable_connections(max_connections, max_rows)
+    options |= {"http": protocol(connections), "proxy_headers": False}
     return Server(uvicorn.Config(app, **options, timeout_graceful_shutdown=GRACE_S))
 
 
-def affordable_connections(asked: int) -> int:
-    """As many as this process may have files for, which are raised as far as it may."""
+def affordable_connections(asked: int, rows: int) -> int:
+    """As many as this process may have files for, which are raised as far as it may.
+
+    Args:
+        rows: most answers at a time; each may have a file, for its grammar's process.
+    """
     try:
         import resource
     except ImportError:  # Windows
         return asked
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = asked + OTHER_FILES
+    other = OTHER_FILES + rows
+    needed = asked + other
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < needed:
             note(f"{asked} connections need {needed} open files, and this process may have {soft} (ulimit -n)")
-            return max(1, soft - OTHER_FILES)
+            return max(1, soft - other)
     return asked
 
 

@@ -29,6 +29,7 @@ from hf_sparsekv import OffloadConfig, Sampling
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli import serve as module
 from hf_sparsekv.cli.app import app
+from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
 from hf_sparsekv.serving.http import create_app
 
 ROOT = Path(__file__).parents[2]
@@ -239,9 +240,11 @@ def test_there_are_files_for_as_many_connections_as_may_be(monkeypatch, capsys):
     limits = [(100, 5000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
-    assert module.affordable_connections(2048) == 2048 and limits[-1] == (2048 + module.OTHER_FILES, 5000)
+    other = module.OTHER_FILES + 32
+    assert other >= MOST_BYTES // PROCESS + 32  # processes of grammars, and one a row
+    assert module.affordable_connections(2048, 32) == 2048 and limits[-1] == (2048 + other, 5000)
     limits.append((100, 1024))
-    assert module.affordable_connections(2048) == 1024 - module.OTHER_FILES and limits[-1] == (1024, 1024)
+    assert module.affordable_connections(2048, 32) == 1024 - other and limits[-1] == (1024, 1024)
     assert "this process may have 1024 (ulimit -n)" in " ".join(capsys.readouterr().err.split())
 
 
