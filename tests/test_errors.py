@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import re
 import warnings
@@ -79,6 +80,34 @@ def test_cached_keys_and_values_are_read_only(filled, edit):
             own = held.clone()
             EDITS[edit](own)
             assert type(own) is type(held * 2) is torch.Tensor and float(held.sum()) != 0
+
+
+READS = {
+    "saved": lambda t: torch.load(io.BytesIO(saved({"keys": t}))),
+    "a view saved": lambda t: {"keys": torch.cat((torch.load(io.BytesIO(saved(t[:, :1]))), t[:, 1:]), 1)},
+    "copied": lambda t: copy.deepcopy({"keys": t}),
+    "sparse": lambda t: {"keys": t.to_sparse().to_dense()},
+    "a gradient": lambda t: {"keys": torch.func.grad(lambda one: (one * t).sum())(torch.ones_like(t))},
+    "with gradients": lambda t: {"keys": t.requires_grad_().detach().clone()},
+    "a parameter": lambda t: {"keys": torch.nn.Parameter(t).detach().clone()},
+    "shared": lambda t: {"keys": t.share_memory_().clone()},
+}
+
+
+def saved(what) -> bytes:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("read", READS)
+def test_cached_keys_can_be_read_in_all_ways(filled, read):
+    """As tensors of torch: a file of them needs no class of this package."""
+    held = filled.layers[0].keys
+    own = READS[read](held)["keys"]
+    assert type(own) is torch.Tensor and torch.equal(own, held.clone())
+    own.zero_()
+    assert held.any()
 
 
 def test_rings_are_read_only():

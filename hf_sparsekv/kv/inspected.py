@@ -34,15 +34,34 @@ class ReadOnlyTensor(Tensor):
             out.setflags(write=False)
         if not isinstance(out, Tensor | tuple | list):
             return out
-        held = {one.untyped_storage().data_ptr() for one in _flat(args) if isinstance(one, cls)}
+        held = {_address(one) for one in _flat(args) if isinstance(one, cls)} - {None}
 
         def like(one: Any) -> Any:
-            return one.as_subclass(cls if one.untyped_storage().data_ptr() in held else Tensor)
+            return one.as_subclass(cls) if _address(one) in held else one
 
         if isinstance(out, Tensor):
             return like(out)
         same = [like(one) if isinstance(one, Tensor) else one for one in out]
         return same if isinstance(out, list) else tuple(same) if type(out) is tuple else type(out)(same)
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        new = memo[id(self)] = self._plain().clone()
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # so that torch.load() needs no class of this package
+
+
+def _address(one: Tensor) -> int | None:
+    """Of what a tensor holds; None if it is sparse, or inside a transform of torch.func."""
+    try:
+        return one.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _flat(args: Any) -> list[Any]:
@@ -53,6 +72,8 @@ def _flat(args: Any) -> list[Any]:
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """The tensors that ``func`` writes: the target of an in-place operation or of an assignment, or ``out=``."""
     name = getattr(func, "__name__", "").split(".")[0]
+    if name in ("requires_grad_", "share_memory_") or func is Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+        return []
     named = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     writes = named or operator or name in ("__setitem__", "__set__")
