@@ -221,7 +221,8 @@ def enable(
     """From now on each ``model.generate()`` decodes sparsely over a new cache, until :func:`disable`.
 
     As :func:`sparse` without an end: for notebooks and servers, where no ``with`` encloses the calls. Enabled again, it
-    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open.
+    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open; meanwhile
+    other threads' calls, which expect what is enabled, raise RuntimeError if it differs.
 
     Args:
         model, config, offload, optimize, exact, drafts, changes: as in :func:`sparse`.
@@ -331,6 +332,8 @@ def generate(
         past = given_cache(given)
         if not getattr(past, "_is_user_defined", False):
             given[GENERATE] = cache_source.new_cache(model, settings, generation_config)
+        elif settings.exact is not None and isinstance(past, SparseCache):
+            settings.exact.begin(past)
         loop = getattr(type(model), name)
         if "inputs_tensor" in inspect.signature(loop).parameters:
             given["inputs_tensor"] = inputs_tensor

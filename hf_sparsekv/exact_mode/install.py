@@ -126,6 +126,8 @@ def _can_draft(
     mask = text.kwargs.get("attention_mask")
     if mask is None or mask.shape != text.ids.shape or cache.config.max_draft < 1:
         return False
+    if model.training:
+        return False  # dropout: each pass draws numbers
     if any(value is not None for name, value in text.kwargs.items() if name not in _PLAIN):
         return False  # images and the like
     if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_sparsekv
-from hf_sparsekv import OffloadConfig, PredictiveConfig, StreamingConfig, TokenConfig, sparse
+from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, StreamingConfig, TokenConfig, sparse
 from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.exact_mode import lookup
 from hf_sparsekv.exact_mode.choice import Choice
@@ -417,6 +417,26 @@ def test_as_custom_generate():
     out = net.generate(**prompt(2, 120), **go, **how, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert out.past_key_values.stats().drafted > 0
+    mine = SparseCache(CONFIG, None, net.config)
+    assert torch.equal(net.generate(**prompt(2, 120), **go, **how, past_key_values=mine), expected)
+    assert mine.stats().drafted > 0
+    sparse_steps = SparseCache(CONFIG, None, net.config)
+    with sparse(net):
+        net.generate(**prompt(2, 120), **go, past_key_values=sparse_steps)
+    again = torch.cat((prompt(2, 120)["input_ids"], expected[:, 120:], expected[:, :1]), 1)
+    with pytest.raises(ValueError, match="goes on from the keys and values of full attention"):
+        net.generate(again, **go, **how, past_key_values=sparse_steps)
+
+
+def test_a_model_that_drops_out():
+    """Each pass draws numbers, so that drafts would change the text."""
+    net = build("phi3", "sdpa", resid_pdrop=0.2).train()
+    texts = []
+    for exactly in (False, True):
+        torch.manual_seed(3)
+        with sparse(net, CONFIG, exact=True, drafts=3) if exactly else nullcontext():
+            texts.append(net.generate(**prompt(1, 120), do_sample=False, max_new_tokens=20))
+    assert torch.equal(*texts)
 
 
 @pytest.mark.few
