@@ -67,6 +67,20 @@ EDITS = {
     "detached": lambda t: t.detach().mul_(3),
     "numpy": lambda t: t.numpy().__imul__(3),
     "an array": lambda t: np.asarray(t).__imul__(3),
+    "an array without a copy": lambda t: np.array(t, copy=None).__imul__(3),
+    "a function with inplace": lambda t: torch.nn.functional.relu(t, inplace=True),
+    "dropout": lambda t: torch.nn.functional.dropout(t, inplace=True),
+    "init": lambda t: torch.nn.init.constant_(t, 3),
+    "a keyword": lambda t: torch.relu_(input=t),
+    "a list": lambda t: torch._foreach_mul_(self=[t], scalar=3),
+    "a nested list": lambda t: torch._foreach_add_([t[:1], t[1:]], [t[:1], t[1:]]),
+    "dlpack": lambda t: torch.from_dlpack(t).mul_(3),
+    "another storage": lambda t: t.set_(torch.zeros(3)),
+    "resized": lambda t: t.resize_(1),
+    "without gradients": torch.no_grad()(lambda t: t.mul_(3)),
+    "inference mode": torch.inference_mode()(lambda t: t.mul_(3)),
+    "inference mode, a view": torch.inference_mode()(lambda t: t[0].mul_(3)),
+    "compiled": lambda t: torch.compile(lambda one: one.mul_(3), backend="eager")(t),
 }
 
 
@@ -91,6 +105,10 @@ READS = {
     "with gradients": lambda t: {"keys": t.requires_grad_().detach().clone()},
     "a parameter": lambda t: {"keys": torch.nn.Parameter(t).detach().clone()},
     "shared": lambda t: {"keys": t.share_memory_().clone()},
+    "compiled": lambda t: {"keys": torch.compile(lambda one: one * 2, backend="eager")(t) / 2},
+    "mapped": lambda t: {"keys": torch.vmap(lambda one: one * 1)(t)},
+    "a tuple": lambda t: {"keys": torch.cat(t.split(1, 2), 2)},
+    "a list of numbers": lambda t: {"keys": torch.tensor(t.tolist())},
 }
 
 

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..untraced import untraced
 
 _WHY = (
     "keys and values of a sparse cache are copies, so that writing to them changes nothing: change them before they "
@@ -21,28 +25,32 @@ _WHY = (
 
 
 class ReadOnlyTensor(Tensor):
-    """A tensor that raises RuntimeError where it, or a view of it, would be written in place."""
+    """A tensor that raises RuntimeError where an operator would write it, or a view of it, in place.
+
+    The schema of each operator names the arguments that it writes. Memory given away has no schema: DLPack is refused
+    and arrays of numpy are read-only. Writes to a storage, and inside ``torch.vmap``, are not noticed.
+    """
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
+        if func in _RAW and isinstance(args[0], cls):
             raise RuntimeError(_WHY)
-        with torch._C.DisableTorchFunctionSubclass():
+        held = {_address(one) for one in tree_leaves((args, kwargs)) if isinstance(one, cls)} - {None}
+        with torch._C.DisableTorchFunctionSubclass(), _Unwritten(held):
             out = func(*args, **kwargs)
         if isinstance(out, np.ndarray):
             out.setflags(write=False)
-        if not isinstance(out, Tensor | tuple | list):
-            return out
-        held = {_address(one) for one in _flat(args) if isinstance(one, cls)} - {None}
+        return tree_map_only(Tensor, lambda one: cls.of(one) if _address(one) in held else one, out)
 
-        def like(one: Any) -> Any:
-            return one.as_subclass(cls) if _address(one) in held else one
+    @classmethod
+    def of(cls, one: Tensor) -> ReadOnlyTensor:
+        """The same memory, read-only. It is no view where autograd needs none: Dynamo follows ``_base`` without end."""
+        return one.as_subclass(cls) if one.requires_grad else Tensor._make_subclass(cls, one)
 
-        if isinstance(out, Tensor):
-            return like(out)
-        same = [like(one) if isinstance(one, Tensor) else one for one in out]
-        return same if isinstance(out, list) else tuple(same) if type(out) is tuple else type(out)(same)
+    def set_(self, *source: Any, **place: Any) -> Any:  # which does not come to __torch_function__
+        raise RuntimeError(_WHY)
 
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -56,29 +64,33 @@ class ReadOnlyTensor(Tensor):
         return self._plain().__reduce_ex__(protocol)  # so that torch.load() needs no class of this package
 
 
+_RAW = (Tensor.data.__set__, Tensor.__dlpack__)  # type: ignore[attr-defined]
+
+
+class _Unwritten(TorchDispatchMode):
+    """Operators that write a tensor whose memory begins at one of the addresses raise RuntimeError."""
+
+    def __init__(self, held: set[int | None]) -> None:
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                if any(isinstance(one, Tensor) and _address(one) in self.held for one in tree_leaves(given)):
+                    raise RuntimeError(_WHY)
+        return func(*args, **kwargs)
+
+
 def _address(one: Tensor) -> int | None:
     """Of what a tensor holds; None if it is sparse, or inside a transform of torch.func."""
     try:
-        return one.untyped_storage().data_ptr()
+        with torch._C.DisableTorchFunctionSubclass():
+            return one.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _flat(args: Any) -> list[Any]:
-    """The arguments, and what lists among them hold."""
-    return [part for one in args for part in (one if isinstance(one, list | tuple) else (one,))]
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The tensors that ``func`` writes: the target of an in-place operation or of an assignment, or ``out=``."""
-    name = getattr(func, "__name__", "").split(".")[0]
-    if name in ("requires_grad_", "share_memory_") or func is Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-        return []
-    named = name.endswith("_") and not name.endswith("__")
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    writes = named or operator or name in ("__setitem__", "__set__")
-    out = kwargs.get("out")
-    return (_flat(args[:1]) if writes else []) + _flat([out] if isinstance(out, Tensor) else out or [])
 
 
 class Inspected:
@@ -95,7 +107,7 @@ class Inspected:
         if layer is None:
             return self
         copy = self.read(layer)
-        return None if copy is None else copy.as_subclass(ReadOnlyTensor)
+        return None if copy is None else ReadOnlyTensor.of(copy)
 
     def __set__(self, layer: Any, value: Tensor | None) -> None:
         if value is not None:  # the constructor of transformers' own layer sets None
