@@ -13,30 +13,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
-from .bookkeeping.given import GivenToGenerate
-from .bookkeeping.indexers import AllPositions, check_first, prepare_model, update_indexer
-from .bookkeeping.making import add_layers, layers_of
-from .bookkeeping.models import FirstAttentionLayer, need_config, once_bound, prefix_tuning
-from .bookkeeping.notices import Notices
-from .bookkeeping.passes import LinearPasses
-from .bookkeeping.replayed import Replays
-from .bookkeeping.row_changes import check_crop, crop_recent, forget, held_rows, join_layers, map_rows
+from .cache_layers import add_layers, layers_of
 from .config import OffloadConfig, SparseConfig, checked, with_changes
-from .kv.forward_pass import Pass
-from .kv.pool import BlockPool
 from .kv.row_table import RowTable
 from .kv.rows import Rows
+from .layers.cache_state import CacheState
 from .layers.changes import in_all
 from .layers.checks import moves_itself
-from .layers.complete import check_complete
+from .layers.linear_passes import LinearPasses
+from .layers.replays import Replays
 from .layers.sparse_layer import SparseLayer
-from .offload.copy_streams import CopyStreams
-from .offload.host_limit import HostBudget
+from .layers.together import check_complete, check_crop, crop_recent, forget, held_rows, join_layers, map_rows
 from .offload.page_table import DevicePools
 from .persistence.loading import load_cache
 from .persistence.saving import save_cache
@@ -47,13 +39,24 @@ from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import no_autocast
+from .transformers_compat import (
+    AllPositions,
+    FirstAttentionLayer,
+    GivenToGenerate,
+    check_first,
+    need_config,
+    once_bound,
+    prefix_tuning,
+    prepare_model,
+    update_indexer,
+)
 from .types import AttentionParams
 from .untraced import all_untraced
 
 passes_on(__name__)
 
 
-class SparseCache(Cache):
+class SparseCache(CacheState):
     """A KV cache whose full-attention layers decode sparsely; every other layer is transformers' own.
 
     Prefill is exact. The method of ``config`` decides which tokens a decode step attends to.
@@ -75,26 +78,8 @@ class SparseCache(Cache):
             :class:`OffloadConfig`.
         ValueError: ``config`` and ``offload`` want different places, or a file or a device named in ``config`` is
             missing or of another model.
-
-    Attributes:
-        config, offload_config: as the constructor completes them.
-        shared: what the policies of all layers have in common.
-        foresight: what its layers want of those before them. met: hooks that give it have met this cache.
-        budget, device_pools: of an offloaded cache: the host memory it may take, its device pools. Without: None.
-        row_table: what the rows hold, and the blocks that they are in. copy_streams: ways to and from the host.
-        under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
-        block_pools: of the layers, where several caches share them.
-        row_batch: continuous batching; None: fixed rows.
-        changes: counts what may make the next captured step another one than the last.
-        going_on: every row gets a token in each decode step, which need not be read off a mask on the device.
-        draft_passes: what :meth:`drafts` says of passes; None: nothing.
-        replays: replayed steps that layers have not accounted for. notices: what it warns of.
-        linear_passes: forward passes of models with linear-attention layers.
-        model_config: None until the model is known.
     """
 
-    config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
-    layers: list[Any]
     kinds: ClassVar[list[type[SparseCache]]] = []  # files name one of them
     _method = staticmethod(method_of)  # what chooses in layers that are not dense
 
@@ -108,24 +93,10 @@ class SparseCache(Cache):
         config = checked(self.config_type, config, offload)
         method, config = self._method(config), with_changes(config, changes)
         offload = method.shared.place(config, offload)
-        super().__init__(layers=[])
-        self.config, self.offload_config, self.shared = config, offload, method.share(config, offload)
-        self.foresight, self.met = self.shared.foresight, False
-        self.budget = None if offload is None else HostBudget(offload)
-        self.device_pools = None if offload is None else DevicePools(offload)
-        self.row_table, self.copy_streams = RowTable(config), CopyStreams()
-        self.block_pools: dict[int, BlockPool] | None = None
-        self.row_batch: RowBatch | None = None
-        self._joins = False  # made by beside()
-        self.changes = 0
+        super().__init__(config, offload, method.share(config, offload))
+        self.replays, self.linear_passes = Replays(), LinearPasses()
         self._joined = -1  # the number of changes when all layers were found to hold the same
-        self.under_way: Pass | None = None
         self._last_layer = -1  # of ours, once the model is known
-        self.replays = Replays()
-        self.model_config: PreTrainedConfig | None = None
-        self._record_past = self._watched = self.going_on = False
-        self.draft_passes: bool | None = None
-        self.linear_passes, self.notices = LinearPasses(), Notices(type(self).__name__)
         self._checked = False  # what the model is
         if model_config is not None:
             self.bind(model_config)
@@ -187,7 +158,7 @@ class SparseCache(Cache):
     def beside(self) -> SparseCache:
         """An empty cache over the same block pools, for one row that is to join. Nothing is copied to the device."""
         new = type(self)(self.config, self.offload_config)
-        new.shared, new.budget, new.block_pools, new._joins = self.shared, self.budget, self.block_pools, True
+        new.shared, new.budget, new.block_pools, new.joins = self.shared, self.budget, self.block_pools, True
         new.row_table = RowTable(self.config, self.row_table.ids)
         if self.offload_config is not None:
             new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))
@@ -344,7 +315,7 @@ class SparseCache(Cache):
 
     def activate_past_recording(self) -> None:
         """As ``Cache.activate_past_recording``, for layers that are made later, too."""
-        self._record_past = True
+        self.record_past = True
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -398,9 +369,9 @@ class SparseCache(Cache):
         Costs a few small kernels per layer and step while it is on, nothing otherwise.
         Captured steps are captured again when it changes.
         """
-        if on == self._watched:
+        if on == self.watched:
             return
-        self._watched = on
+        self.watched = on
         self.changes += 1
         for layer in self.sparse_layers:
             layer.policy.watch = BlockWatch() if on else None
@@ -411,7 +382,7 @@ class SparseCache(Cache):
         Raises:
             RuntimeError: :meth:`watch_blocks` was not called before.
         """
-        if not self._watched:
+        if not self.watched:
             raise RuntimeError("chosen blocks are not recorded: call watch_blocks() before the step")
         return collect_blocks(self.sparse_layers)
 

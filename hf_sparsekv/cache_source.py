@@ -22,7 +22,6 @@ from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
 from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
-from .bookkeeping.indexers import check_exact
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .config import OffloadConfig, SparseConfig
@@ -31,6 +30,7 @@ from .cuda_graph.optimize import runner_of, unoptimize
 from .exact_mode.install import Exact, install, remove
 from .generate_watch import GenerateWatch
 from .ranks import ranks_of
+from .transformers_compat import check_exact
 from .untraced import untraced
 
 METHOD = "_prepare_cache_for_generation"

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
 from .config import OffloadConfig, SparseConfig
 from .kv.read_back import materialise
 from .kv.state import Held
 from .kv.store import LayerStore
-from .layers.complete import check_complete
 from .layers.sparse_layer import SparseLayer
+from .layers.together import check_complete
 from .policies.base import Policy
 from .policies.registry import Method
 from .policies.shared import Shared
 from .predictor.channels import describe
+from .transformers_compat import has_indexer
 
 FIRST = 512  # queries kept for label channels, and most tokens that these can be calibrated on
 LAST = 64  # queries kept for the first selection

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from .attention.mla import passes_on
 from .attention.rotary import unfixed
-from .bookkeeping.indexers import has_indexer
 from .cache import SparseCache
 from .cache_name import cache_name
 from .cuda_graph.optimize import runner_of
 from .policies.token_config import TokenConfig
 from .row_batch import no_positions, positions
+from .transformers_compat import has_indexer
 
 passes_on(__name__)
 

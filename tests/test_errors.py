@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.attention.interface import sparsekv_attention
-from hf_sparsekv.bookkeeping.making import use_rings
+from hf_sparsekv.cache_layers import use_rings
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bookkeeping.passes import LinearPasses
-from ..bookkeeping.trials import resume, trial_steps
 from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
 from ..kv.step_rows import StepRows
 from ..layers.captured import CapturedLayer
+from ..layers.linear_passes import LinearPasses
 from ..layers.replay import DraftRows, Replay
 from ..layers.sliding import SlidingRing
 from ..policies.plan import Plan
@@ -89,7 +88,7 @@ class Capturer:
     def _capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
         trial = Trial(self.model, forward, cache, wanted)
         try:
-            with trial_steps(cache.device_pools, cache.shared):
+            with cache.trial_steps():
                 graph, output = self._recorded(trial, wanted.kind)
                 queries = [state.query for state in trial.saved]
         finally:
@@ -202,7 +201,7 @@ class Trial:
         """Restore all state."""
         for state in self.saved:
             state.put_back_host("stopped while a trial step was taken back")
-        resume(cache.device_pools, cache.shared)
+        cache.resume()
         for state in self.saved:
             state.put_back_device()
         for held, before in self.states:

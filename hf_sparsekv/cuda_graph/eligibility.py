@@ -13,8 +13,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.drafts import are_drafts
 from ..attention.rotary import PassRotary
-from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
+from ..cache_layers import use_rings
 from ..layers.drafts import captures_drafts
 from ..layers.indexed import IndexedLayer
 from ..layers.sliding import SlidingRing

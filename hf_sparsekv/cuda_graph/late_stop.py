@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation import utils
 
-from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
+from ..cache_layers import use_rings
 from ..cache_name import given_cache
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer

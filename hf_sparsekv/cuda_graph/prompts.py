@@ -22,8 +22,8 @@ from torch import Tensor
 from ..cache import SparseCache
 from ..cache_name import NAMES, output_name
 from ..layers.adopting import Computed, adopt, adopts
-from ..layers.complete import check_complete
 from ..layers.sparse_layer import SparseLayer
+from ..layers.together import check_complete
 from ..model_watch import ModelWatch
 from ..tensors import any_autocast, no_inference_mode
 from .eligibility import Eligibility

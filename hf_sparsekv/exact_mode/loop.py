@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..bookkeeping.making import use_rings
 from ..cache import SparseCache
+from ..cache_layers import use_rings
 from ..cache_name import output_name
 from ..cuda_graph.optimize import runner_of
 from ..layers.sliding import SlidingRing

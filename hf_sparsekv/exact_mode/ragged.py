@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from ..bookkeeping.row_changes import keep_tokens
 from ..cache import SparseCache
 from ..layers.sparse_layer import SparseLayer
+from ..layers.together import keep_tokens
 from ..tensors import sent
 from .text import Added, Text, Until, agreed, of_transformers
 

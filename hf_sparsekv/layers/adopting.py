@@ -20,7 +20,7 @@ from ..policies.labelled import LabelledPolicy
 from ..predictor.channels import ChannelStats
 from ..tensors import no_autocast, no_inference_mode
 from ..types import AttentionParams
-from .owned import Owner, end_pass
+from .cache_state import CacheState
 from .sparse_layer import SparseLayer
 
 _BYTES = 1 << 26  # of keys in float32 whose moments are taken at once
@@ -58,7 +58,7 @@ def adopts(policy: Policy) -> bool:
 @no_autocast
 @no_inference_mode
 @torch.no_grad()
-def adopt(owner: Owner, computed: Computed) -> None:
+def adopt(owner: CacheState, computed: Computed) -> None:
     """Cache a prompt, or a piece that has attended to what is cached, in all layers of ``owner`` (:func:`adopts`)."""
     layers, n = owner.sparse_layers, computed.tokens
     keys, values = (of[:, :, :, :n].unbind(0) for of in (computed.k, computed.v))
@@ -76,7 +76,7 @@ def adopt(owner: Owner, computed: Computed) -> None:
         for layer, last in zip(layers, lasts):
             owner.passed(layer.index)
             layer.next_step.after_prompt(layer.store, layer.policy, last, None)
-        end_pass(owner, layers[-1].index)
+        owner.end_pass(layers[-1].index)
     except BaseException as error:
         for layer in layers:
             layer.broken = f"{type(error).__name__} while a prompt was stored"

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .owned import Owner
+from .cache_state import CacheState
 
 
 @contextmanager
-def in_all(cache: Owner, what: str) -> Iterator[None]:
+def in_all(cache: CacheState, what: str) -> Iterator[None]:
     """What is inside changes all layers, and may stop half-way: they count as incomplete until it is done."""
     if cache.row_batch is not None:
         raise ValueError(f"{what} is not for rows that come and go: join(), leave() and hold() change them")
@@ -29,7 +29,7 @@ def in_all(cache: Owner, what: str) -> Iterator[None]:
         layer.broken = broken
 
 
-def drop_tokens(cache: Owner, valid: Tensor) -> bool:
+def drop_tokens(cache: CacheState, valid: Tensor) -> bool:
     """A mask hides cached columns: they are padding from here on, and all layers drop their tokens.
 
     As in a batch of conversations, whose shorter answers were filled up with tokens that the next turn masks.

@@ -18,8 +18,8 @@ from ..policies.base import Policy
 from ..policies.plan import DENSE, Plan
 from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
+from .cache_state import CacheState
 from .next_step import NextStep
-from .owned import Owner, new_rows
 
 
 def plan_of(store: LayerStore, policy: Policy, prepares: bool = False) -> Plan:
@@ -82,9 +82,9 @@ def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], T
             policy.foresee(query(), store, plan)
 
 
-def asked(store: LayerStore, owner: Owner) -> Rows:
+def asked(store: LayerStore, owner: CacheState) -> Rows:
     """The rows as the step that begins finds them; of a continuous batch, which get a token."""
-    return owner.row_table.asked(store.held, new_rows(owner, store.device))
+    return owner.row_table.asked(store.held, owner.new_rows(store.device))
 
 
 def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, drafts: bool = False) -> Plan:

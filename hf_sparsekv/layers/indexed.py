@@ -17,7 +17,7 @@ from ..attention.masks import columns_of, is_whole
 from ..attention.mla import passes_on
 from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
-from .owned import Owner
+from .cache_state import CacheState
 from .sparse_layer import SparseLayer
 
 passes_on(__name__)
@@ -43,7 +43,7 @@ class IndexedLayer(SparseLayer):
     asked_first = False
     choice: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, owner: Owner, index: int, topk: int) -> None:
+    def __init__(self, owner: CacheState, index: int, topk: int) -> None:
         super().__init__(owner, index)
         self.policy = IndexedPolicy(owner.config, index, owner.shared.offloaded, topk)
 

@@ -14,11 +14,13 @@ from ..attention.mla import SAMPLE
 from ..kv import read_back
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from .cache_state import CacheState
 from .drafts import attend_as_steps
-from .owned import Owner
 
 
-def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool, valid: Tensor | None) -> LayerStore:
+def new_store(
+    policy: Policy, owner: CacheState, index: int, step: Step, latent: bool, valid: Tensor | None
+) -> LayerStore:
     """A store for the tokens of ``step``; ``valid`` bool ``[batch, q]`` (None: all) are no padding."""
     pools = None
     if policy.fetches:
@@ -38,7 +40,7 @@ def new_store(policy: Policy, owner: Owner, index: int, step: Step, latent: bool
     return store
 
 
-def leave_device_pools(owner: Owner) -> None:
+def leave_device_pools(owner: CacheState) -> None:
     """The first of a cache's layers gets another store, as all will: the old ones give their device pages back."""
     assert owner.device_pools is not None
     owner.device_pools.clear()

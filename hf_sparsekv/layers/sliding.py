@@ -17,7 +17,7 @@ from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
 from ..tensors import no_inference_mode, take_rows
 from ..types import AttentionParams
-from .owned import Owned, Owner
+from .cache_state import CacheState, Owned
 
 passes_on(__name__)
 
@@ -35,7 +35,7 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """
 
     @no_inference_mode
-    def __init__(self, stock: DynamicSlidingWindowLayer, owner: Owner, index: int) -> None:
+    def __init__(self, stock: DynamicSlidingWindowLayer, owner: CacheState, index: int) -> None:
         super().__init__(stock.sliding_window)
         self.owner, self.index = owner, index
         keys, values = stock.keys, stock.values

@@ -27,12 +27,12 @@ from ..policies.base import Policy
 from ..tensors import any_autocast, lowered, no_autocast
 from ..types import AttentionParams
 from .beginning import begin_pass
+from .cache_state import CacheState, Owned
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
 from .decode import asked, asking, attend, finish, foresee, plan_of, planned, store_token
 from .drafts import attend_as_steps, verify
 from .next_step import NextStep
-from .owned import Owned, Owner, end_pass, is_first, new_rows, next_layer
 from .prefill import leave_device_pools, new_store, read_ahead, store_columns
 from .sparse_prompt import PromptAudit, attention_of
 
@@ -66,7 +66,7 @@ class SparseLayer(Owned, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, owner: Owner, index: int) -> None:
+    def __init__(self, owner: CacheState, index: int) -> None:
         self.owner, self.index = owner, index
         self.store: LayerStore = None  # type: ignore[assignment]  # the first attention makes it
         self.policy: Policy = owner.shared.of_layer(index)
@@ -149,7 +149,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         owner = self.owner
         if self.store is not None and not fits(self.store, step.k, step.v, self.latent):
             self.drop()  # before the new one is made: the budget may not hold both
-            if owner.device_pools is not None and is_first(owner, self):
+            if owner.device_pools is not None and owner.is_first(self):
                 leave_device_pools(owner)
         store = self.store
         if store is None:
@@ -213,7 +213,7 @@ class SparseLayer(Owned, CacheLayerMixin):
                 step.touched = True
                 if captured is None:
                     out = verify(self.store, self.policy, self.next_step, step, q, params)
-                    end_pass(owner, self.index)
+                    owner.end_pass(self.index)
                 else:
                     out = captured.verify(self.store, self.policy, step, q, params)
                 step.committed = True
@@ -244,7 +244,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             store = self.store
             key, value = materialise(store, *step.kept) if own else materialise(store)
             if own:
-                after = next_layer(owner, self.index)
+                after = owner.next_layer(self.index)
                 if after is not None and after.store is not None:
                     read_ahead(after.store, after.policy, step)
                 self._commit(step, query, step.under_way.valid)
@@ -258,7 +258,7 @@ class SparseLayer(Owned, CacheLayerMixin):
             owner.row_table.exactness.selected(step.past)
         if own:
             self.next_step.after_prompt(self.store, self.policy, query, absorbed)
-            end_pass(owner, self.index)
+            owner.end_pass(self.index)
         return out
 
     @no_autocast
@@ -271,7 +271,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         step.committed = True
         self.owner.passed(self.index)
 
-    def _decode(self, owner: Owner, step: Step, query: Tensor, params: AttentionParams, own: bool) -> Tensor:
+    def _decode(self, owner: CacheState, step: Step, query: Tensor, params: AttentionParams, own: bool) -> Tensor:
         """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
 
         ``own``: its token is still to be stored. Else another layer has done that, and prepares the next step.
@@ -289,9 +289,9 @@ class SparseLayer(Owned, CacheLayerMixin):
         exact = captured is None and store.table_of_rows.exactness.everything
         plan = plan_of(store, policy) if exact else policy.plan(store) if captured is None else captured.plan
         if policy.foresight is not None and not (plan.dense or owner.met):
-            owner.notices.own_queries()
+            owner.warn_own_queries()
         if captured is not None:
-            return captured.attend(store, policy, q, params, own, last=next_layer(owner, self.index) is None)
+            return captured.attend(store, policy, q, params, own, last=owner.next_layer(self.index) is None)
         known = owner.row_table.exactness.inexact_from  # looked at here: a call in each step takes longer
         if not plan.dense and (known is None or step.past < known):
             owner.row_table.exactness.selected(step.past)
@@ -340,7 +340,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if new == 1 and not (past and planned(store, policy, asked(store, self.owner)).foresees):
             return
         assert policy.foresight is not None
-        waits = new_rows(self.owner, after.device)
+        waits = self.owner.new_rows(after.device)
         policy.foresight.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
     @torch.no_grad()
@@ -359,16 +359,16 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
         self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self.next_step.after_prompt(self.store, self.policy, query, absorbed)
-        end_pass(self.owner, self.index)
+        self.owner.end_pass(self.index)
 
     @no_autocast
     def materialise(self, step: Step, which: str) -> Tensor:
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
-            self.owner.notices.bypass()
+            self.owner.warn_bypassed()
             self.pending = None
             self._commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
-            end_pass(self.owner, self.index)
+            self.owner.end_pass(self.index)
             self.store.counters.materialised += 1
         key, value = (step.k, step.v) if step.past == 0 else materialise(self.store)
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it

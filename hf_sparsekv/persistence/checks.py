@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..kv.rows import Rows
 from ..kv.store import ring_tokens
+from ..layers.cache_state import CacheState
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
 from ..policies.registry import method_of
 from ..predictor.channels import are_norms
 from .configuration import keeps_queries
 from .container import Layer, Reader, damaged, dtype_name
-from .filed_cache import INDEX_KEYS, FiledCache, kept_index
+from .filed_cache import INDEX_KEYS, kept_index
 
 _STORED = {"near_kv"}  # tensors of a store besides its blocks; all others belong to the policy
 # Memory that the configuration in a file may reserve beyond the file's content: in bytes, or as a multiple of its
@@ -25,7 +26,7 @@ _STORED = {"near_kv"}  # tensors of a store besides its blocks; all others belon
 _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 
-def check_header(cache: FiledCache, file: Reader) -> None:
+def check_header(cache: CacheState, file: Reader) -> None:
     """Check that the header's layers agree with each other and the configuration, before any memory is allocated."""
     latent = {record.latent for record in file.layers if record.window is None}
     first = file.layers[0]
@@ -38,7 +39,7 @@ def check_header(cache: FiledCache, file: Reader) -> None:
             _refuse(file, index, fits)
             fits |= _sparse_fits(layer, record, file.state["rows"]["sealed"], fits["length"], keeps_queries(file))
         else:
-            fits |= _sliding_fits(record, cache._record_past)
+            fits |= _sliding_fits(record, cache.record_past)
         _refuse(file, index, fits)
 
 
@@ -69,7 +70,7 @@ def _sliding_fits(record: Layer, record_past: bool) -> dict[str, bool]:
     }
 
 
-def check_reserved(cache: FiledCache, file: Reader) -> None:
+def check_reserved(cache: CacheState, file: Reader) -> None:
     """Check that a small file does not reserve much memory: only a configuration that the caller passes may."""
     config, size = cache.config, 0
     chosen = method_of(config).shared.reserves(config)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from ..config import OffloadConfig, SparseConfig
+from ..layers.cache_state import CacheState
 from ..policies.ahead.predictive_config import BY_LAYER
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
-from .filed_cache import FiledCache
 
 _DEFAULT = "default"  # a predictor that was not given
 
@@ -25,12 +25,12 @@ def config_fields(config: SparseConfig) -> dict:
 
 
 def empty_cache(
-    made: type[FiledCache],
+    made: type[CacheState],
     saved_as: type[SparseConfig],
     file: Reader,
     config: SparseConfig | None,
     offload: OffloadConfig | None,
-) -> FiledCache:
+) -> CacheState:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
     named = dict(file.state["config"])
     try:

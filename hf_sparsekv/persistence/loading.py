@@ -17,6 +17,7 @@ from ..attention.handle import Step
 from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import BlockPool
 from ..kv.rows import Rows
+from ..layers.cache_state import CacheState
 from ..layers.sparse_layer import SparseLayer
 from ..policies.indexed import IndexedPolicy
 from ..policies.registry import called, method_of
@@ -25,13 +26,13 @@ from ..tensors import no_inference_mode
 from .checks import check_header, check_reserved, check_tensors, names_each_block, refuse_rows
 from .configuration import empty_cache
 from .container import PIECE, Layer, Reader, damaged
-from .filed_cache import FiledCache, Kinds, kv_dtype_of
+from .filed_cache import Kinds, kv_dtype_of
 
 
 @no_inference_mode
 @torch.no_grad()
 def load_cache(
-    kind: type[Any],  # of FiledCache
+    kind: type[Any],  # of CacheState
     kinds: Kinds,
     path: str | os.PathLike[str],
     config: SparseConfig | None,
@@ -76,9 +77,9 @@ def load_cache(
     return cache
 
 
-def _bind(cache: FiledCache, file: Reader, model_config) -> None:
+def _bind(cache: CacheState, file: Reader, model_config) -> None:
     """Create the cache's layers, which must be of the saved kinds."""
-    cache._record_past = file.state["record_past"]
+    cache.record_past = file.state["record_past"]
     windows = [record.window for record in file.layers]
     if model_config is None:
         if any(windows):
@@ -110,7 +111,7 @@ def _bind(cache: FiledCache, file: Reader, model_config) -> None:
         )
 
 
-def _rows(cache: FiledCache, file: Reader, device: torch.device | str | None) -> tuple[Rows, np.ndarray]:
+def _rows(cache: CacheState, file: Reader, device: torch.device | str | None) -> tuple[Rows, np.ndarray]:
     """The rows, and the new ids of the saved blocks. Without sparse layers there are none."""
     about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
     lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])

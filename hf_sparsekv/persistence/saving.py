@@ -19,17 +19,18 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
-from ..layers.complete import check_complete
+from ..layers.cache_state import CacheState
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..layers.together import check_complete
 from ..policies.registry import method_of
 from ..predictor.channels import describe
 from .configuration import config_fields
 from .container import PIECE, Layer, Pieces, all_tensors, dtype_name, norms_shape, write
-from .filed_cache import INDEX_KEYS, FiledCache, Kinds, kept_index, kv_dtype_of
+from .filed_cache import INDEX_KEYS, Kinds, kept_index, kv_dtype_of
 
 
-def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) -> None:
+def save_cache(cache: CacheState, kinds: Kinds, path: str | os.PathLike[str]) -> None:
     """See :meth:`SparseCache.save`; ``kinds`` are the classes that can be saved."""
     for layer in cache.sparse_layers:
         layer._check_complete()
@@ -72,7 +73,7 @@ def save_cache(cache: FiledCache, kinds: Kinds, path: str | os.PathLike[str]) ->
         "config": config_fields(cache.config),
         "model": None if cache.model_config is None else describe(cache.model_config),
         "channel_file": None,
-        "record_past": cache._record_past,
+        "record_past": cache.record_past,
         "rows": held,
         "layers": [asdict(layer) for layer in layers],
     }

@@ -14,7 +14,7 @@ batch, up to the last active one.
 from .batch import RowBatch
 from .model import no_positions, positions
 from .places import width
-from .protocol import Batch, Prefilled
+from .prefilled import Prefilled
 from .slots import WorkingSets
 
-__all__ = ["Batch", "Prefilled", "RowBatch", "WorkingSets", "no_positions", "positions", "width"]
+__all__ = ["Prefilled", "RowBatch", "WorkingSets", "no_positions", "positions", "width"]

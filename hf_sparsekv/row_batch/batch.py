@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..cache_name import over
 from ..kv.row_views import RowViews
+from ..layers.cache_state import CacheState
 from ..layers.joining import add_rows, crop_row, end_calibration, join_row
 from ..policies.indexed import IndexedPolicy
 from ..policies.label_index import RowChannels
@@ -22,8 +23,8 @@ from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
 from .model import check_layers, check_new, open_layers
 from .places import Places, width
+from .prefilled import Prefilled
 from .prompts import Prompts, read_prompt
-from .protocol import Batch, Prefilled
 from .sharing import Channels, begin_with, calibration_of, channels_of, check_sharing, give_channels, reindex_blocks
 from .slots import Slots, WorkingSets
 
@@ -47,7 +48,7 @@ class RowBatch:
             as early as ``generate()`` calibrates.
     """
 
-    def __init__(self, cache: Batch, max_rows: int, max_length: int) -> None:
+    def __init__(self, cache: CacheState, max_rows: int, max_length: int) -> None:
         check_new(cache, max_rows, max_length)
         self.cache, self.max_rows, self.max_length = cache, max_rows, max_length
         self._policy = cache.shared.of_layer(cache.config.dense_layers)
@@ -121,7 +122,7 @@ class RowBatch:
         return Prefilled(cache, logits[:, -1])
 
     @torch.no_grad()
-    def adopt(self, cache: Batch) -> None:
+    def adopt(self, cache: CacheState) -> None:
         """Let a cache from :meth:`..SparseCache.beside` join, after it was filled with one row in any way."""
         for layer in cache.sparse_layers:
             end_calibration(layer.store, layer.policy)
@@ -136,7 +137,7 @@ class RowBatch:
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
-    def begin(self, ids: np.ndarray, channels: Channels) -> Batch:
+    def begin(self, ids: np.ndarray, channels: Channels) -> CacheState:
         """Create a cache of one row whose prefix is full blocks of other rows, which it shares.
 
         Prefill the rest of the prompt into it, then :meth:`adopt` and :meth:`join` it. At least one row must have
@@ -159,7 +160,7 @@ class RowBatch:
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
-    def calibrate(self, row: int, prefilled: Prefilled | Batch) -> None:
+    def calibrate(self, row: int, prefilled: Prefilled | CacheState) -> None:
         """Give a row the label channels of a prefilled prompt, and recompute the labels of its full blocks.
 
         Channels of a prompt shorter than :attr:`calibration_tokens` suit a long answer badly. ``generate()`` goes on
@@ -187,7 +188,7 @@ class RowBatch:
         table = self.cache.row_table
         return table.blocks.host[self._row(row), : self.cache.joined_rows().sealed[row]].copy()
 
-    def drop(self, prefilled: Prefilled | Batch) -> None:
+    def drop(self, prefilled: Prefilled | CacheState) -> None:
         """Drop a prompt, read or partly read: free its blocks and end its cache."""
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         self._prompts.end(cache, "its prompt was dropped")
@@ -195,7 +196,7 @@ class RowBatch:
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
-    def join(self, prefilled: Prefilled | Batch, room: int | None = None) -> int:
+    def join(self, prefilled: Prefilled | CacheState, room: int | None = None) -> int:
         """Move a prefilled prompt into a free row, which decodes from the next step on. Its own cache ends.
 
         Args:

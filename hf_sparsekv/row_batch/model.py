@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from ..layers.cache_state import CacheState
 from ..layers.indexed import IndexedLayer
 from ..layers.joining import open_rows
-from .protocol import Batch
 
 
-def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
+def check_new(cache: CacheState, max_rows: int, max_length: int) -> None:
     """Raise ValueError unless the cache is empty and can have such rows."""
     if not cache.shared.rows_join:
         raise ValueError(
@@ -33,7 +33,7 @@ def check_new(cache: Batch, max_rows: int, max_length: int) -> None:
     check_kinds(cache)
 
 
-def check_kinds(cache: Batch) -> None:
+def check_kinds(cache: CacheState) -> None:
     """Raise ValueError unless all layers of the cache are sparse ones, which keep each row apart."""
     if len(cache.sparse_layers) < len(cache.layers):
         raise ValueError(
@@ -52,7 +52,7 @@ def check_kinds(cache: Batch) -> None:
         )
 
 
-def check_layers(cache: Batch) -> None:
+def check_layers(cache: CacheState) -> None:
     """Raise ValueError unless all layers are sparse ones and hold the prompt."""
     check_kinds(cache)
     if cache.model_config is None:
@@ -69,7 +69,7 @@ def check_layers(cache: Batch) -> None:
         )
 
 
-def open_layers(cache: Batch, like: Batch, rows: int) -> bool:
+def open_layers(cache: CacheState, like: CacheState, rows: int) -> bool:
     """Create missing stores of the cache's layers for so many rows, like those of ``like``. False: none was missing."""
     if not cache.layers:
         cache.bind(like.model_config)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..attention.rotary import unfixed
 from ..cache_name import over
+from ..layers.cache_state import CacheState
 from .model import no_positions, positions
-from .protocol import Batch, Prefilled
+from .prefilled import Prefilled
 
 
 class Prompts:
@@ -20,7 +21,7 @@ class Prompts:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self._made: list[Batch] = []  # prefilled, and not joined yet
+        self._made: list[CacheState] = []  # prefilled, and not joined yet
         self._model: weakref.ref[nn.Module] | None = None  # the one that was looked at
 
     def check(self, model: nn.Module, input_ids: Tensor) -> None:
@@ -35,18 +36,18 @@ class Prompts:
         if not 0 < n <= self.max_length:
             raise ValueError(f"a prompt of {n} tokens does not fit rows of 1 to {self.max_length}")
 
-    def add(self, cache: Batch) -> None:
+    def add(self, cache: CacheState) -> None:
         """A prompt has been read: it may join."""
         self._made.append(cache)
 
-    def read(self, prefilled: Prefilled | Batch, wanted: str) -> Batch:
+    def read(self, prefilled: Prefilled | CacheState, wanted: str) -> CacheState:
         """The cache of a prompt that has been read and has not joined, for method ``wanted``."""
         cache = prefilled.cache if isinstance(prefilled, Prefilled) else prefilled
         if not any(cache is made for made in self._made):
             raise ValueError(f"{wanted}() takes what prefill() of these rows gave, once: other caches have other pools")
         return cache
 
-    def end(self, cache: Batch, why: str) -> None:
+    def end(self, cache: CacheState, why: str) -> None:
         """A prompt's cache is over: its blocks are free."""
         self._made = [made for made in self._made if made is not cache]
         cache.row_table.clear()
@@ -54,7 +55,7 @@ class Prompts:
             layer.broken = why
 
 
-def read_prompt(model: nn.Module, cache: Batch, input_ids: Tensor, chunk: int | None) -> Tensor:
+def read_prompt(model: nn.Module, cache: CacheState, input_ids: Tensor, chunk: int | None) -> Tensor:
     """Read a prompt ``[1, n]`` into an empty cache, ``chunk`` tokens a pass; gives the logits of its last pass."""
     at, n = 0, input_ids.shape[1]
     for part in input_ids.tensor_split([*range(chunk or n, n - 1, chunk or n)], dim=1):

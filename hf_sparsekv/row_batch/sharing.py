@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..kv.read_back import reindex
+from ..layers.cache_state import CacheState
 from ..layers.joining import open_rows, read_sinks
 from ..policies.base import Policy
 from ..policies.indexed import IndexedPolicy
 from ..policies.label_index import LabelIndex, RowChannels
-from .protocol import Batch
 
 Channels = Sequence[RowChannels | None]  # label channels of a row in each layer; None: no labels
 
@@ -28,7 +28,7 @@ class Calibration(NamedTuple):
     whole_tokens: int
 
 
-def calibration_of(cache: Batch, labels: LabelIndex | None, max_length: int) -> Calibration:
+def calibration_of(cache: CacheState, labels: LabelIndex | None, max_length: int) -> Calibration:
     """That of rows of up to ``max_length`` tokens, whose layers have such labels."""
     offload, least = cache.offload_config, cache.shared.whole_tokens
     online = labels is not None and labels.fixed is None
@@ -48,7 +48,9 @@ def check_sharing(policy: Policy) -> None:
         )
 
 
-def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable[[Batch], None]) -> Batch:
+def begin_with(
+    batch: CacheState, ids: np.ndarray, channels: Channels, drop: Callable[[CacheState], None]
+) -> CacheState:
     """A cache of one row beside a batch that begins with these blocks: see :meth:`.RowBatch.begin`.
 
     If it cannot be filled, ``drop`` ends it.
@@ -69,7 +71,7 @@ def begin_with(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable
     return cache
 
 
-def reindex_blocks(batch: Batch, ids: np.ndarray, channels: Channels, drop: Callable[[Batch], None]) -> None:
+def reindex_blocks(batch: CacheState, ids: np.ndarray, channels: Channels, drop: Callable[[CacheState], None]) -> None:
     """Recompute the labels of a row's full blocks, which no other row shares, by these channels."""
     if len(ids):
         same = begin_with(batch, ids, channels, drop)
@@ -80,13 +82,13 @@ def reindex_blocks(batch: Batch, ids: np.ndarray, channels: Channels, drop: Call
             drop(same)
 
 
-def channels_of(cache: Batch, row: int) -> Channels:
+def channels_of(cache: CacheState, row: int) -> Channels:
     """Label channels of a row in each layer."""
     labels = [layer.policy.labels for layer in cache.sparse_layers]
     return tuple(None if one is None else one.of_row(row) for one in labels)
 
 
-def give_channels(batch: Batch, row: int, channels: Channels) -> None:
+def give_channels(batch: CacheState, row: int, channels: Channels) -> None:
     """Set a row's label channels. The labels of its full blocks still belong to the old channels."""
     for layer, one in zip(batch.sparse_layers, channels):
         if one is not None:

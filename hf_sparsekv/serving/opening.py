@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ..attention.flash_4 import flash_attention_4, takes
 from ..attention.rotary import Switch, fixed_rotary
-from ..bookkeeping.indexers import check_exact, has_indexer
 from ..cache import SparseCache
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
@@ -33,6 +32,7 @@ from ..row_batch.sharing import begin_with
 from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
+from ..transformers_compat import check_exact, has_indexer
 from .config import ServingConfig
 from .first_prompt import compile_sparse_prompts, shapes
 from .in_flight import MOST

@@ -18,8 +18,9 @@ from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
 from ..cuda_graph.prompts import paused_passes
 from ..exact_mode.clock import Clock
+from ..layers.cache_state import CacheState
 from ..layers.sparse_prompt import least_new
-from ..row_batch import Batch, RowBatch, positions
+from ..row_batch import RowBatch, positions
 from ..row_batch.verifying import verify
 from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
 from ..tensors import sent
@@ -158,7 +159,7 @@ class Work:
 
     # ------------------------------------------------------------------ the link
 
-    def _count_link(self, cache: Batch) -> None:
+    def _count_link(self, cache: CacheState) -> None:
         """Count the bytes that an ended prompt's cache has moved. It does not wait for the device."""
         for layer in cache.sparse_layers:
             if layer.store is None or layer.store.pool.host is None:

@@ -10,7 +10,6 @@ import torch
 from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
 from ..attention.pooled_indexer import is_pooled
-from ..bookkeeping.indexers import check_options, chosen_tokens, in_blocks
 from ..cache_name import over
 from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
@@ -19,6 +18,7 @@ from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
 from ..policies.token_config import TokenConfig
 from ..predictor.channels import first_layer
+from ..transformers_compat import check_options, chosen_tokens, in_blocks
 
 # The only implementation of a mixture of experts that neither reads values nor requires a dtype.
 _META_SAFE = {"experts_implementation": "batched_mm"}

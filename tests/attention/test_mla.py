@@ -18,7 +18,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig, absorb_mla, optimize,
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
-from hf_sparsekv.bookkeeping.making import own_layer
+from hf_sparsekv.cache_layers import own_layer
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.tuning.channels import calibrate

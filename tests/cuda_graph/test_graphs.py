@@ -12,7 +12,7 @@ from captured import ImitatedGraphs, Imitation, imitated, same_counts, through_m
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.bookkeeping.making import use_rings
+from hf_sparsekv.cache_layers import use_rings
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.cuda_graph.recorder import Recorder
 from hf_sparsekv.layers.sliding import SlidingRing

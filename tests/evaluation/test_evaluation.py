@@ -11,7 +11,7 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, StreamingConfig
-from hf_sparsekv.bookkeeping.making import own_layer
+from hf_sparsekv.cache_layers import own_layer
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionParams
 from hf_sparsekv_eval import forced, generation

@@ -9,10 +9,10 @@ from captured import imitated
 from models import model, prompt
 
 from hf_sparsekv import sparse
-from hf_sparsekv.bookkeeping import replayed
-from hf_sparsekv.bookkeeping.replayed import Replays
 from hf_sparsekv.exact_mode import text
 from hf_sparsekv.exact_mode.pace import Pace
+from hf_sparsekv.layers import replays as replayed
+from hf_sparsekv.layers.replays import Replays
 
 GO = {"max_new_tokens": 40, "do_sample": False}
 SETTING = CACHES["device-default"](**{**TIGHT, "token_budget": 16}).config

@@ -41,7 +41,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, SparseCache, SparseConfig, TokenConfig, cache_source, sparse
-from hf_sparsekv.bookkeeping import indexers
+from hf_sparsekv import transformers_compat as indexers
 from hf_sparsekv.cuda_graph.runner import StepRunner
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"

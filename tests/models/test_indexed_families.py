@@ -18,9 +18,9 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TokenConfig
 from hf_sparsekv.attention import indexer, indices
-from hf_sparsekv.bookkeeping.indexers import SERVED
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.layers.indexed import IndexedLayer
+from hf_sparsekv.transformers_compat import SERVED
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
 
 BY_CONFIG = r"of such models axk2, .*, qwen4_exp_text are served"

@@ -70,7 +70,7 @@ def _predictive(tmp_path):
 
 def step(cache, name):
     """Logits of one step; of a cache that records its past, after the crop that belongs to it."""
-    if cache._record_past:
+    if cache.record_past:
         cache.crop(-3)
     return steps(cache, 1, name)
 

@@ -15,7 +15,7 @@ from saved_files import rewrite, saved
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.bookkeeping.making import own_layer
+from hf_sparsekv.cache_layers import own_layer
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 

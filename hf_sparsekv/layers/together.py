@@ -1,12 +1,9 @@
-"""Changes of all rows at once, in the table and in every layer: rows that are mapped, and tokens that are removed.
-
-Apart from the cache because they need no more of it than its row table and its layers.
-"""
+"""Changes of all rows at once, in the table and in every layer: rows that are mapped, and tokens that are removed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +11,33 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
-from ..layers.changes import in_all
-from ..layers.complete import check_complete
-from ..layers.indexed import Borrower
-from ..layers.owned import Owner
-from ..layers.sparse_layer import SparseLayer
-from .passes import LinearPasses
-from .replayed import Replays
-from .trials import resume
+from .cache_state import CacheState
+from .changes import in_all
+from .indexed import Borrower
+from .sparse_layer import SparseLayer
 
 Layers = Sequence[CacheLayerMixin]
+
+
+def check_complete(layers: Layers) -> None:
+    """When a forward pass begins, all layers hold the same tokens.
+
+    Raises:
+        RuntimeError: an earlier one stopped half-way.
+    """
+    lengths = set()
+    for layer in layers:
+        if isinstance(layer, SparseLayer):
+            lengths.add(layer.get_seq_length())
+        elif isinstance(layer, CacheLayerMixin):
+            length = int(layer.get_seq_length())
+            if length or getattr(layer, "is_sliding", False):  # layers of other kinds may never cache anything
+                lengths.add(length)
+    if len(lengths) > 1:
+        raise RuntimeError(
+            f"this cache is incomplete: its layers hold {sorted(lengths)} tokens, because an earlier forward pass "
+            "stopped half-way. Call reset() and prefill again"
+        )
 
 
 def held_rows(layers: Layers) -> list[Rows]:
@@ -45,15 +59,7 @@ def join_layers(table: RowTable, layers: Layers, own: Sequence[SparseLayer]) -> 
         store.join()
 
 
-class Emptied(Owner, Protocol):
-    """A cache that :func:`forget` can empty: see the attributes of :class:`..SparseCache`."""
-
-    replays: Replays
-    linear_passes: LinearPasses
-    _record_past: bool
-
-
-def forget(cache: Emptied) -> None:
+def forget(cache: CacheState) -> None:
     """No row of the cache holds anything. Its memory is kept."""
     cache.changes += 1
     cache.replays.pending, cache.row_batch = {}, None
@@ -61,11 +67,11 @@ def forget(cache: Emptied) -> None:
     for layer in layers:
         layer.broken = "reset() stopped half-way"  # until all is done
     cache.under_way = None
-    resume(cache.device_pools, cache.shared)
+    cache.resume()
     if cache.model_config is not None:
         # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
         fresh: Any = DynamicCache(config=cache.model_config)
-        if cache._record_past:
+        if cache.record_past:
             fresh.activate_past_recording()
         own = SparseLayer | Borrower
         cache.layers = [mine if isinstance(mine, own) else new for mine, new in zip(cache.layers, fresh.layers)]
@@ -119,15 +125,7 @@ def check_crop(layers: Layers, removed: int) -> None:
                 )
 
 
-class Shortened(Owner, Protocol):
-    """A cache that :func:`keep_tokens` can shorten."""
-
-    def joined_rows(self) -> Rows:
-        """What all layers hold."""
-        ...
-
-
-def keep_tokens(cache: Shortened, lengths: Sequence[int], valid: Tensor | None) -> None:
+def keep_tokens(cache: CacheState, lengths: Sequence[int], valid: Tensor | None) -> None:
     """Each row keeps its first ``lengths`` tokens, and all rows end with the same column, after padding in front.
 
     Of a cache whose layers are all ours. ``valid``: which columns are tokens then, bool ``[batch, columns]``, or None.

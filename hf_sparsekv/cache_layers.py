@@ -1,41 +1,22 @@
-"""Making the layers of a cache: our own, those of a model's configuration, and rings in place of sliding ones.
-
-Apart from the cache because it happens before a step, and once.
-"""
+"""The layers of a cache: our own, those of a model's configuration, and rings in place of sliding ones."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..layers.indexed import Borrower, IndexedLayer
-from ..layers.owned import Owner
-from ..layers.sliding import SlidingRing
-from ..layers.sparse_layer import SparseLayer
-from ..policies.watch import BlockWatch
-from ..predictor.channels import check_config
-from .indexers import check_options, chosen_tokens, in_blocks
-from .models import check_kind, stock_layers, why_dense
+from .layers.cache_state import CacheState
+from .layers.indexed import Borrower, IndexedLayer
+from .layers.sliding import SlidingRing
+from .layers.sparse_layer import SparseLayer
+from .policies.watch import BlockWatch
+from .predictor.channels import check_config
+from .transformers_compat import check_kind, check_options, chosen_tokens, in_blocks, stock_layers, why_dense
 
 
-class Made(Owner, Protocol):
-    """A cache whose layers are made here.
-
-    Attributes:
-        _joins: it is of one row that is to join a batch.
-        _watched: steps mark which blocks they attend to.
-        _record_past: sliding layers keep tokens that leave their window, for ``crop()``.
-    """
-
-    _joins: bool
-    _watched: bool
-    _record_past: bool
-
-
-def own_layer(cache: Made, index: int, topk: int | None = None, dense: bool = False) -> SparseLayer:
+def own_layer(cache: CacheState, index: int, topk: int | None = None, dense: bool = False) -> SparseLayer:
     """Layer ``index`` if it is ours, else a new one; of a model whose indexer chooses ``topk`` tokens.
 
     ``dense``: it attends to everything.
@@ -46,15 +27,15 @@ def own_layer(cache: Made, index: int, topk: int | None = None, dense: bool = Fa
     layer = SparseLayer(cache, index) if topk is None else IndexedLayer(cache, index, topk)
     if dense:
         layer.policy = cache.shared.dense(index)
-    if cache._joins and layer.policy.labels is not None:
+    if cache.joins and layer.policy.labels is not None:
         # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
         layer.policy.labels.first_only = True
-    if cache._watched:
+    if cache.watched:
         layer.policy.watch = BlockWatch()
     return layer
 
 
-def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMixin]:
+def layers_of(cache: CacheState, model_config: PreTrainedConfig) -> list[CacheLayerMixin]:
     """The layers of ``cache`` for a model: see :meth:`..SparseCache.bind`."""
     check_config(model_config)
     check_kind(model_config)
@@ -78,7 +59,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
             stock[index].size = text.index_block_size
         elif type(layer) is DynamicLayer:
             stock[index] = own_layer(cache, index, dense=indexed)
-        elif cache._record_past and hasattr(layer, "activate_past_recording"):
+        elif cache.record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     if not any(isinstance(layer, SparseLayer) for layer in stock):
         why = why_dense(model_config, stock)
@@ -86,7 +67,7 @@ def layers_of(cache: Made, model_config: PreTrainedConfig) -> list[CacheLayerMix
     return stock
 
 
-def add_layers(cache: Made, layer_idx: int) -> None:
+def add_layers(cache: CacheState, layer_idx: int) -> None:
     """Make layers of ours up to this one. Raises ValueError if the model's are known, which ends before it."""
     if cache.model_config is not None:
         raise ValueError(
@@ -97,7 +78,7 @@ def add_layers(cache: Made, layer_idx: int) -> None:
         cache.layers.append(own_layer(cache, len(cache.layers)))
 
 
-def use_rings(cache: Owner) -> None:
+def use_rings(cache: CacheState) -> None:
     """Replace filled sliding layers of transformers' own by ones that a captured step can use."""
     assert cache.model_config is not None
     kinds = getattr(cache.model_config.get_text_config(decoder=True), "layer_types", None) or ()

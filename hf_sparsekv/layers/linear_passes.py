@@ -1,7 +1,6 @@
 """Forward passes of models with linear-attention layers: whether each has come to all layers, and to its end there.
 
-Apart from the cache because only such models need it: their layers change states in place, without telling how many
-tokens are in them.
+These layers change states in place and do not tell how many tokens a state holds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from ..layers.sparse_layer import SparseLayer
+from .sparse_layer import SparseLayer
 
 _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "

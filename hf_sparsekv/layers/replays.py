@@ -1,7 +1,4 @@
-"""Replayed steps that the layers have not accounted for yet.
-
-Apart from the cache because a replay has no time for its layers: what they count, they count when someone asks.
-"""
+"""Replayed steps that the layers have not accounted for yet: counters are brought up to date when they are read."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from torch import Tensor
 
 from ..kv.counters import Tally
 from ..kv.rows import Rows, Taken
-from ..layers.decode import account
-from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
+from .decode import account
+from .sparse_layer import SparseLayer
 
 _KINDS = 4  # of steps at most: each needs memory for its plans, which may be those of a graph that was evicted
 

@@ -1,0 +1,194 @@
+"""What the layers of one cache share, and a layer's weak reference to it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from ..config import OffloadConfig, SparseConfig
+from ..kv.forward_pass import Pass
+from ..kv.pool import BlockPool
+from ..kv.row_table import RowTable
+from ..kv.rows import Rows
+from ..offload.copy_streams import CopyStreams
+from ..offload.host_limit import HostBudget
+from ..offload.page_table import DevicePools
+from ..policies.shared import Shared
+
+if TYPE_CHECKING:
+    from ..attention.handle import Step
+    from ..types import AttentionParams
+    from .linear_passes import LinearPasses
+    from .replays import Replays
+    from .sparse_layer import SparseLayer
+
+_BYPASSED = (
+    "something other than the sparsekv attention function reads the keys of {cache}: the result is right, but dense "
+    "and slow. Load the model with attn_implementation='sparsekv'"
+)
+_OWN_QUERIES = (
+    "{cache} chooses each layer's tokens by that layer's own query, in place: right, but not hidden by the layer "
+    "before, because nothing hands over what that expects. Call optimize(model), or predict_ahead(model) for eager "
+    "steps; predictor='own' is this without the warning"
+)
+
+
+class CacheState(Cache):
+    """State of a cache that its layers, files, batches of rows and captured steps use.
+
+    Args:
+        config, offload: as the constructor of the cache completes them.
+        shared: what the policies of all layers have in common.
+
+    Attributes:
+        layers: all of the model's, in its order.
+        foresight: what its layers want of those before them. met: hooks that give it have met this cache.
+        budget, device_pools: of an offloaded cache: the host memory it may take, its device pools. Without: None.
+        row_table: what the rows hold, and the blocks that they are in.
+        copy_streams: ways to and from the host.
+        block_pools: of each layer, where several caches share them.
+        row_batch: continuous batching; None: fixed rows.
+        model_config: None until the model is known.
+        under_way: the forward pass whose tokens layers get; None: no layer has got any yet, or all have.
+        changes: counts what may make the next captured step another one than the last.
+        draft_passes: passes of few tokens over cached ones are known to verify drafts, or not to; None: unknown.
+        going_on: every row gets a token in each decode step, which need not be read off a mask on the device.
+        joins: the cache is of one row that is to join a batch.
+        watched: steps mark which blocks they attend to.
+        record_past: sliding layers keep tokens that leave their window, for ``crop()``.
+        replays: replayed steps that layers have not accounted for.
+        linear_passes: forward passes of models with linear-attention layers.
+    """
+
+    config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
+    layers: list[Any]
+    replays: Replays
+    linear_passes: LinearPasses
+
+    def __init__(self, config: SparseConfig, offload: OffloadConfig | None, shared: Shared) -> None:
+        super().__init__(layers=[])
+        self.config, self.offload_config, self.shared = config, offload, shared
+        self.foresight, self.met = shared.foresight, False
+        self.budget = None if offload is None else HostBudget(offload)
+        self.device_pools = None if offload is None else DevicePools(offload)
+        self.row_table, self.copy_streams = RowTable(config), CopyStreams()
+        self.block_pools: dict[int, BlockPool] | None = None
+        self.row_batch: Any = None  # RowBatch | None
+        self.model_config: PreTrainedConfig | None = None
+        self.under_way: Pass | None = None
+        self.changes = 0
+        self.draft_passes: bool | None = None
+        self.going_on = self.joins = self.watched = self.record_past = False
+        self._warned: set[str] = set()
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The full-attention layers, which the cache manages itself, in the model's order."""
+        raise NotImplementedError
+
+    def bind(self, model_config: PreTrainedConfig) -> None:
+        """Learn the model's layers from its configuration."""
+        raise NotImplementedError
+
+    def attend(
+        self, module: torch.nn.Module, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Attention over the layer of ``step``; or its keys and values, for the caller to attend to."""
+        raise NotImplementedError
+
+    def passed(self, layer_idx: int) -> None:
+        """A layer has stored a forward pass's tokens."""
+        raise NotImplementedError
+
+    def joined_rows(self) -> Rows:
+        """The rows that all layers hold. From here on they follow ``row_table``."""
+        raise NotImplementedError
+
+    def beside(self) -> CacheState:
+        """An empty cache over the same block pools."""
+        raise NotImplementedError
+
+    def drafts(self, sparse: bool = True) -> AbstractContextManager[None]:
+        """Inside, passes of several tokens verify drafts."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ what layers ask
+
+    def is_first(self, layer: object) -> bool:
+        """``layer`` is the first full-attention layer."""
+        return layer is next(iter(self.sparse_layers), None)
+
+    def next_layer(self, index: int) -> SparseLayer | None:
+        """The full-attention layer that comes after layer ``index``, None after the last."""
+        return next((layer for layer in self.sparse_layers if layer.index > index), None)
+
+    def new_rows(self, device: torch.device) -> Tensor | None:
+        """Which rows of a continuous batch get a token, bool ``[batch, 1]``; None: all."""
+        return None if self.row_batch is None else self.row_batch.valid(device)
+
+    def end_pass(self, index: int) -> None:
+        """A pass of several tokens has come through layer ``index``: the last one frees the copy streams' buffers."""
+        if self.next_layer(index) is None:
+            self.copy_streams.release()
+
+    # ------------------------------------------------------------------ warnings, once each
+
+    def warn_bypassed(self) -> None:
+        """A model reads all keys and values instead of attending sparsely."""
+        self._warn(_BYPASSED)
+
+    def warn_own_queries(self) -> None:
+        """Nothing is chosen beforehand."""
+        self._warn(_OWN_QUERIES)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text.format(cache=type(self).__name__), stacklevel=4)
+
+    # ------------------------------------------------------------------ trial steps before a capture
+
+    @contextmanager
+    def trial_steps(self) -> Iterator[None]:
+        """Inside, steps are tried out for a capture: nothing is brought to the device."""
+        with ExitStack() as stack:
+            if self.device_pools is not None:
+                stack.enter_context(self.device_pools.paused())
+            stack.enter_context(self.shared.trial())
+            yield
+
+    def resume(self) -> None:
+        """End :meth:`trial_steps` whose own end was interrupted."""
+        if self.device_pools is not None:
+            self.device_pools.resume()
+        self.shared.resume()
+
+
+class Owned:
+    """A layer that belongs to a cache, by a weak reference: without a cycle, memory is freed at once."""
+
+    @property
+    def owner(self) -> CacheState:
+        """The cache."""
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the cache that this layer belongs to does not exist any more")
+        return owner
+
+    @owner.setter
+    def owner(self, cache: CacheState) -> None:
+        self._owner = weakref.ref(cache)
+
+    def __reduce__(self):
+        raise TypeError(
+            "sparse caches cannot be pickled: write one to a file with cache.save(path), or copy it with "
+            "copy.deepcopy(cache)"
+        )
