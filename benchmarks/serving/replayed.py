@@ -99,7 +99,7 @@ class ReplayedKeys:
 
     def _replace(self, index: int, layer, at: int) -> None:
         """What a prompt's layer caches: keys from ``at`` on. Its attention has been computed with the model's own."""
-        own, parameters, config = layer._commit, self.made.parameters(index), layer.owner.config
+        own, parameters, config = layer.commit, self.made.parameters(index), layer.owner.config
 
         def commit(step, query: Tensor, valid: Tensor | None) -> None:
             n, begin = step.k.shape[2], at + step.past
@@ -110,7 +110,7 @@ class ReplayedKeys:
             step.k = key
             own(step, self.asked[index][:, :, -min(n, CALIBRATION) :], valid)
 
-        layer._commit = commit
+        layer.commit = commit
 
 
 class RowQueries(ReplayedQueries):

@@ -17,9 +17,9 @@ from ..cache import SparseCache
 from ..cache_name import output_name
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
-from ..layers.decode import planned
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
+from ..layers.step import planned
 from ..model_watch import ModelWatch
 from .captured_step import CapturedStep, autocast_of
 from .inputs import all_tokens, graph_inputs, valid_rows

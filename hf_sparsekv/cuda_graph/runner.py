@@ -23,9 +23,9 @@ from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
-from ..layers.decode import prepare
 from ..layers.indexed import IndexedLayer
 from ..layers.sliding import SlidingRing
+from ..layers.step import prepare
 from ..layers.together import check_complete
 from ..model_watch import ModelWatch
 from ..policies.plan import Plan

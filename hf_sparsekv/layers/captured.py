@@ -1,13 +1,14 @@
-"""What one layer does while a step is being captured: it launches what every replay must repeat, and nothing else.
+"""One layer of a step that is being captured: it launches what every replay repeats, and nothing else.
 
-Apart from eager steps, because nothing here may depend on what the host knows of this step's tokens. The host's share
-is :func:`.decode.account`. What the layers of the step share is :class:`.replay.Replay`.
+Nothing here may depend on what the host knows of this step's tokens. The host's share is :func:`.step.account`. The
+layers of the step share a :class:`.replay.Replay`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..tensors import no_autocast
 from ..types import AttentionParams
-from .decode import attend
 from .dense_drafts import attend_at_once
 from .drafts import attend_together, store_together
 from .replay import Replay
+from .step import attend
+
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
 
 
 class CapturedLayer:
@@ -42,33 +46,17 @@ class CapturedLayer:
         # Waits for what is being chosen beside the layer before; and what that reads.
         self._foreseen: tuple[Callable[[], None], Tensor] | None = None
 
-    @property
-    def is_draft_pass(self) -> bool:
-        """The tokens are drafts, not those of a step."""
-        return self.replay.drafts is not None
-
-    def store_token(self, store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
-        """As :func:`.decode.store_token`; rows that get a token are read on the device."""
-        replay, q = self.replay, query[:, :, 0]
-        valid = replay.valid
-        if policy.observes:
-            store.announce(1, valid)
-            policy.observe(query, step.keys, valid, store)
-        note = policy.note
-        if note is not None:
-            replay.on_side_stream(lambda: note(q, valid, store, self.plan))
-        store.append(*step.kept, valid)
-
-    def attend(
-        self, store: LayerStore, policy: Policy, q: Tensor, params: AttentionParams, own: bool, last: bool
-    ) -> Tensor:
-        """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, 1, Dv]``, and what follows it.
-
-        Args:
-            own: the step's token was stored for this query. Else another layer's was, which prepares the next step.
-            last: no layer of ours comes after this one.
-        """
-        plan, replay = self.plan, self.replay
+    def run_step(self, layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """As :func:`.step.run`; rows that get a token are read on the device."""
+        store, policy, owner, own = layer.store, layer.policy, layer.owner, not step.committed
+        plan, replay, q = self.plan, self.replay, query[:, :, 0]
+        if own:
+            step.touched = True
+            self._store_token(store, policy, step, query)
+            step.committed = True
+            owner.passed(layer.index)
+        if policy.foresight is not None and not (plan.dense or owner.met):
+            owner.warn_own_queries()
         if self._foreseen is not None:
             (wait, _), self._foreseen = self._foreseen, None
             wait()
@@ -85,21 +73,36 @@ class CapturedLayer:
             replay.on_side_stream(ahead)
         else:
             replay.late(ahead)
-        if last:
+        if owner.next_layer(layer.index) is None:
             replay.run_late()
         return out
 
-    def verify(self, store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
-        """As :func:`.drafts.verify`, of the only row; or of all rows, where drafts attend to everything."""
+    def _store_token(self, store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
+        replay, q = self.replay, query[:, :, 0]
+        valid = replay.valid
+        if policy.observes:
+            store.announce(1, valid)
+            policy.observe(query, step.keys, valid, store)
+        note = policy.note
+        if note is not None:
+            replay.on_side_stream(lambda: note(q, valid, store, self.plan))
+        store.append(*step.kept, valid)
+
+    def run_drafts(self, layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+        """As :func:`.drafts.run`, of the only row; or of all rows, where drafts attend to everything."""
+        store, policy = layer.store, layer.policy
+        step.touched = True
         assert self.replay.drafts is not None
         taken, queries, there, due, at_once = self.replay.drafts
         self.query = query[:, :, -1]
         if at_once:
             out = attend_at_once(store, query, *step.kept, there, params)
-            store_together(store, policy, step, query, taken, due)
-            return out
         store_together(store, policy, step, query, taken, due)
-        return attend_together(store, policy, query, self.plan, params, queries, there)
+        if not at_once:
+            out = attend_together(store, policy, query, self.plan, params, queries, there)
+        step.committed = True
+        layer.owner.passed(layer.index)
+        return out
 
     @no_autocast
     @torch.no_grad()

@@ -1,11 +1,9 @@
-"""Drafts in one layer: several new tokens that attend to a selection each, as decode steps of their own would.
-
-Apart from decode steps, because what is stored, planned and counted here is a whole pass of several tokens.
-"""
+"""Drafts in one layer: several new tokens that attend to a selection each, as decode steps of their own would."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +16,11 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
-from .decode import attend, plan_of
 from .dense_drafts import attend_at_once
-from .next_step import NextStep
+from .step import attend, plan_of
+
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
 
 
 def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
@@ -42,20 +42,22 @@ def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
     return policy.drafts == "together" and not changes and attend_as_steps(store, policy, new)
 
 
-def verify(
-    store: LayerStore,
-    policy: Policy,
-    next_step: NextStep,
-    step: Step,
-    query: Tensor,
-    params: AttentionParams,
-) -> Tensor:
+def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
     Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
     batch, if the policy can. Those of rows that come and go attend to everything.
     """
-    next_step.begin(store, policy)
+    step.touched = True
+    layer.next_step.begin(layer.store, layer.policy)
+    out = _verify(layer.store, layer.policy, step, query, params)
+    layer.owner.end_pass(layer.index)
+    step.committed = True
+    layer.owner.passed(layer.index)
+    return out
+
+
+def _verify(store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     if store.table_of_rows.exactness.counts is not None:
         _, taken, asked, *_ = step.under_way.at_once
         out = attend_at_once(store, query, *step.kept, asked.on[store.device], params)
@@ -63,16 +65,16 @@ def verify(
         policy.account(query[:, :, -1], store, plan_of(store, policy), tally_of(taken, store.sinks, asked))
         return out
     policy.begin_drafts()
-    if policy.drafts == "together" and store.batch == 1:
-        _, taken, queries, *_ = step.under_way.together
-        store_together(store, policy, step, query, taken)
-        plan = policy.plan(store)
-        if not plan.dense:
-            store.table_of_rows.exactness.selected(step.past)
-        out = attend_together(store, policy, query, plan, params, queries)
-        policy.account(query[:, :, -1], store, plan, tally_of(taken, store.sinks, queries))
-        return out
-    return _verify_each(store, policy, step, query, params)
+    if policy.drafts != "together" or store.batch > 1:
+        return _verify_each(store, policy, step, query, params)
+    _, taken, queries, *_ = step.under_way.together
+    store_together(store, policy, step, query, taken)
+    plan = policy.plan(store)
+    if not plan.dense:
+        store.table_of_rows.exactness.selected(step.past)
+    out = attend_together(store, policy, query, plan, params, queries)
+    policy.account(query[:, :, -1], store, plan, tally_of(taken, store.sinks, queries))
+    return out
 
 
 def store_together(
@@ -116,7 +118,7 @@ def attend_together(
 
 
 def _verify_each(store: LayerStore, policy: Policy, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
-    """:func:`verify` one token after the other."""
+    """:func:`run` one token after the other."""
     watch, outs = policy.watch, []
     k, v = step.kept
     try:

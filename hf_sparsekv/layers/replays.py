@@ -10,8 +10,8 @@ from torch import Tensor
 from ..kv.counters import Tally
 from ..kv.rows import Rows, Taken
 from ..policies.plan import Plan
-from .decode import account
 from .sparse_layer import SparseLayer
+from .step import account
 
 _KINDS = 4  # of steps at most: each needs memory for its plans, which may be those of a graph that was evicted
 

@@ -1,14 +1,13 @@
 """One full-attention layer of a sparse cache, as transformers and the attention function see it.
 
-Apart from what a pass does to store and policy: prompts are in :mod:`.prefill`, steps in :mod:`.decode`, drafts in
-:mod:`.drafts`, and what a step is captured from in :mod:`.captured`.
+Each kind of pass has a module with a function ``run``: :mod:`.prompt`, :mod:`.step`, :mod:`.drafts`. A step that is
+being captured runs :class:`.captured.CapturedLayer` instead of the last two.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,15 +25,15 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..tensors import any_autocast, lowered, no_autocast
 from ..types import AttentionParams
+from . import drafts, prompt
+from . import step as steps
 from .beginning import begin_pass
 from .cache_state import CacheState, Owned
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
-from .decode import asked, asking, attend, finish, foresee, plan_of, planned, store_token
-from .drafts import attend_as_steps, verify
 from .next_step import NextStep
-from .prefill import leave_device_pools, new_store, read_ahead, store_columns
-from .sparse_prompt import PromptAudit, attention_of
+from .sparse_prompt import PromptAudit
+from .step import asked, asking, foresee, planned
 
 passes_on(__name__)
 
@@ -150,10 +149,10 @@ class SparseLayer(Owned, CacheLayerMixin):
         if self.store is not None and not fits(self.store, step.k, step.v, self.latent):
             self.drop()  # before the new one is made: the budget may not hold both
             if owner.device_pools is not None and owner.is_first(self):
-                leave_device_pools(owner)
+                prompt.leave_device_pools(owner)
         store = self.store
         if store is None:
-            store = new_store(self.policy, owner, self.index, step, self.latent, valid)
+            store = prompt.new_store(self.policy, owner, self.index, step, self.latent, valid)
         else:
             store.held = owner.row_table.start(store.batch, step.k.shape[2])
         self.policy.start(store, q_heads)
@@ -181,125 +180,56 @@ class SparseLayer(Owned, CacheLayerMixin):
     def _attend(
         self, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
     ) -> Tensor:
-        whole = None
+        """Have what attends in this way run: a prompt, drafts, a step, or what a captured step is made of."""
         if mask is not None and mask.ndim == 4:
-            whole = mask = check_4d(mask, query.shape[2], step.length)
-        own, owner, captured = not step.committed, self.owner, self.captured
+            mask = check_4d(mask, query.shape[2], step.length)
+        own, captured = not step.committed, self.captured
         if own:
             self.policy.params = params
-        if own and captured is None:
-            known, k = owner.under_way, step.k
-            mine = known if known is not None and known.before is step.before and known.mask is mask else None
-            if mine is None or mine.columns != k.shape[2] or mine.device not in (None, k.device):
-                mine = begin_pass(owner, self.store, step, mask)
-            step.under_way = mine
-        if step.past == 0:
-            return self._attend_exactly(step, query, mask, whole, params, dropout)
-        one = query.shape[2] == 1 and params.sliding_window is None and (mask is None or mask.ndim == 2)
-        if one and dropout:
-            raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
-        drafts = own and not (one or dropout) and params.sliding_window is None
-        if drafts and captured is not None:
-            drafts = captured.is_draft_pass
-        elif drafts:
-            drafts = step.under_way.drafts and attend_as_steps(self.store, self.policy, query.shape[2])
-        if not (one or drafts):
-            return self._attend_exactly(step, query, mask, whole, params, dropout)
+            if captured is None:
+                owner, k = self.owner, step.k
+                known = owner.under_way
+                if known is None or not known.brings(step.before, mask, k.shape[2], k.device):
+                    known = begin_pass(owner, self.store, step, mask)
+                step.under_way = known
+        columns_only = params.sliding_window is None and (mask is None or mask.ndim == 2)
+        if step.past and columns_only and query.shape[2] == 1:
+            if dropout:
+                raise ValueError("attention dropout is not supported over a sparse cache: call model.eval()")
+            run = steps.run if captured is None else captured.run_step
+        elif step.past and own and self._attends_as_drafts(step, query, params, dropout):
+            run = drafts.run if captured is None else captured.run_drafts
+        else:
+            return prompt.run(self, step, query, mask, params, dropout)
         with torch.no_grad():
-            q = query if step.absorbed is None else step.absorbed.queries(query)
-            if one:
-                out = self._decode(owner, step, q, params, own)
+            if step.absorbed is None:
+                out = run(self, step, query, params)
             else:
-                step.touched = True
-                if captured is None:
-                    out = verify(self.store, self.policy, self.next_step, step, q, params)
-                    owner.end_pass(self.index)
-                else:
-                    out = captured.verify(self.store, self.policy, step, q, params)
-                step.committed = True
-                owner.passed(self.index)
-            out = out if step.absorbed is None else step.absorbed.outputs(out)
+                out = step.absorbed.outputs(run(self, step, step.absorbed.queries(query), params))
         return NoGradient.apply(out, query) if torch.is_grad_enabled() else out
 
-    def _attend_exactly(
-        self,
-        step: Step,
-        query: Tensor,
-        mask: Tensor | None,
-        whole: Tensor | None,
-        params: AttentionParams,
-        dropout: float,
-    ) -> Tensor:
-        """Attention of a prompt, or of a piece of it, to everything. ``whole``: the mask, if it is a 4-D one."""
-        own, owner, absorbed, sparse = not step.committed, self.owner, step.absorbed, self.audit.passes
-        exact = attention_of(step, owner.config, self.index, self.audit, query, params)
-        if step.past == 0:
-            columns = mask if mask is not None and mask.ndim == 2 else None
-            out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)
-            if own:
-                self._commit(step, query, step.under_way.valid)
-        else:
-            if self.captured is not None:
-                raise RuntimeError("exact attention over a cached past, which waits for the host")
-            store = self.store
-            key, value = materialise(store, *step.kept) if own else materialise(store)
-            if own:
-                after = owner.next_layer(self.index)
-                if after is not None and after.store is not None:
-                    read_ahead(after.store, after.policy, step)
-                self._commit(step, query, step.under_way.valid)
-            columns = None if store.held.valid is None else store.held.valid_columns(store.device)
-            with torch.no_grad():
-                out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
-                store.counters.exact += self.audit.passes == sparse
-                store.counters.masked += query.shape[2] == 1 and whole is not None
-            out = NoGradient.apply(out, query) if torch.is_grad_enabled() else out
-        if self.audit.passes > sparse:
-            owner.row_table.exactness.selected(step.past)
-        if own:
-            self.next_step.after_prompt(self.store, self.policy, query, absorbed)
-            owner.end_pass(self.index)
-        return out
+    def _attends_as_drafts(self, step: Step, query: Tensor, params: AttentionParams, dropout: float) -> bool:
+        """Each of these tokens attends as a decode step of its own."""
+        if dropout or params.sliding_window is not None:
+            return False
+        if self.captured is not None:
+            return self.captured.replay.drafts is not None
+        return step.under_way.drafts and drafts.attend_as_steps(self.store, self.policy, query.shape[2])
 
     @no_autocast
     @torch.no_grad()
-    def _commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None:
-        """Store the tokens of a prompt, or of a piece of it."""
+    def commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None:
+        """Store the tokens of a prompt, or of a piece of it.
+
+        Args:
+            query: ``[batch, Hq, q, Dk]``; None: keys stand for queries.
+            valid: bool ``[batch, q]``, False for padding; None: there is none.
+        """
         step.touched = True
         self.begin(step, (step.k if query is None else query).shape[1], valid)
-        store_columns(self.store, self.policy, step, query, valid)
+        prompt.store_columns(self.store, self.policy, step, query, valid)
         step.committed = True
         self.owner.passed(self.index)
-
-    def _decode(self, owner: CacheState, step: Step, query: Tensor, params: AttentionParams, own: bool) -> Tensor:
-        """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
-
-        ``own``: its token is still to be stored. Else another layer has done that, and prepares the next step.
-        """
-        store, policy, captured, q = self.store, self.policy, self.captured, query[:, :, 0]
-        if own:
-            step.touched = True
-            if captured is None:
-                self.next_step.begin(store, policy)
-                store_token(store, policy, step, query)
-            else:
-                captured.store_token(store, policy, step, query)
-            step.committed = True
-            owner.passed(self.index)
-        exact = captured is None and store.table_of_rows.exactness.everything
-        plan = plan_of(store, policy) if exact else policy.plan(store) if captured is None else captured.plan
-        if policy.foresight is not None and not (plan.dense or owner.met):
-            owner.warn_own_queries()
-        if captured is not None:
-            return captured.attend(store, policy, q, params, own, last=owner.next_layer(self.index) is None)
-        known = owner.row_table.exactness.inexact_from  # looked at here: a call in each step takes longer
-        if not plan.dense and (known is None or step.past < known):
-            owner.row_table.exactness.selected(step.past)
-        if not own:
-            return attend(store, policy, q, replace(plan, ahead=False), params)
-        out = attend(store, policy, q, plan, params)
-        finish(store, policy, q, plan, step.under_way.tally)
-        return out
 
     def foresee(self, expected: Callable[[], tuple[Tensor, AttentionParams]], stream: Tensor) -> None:
         """The layer before has begun a decode step, and ``expected()`` is what it expects this one to ask.
@@ -357,7 +287,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         self._check_complete()
         if check_tokens(self.store, self.index, key, value) is None:
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
-        self._commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
+        self.commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self.next_step.after_prompt(self.store, self.policy, query, absorbed)
         self.owner.end_pass(self.index)
 
@@ -367,7 +297,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if not step.committed:
             self.owner.warn_bypassed()
             self.pending = None
-            self._commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
+            self.commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
             self.owner.end_pass(self.index)
             self.store.counters.materialised += 1
         key, value = (step.k, step.v) if step.past == 0 else materialise(self.store)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_name import over
-from ..layers.decode import asked, plan_of
 from ..layers.sparse_layer import SparseLayer
+from ..layers.step import asked, plan_of
 from ..tensors import sent
 from .batch import RowBatch
 

@@ -1,21 +1,65 @@
-"""A prompt, or a piece of one, in one layer: its store, its tokens, and reading back what the next layer needs.
-
-Apart from decode steps, because a prompt's attention is exact: nothing here selects.
-"""
+"""A prompt, or a piece of one, in one layer: its exact attention, its store, and what the next layer reads back."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ..attention.gradient import NoGradient
 from ..attention.handle import Step
 from ..attention.mla import SAMPLE
 from ..kv import read_back
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from ..types import AttentionParams
 from .cache_state import CacheState
 from .drafts import attend_as_steps
+from .sparse_prompt import attention_of
+
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
+
+
+def run(
+    layer: SparseLayer, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+) -> Tensor:
+    """Attention of a prompt, or of a piece of it, to all tokens: ``query [batch, Hq, q, Dk]`` to ``[..., Dv]``.
+
+    Args:
+        mask: ``[batch, columns]``, or a 4-D one.
+    """
+    own, owner, sparse = not step.committed, layer.owner, layer.audit.passes
+    columns, whole = (mask, None) if mask is None or mask.ndim == 2 else (None, mask)
+    exact = attention_of(step, owner.config, layer.index, layer.audit, query, params)
+    if step.past == 0:
+        out = exact(query, step.k, step.v, params, columns=columns, mask=whole, dropout=dropout)
+        if own:
+            layer.commit(step, query, step.under_way.valid)
+    else:
+        if layer.captured is not None:
+            raise RuntimeError("exact attention over a cached past, which waits for the host")
+        store = layer.store
+        key, value = read_back.materialise(store, *step.kept) if own else read_back.materialise(store)
+        if own:
+            after = owner.next_layer(layer.index)
+            if after is not None and after.store is not None:
+                read_ahead(after.store, after.policy, step)
+            layer.commit(step, query, step.under_way.valid)
+        columns = None if store.held.valid is None else store.held.valid_columns(store.device)
+        with torch.no_grad():
+            out = exact(query, key, value, params, columns=columns, mask=whole, dropout=dropout)
+            store.counters.exact += layer.audit.passes == sparse
+            store.counters.masked += query.shape[2] == 1 and whole is not None
+        out = NoGradient.apply(out, query) if torch.is_grad_enabled() else out
+    if layer.audit.passes > sparse:
+        owner.row_table.exactness.selected(step.past)
+    if own:
+        layer.next_step.after_prompt(layer.store, layer.policy, query, step.absorbed)
+        owner.end_pass(layer.index)
+    return out
 
 
 def new_store(

@@ -1,12 +1,10 @@
-"""One decode step of one layer, run eagerly; and how a step is planned and counted that a graph replays.
-
-Apart from the layer, because all of it needs no more than a store and a policy, those of a captured step's rows too.
-"""
+"""One decode step of one layer, run eagerly; and how a step is planned and counted that a graph replays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +18,35 @@ from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
 from .cache_state import CacheState
 from .next_step import NextStep
+
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
+
+
+def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+    """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
+
+    Where another layer has stored the step's token, that one prepares the next step.
+    """
+    store, policy, owner, own = layer.store, layer.policy, layer.owner, not step.committed
+    if own:
+        step.touched = True
+        layer.next_step.begin(store, policy)
+        store_token(store, policy, step, query)
+        step.committed = True
+        owner.passed(layer.index)
+    exactness, q = owner.row_table.exactness, query[:, :, 0]
+    plan = plan_of(store, policy) if exactness.everything else policy.plan(store)
+    if policy.foresight is not None and not (plan.dense or owner.met):
+        owner.warn_own_queries()
+    known = exactness.inexact_from  # looked at here: a call in each step takes longer
+    if not plan.dense and (known is None or step.past < known):
+        exactness.selected(step.past)
+    if not own:
+        return attend(store, policy, q, replace(plan, ahead=False), params)
+    out = attend(store, policy, q, plan, params)
+    finish(store, policy, q, plan, step.under_way.tally)
+    return out
 
 
 def plan_of(store: LayerStore, policy: Policy, prepares: bool = False) -> Plan:
