@@ -66,10 +66,11 @@ NOT_SERVED = {
     "no list of": "layers of another structure",
     "counts its blocks from position 0": "counts blocks from position 0",
 }
-# Model types that work and are listed without a line of their own, by what the engine's column says.
+# Model types that are listed without a line of their own, by result and the engine's column.
 LISTED = {
-    SERVED: "**Work, and an engine serves them**:",
-    NOT_SERVED["layers all attend to their whole past"]: "**Work, but not in an engine**, for layers of other kinds:",
+    (WORKS, SERVED): "**Work, and an engine serves them**:",
+    (WORKS, "layers of other kinds"): "**Work, but not in an engine**, for layers of other kinds:",
+    (UNBUILT, ""): "**Not built here**:",
 }
 PROMPT, TOKENS = 150, 12
 ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together
@@ -390,9 +391,9 @@ def _survey(kind: str, said: list, show: bool) -> Line:
 def lines_of(page: str) -> dict[str, Line]:
     """The page's lists and table, by model type. A list leaves the class to transformers' mapping."""
     found = {}
-    for engine, about in LISTED.items():
+    for (result, engine), about in LISTED.items():
         for kind in re.findall(r"`(\w[\w.-]*)`", page.partition(about)[2].partition("\n\n")[0]):
-            found[kind] = Line(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], WORKS, "", engine)
+            found[kind] = Line(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], result, "", engine)
     for row in page.splitlines():
         if row.startswith("| `"):
             kind, name, result, why, engine = (cell.strip() for cell in row.replace("\\|", "\0").strip("|").split("|"))
@@ -401,9 +402,10 @@ def lines_of(page: str) -> dict[str, Line]:
     return dict(sorted(found.items()))
 
 
-def _listed(line: Line) -> str | None:
-    """The list that a line is in: its result is ``WORKS`` without a remark. None: it has a row of the table."""
-    return line.engine if line.result == WORKS and not line.why and line.engine in LISTED else None
+def _listed(line: Line) -> tuple[str, str] | None:
+    """The list that a line is in. None: its remark has a row of the table."""
+    group = line.result, line.engine
+    return group if group in LISTED and (not line.why or line.result == UNBUILT) else None
 
 
 def page(lines: list[Line]) -> str:
@@ -444,8 +446,8 @@ def page(lines: list[Line]) -> str:
         "the engine opens; the last column has the reason.",
         "",
     ]
-    for engine, about in LISTED.items():
-        kinds = ", ".join(f"`{line.kind}`" for line in lines if _listed(line) == engine)
+    for group, about in LISTED.items():
+        kinds = ", ".join(f"`{line.kind}`" for line in lines if _listed(line) == group)
         if kinds:
             head += [*textwrap.wrap(f"{about} {kinds}", 118, break_on_hyphens=False), ""]
     head += [
