@@ -57,7 +57,7 @@ class ReadOnlyTensor(Tensor):
 
 
 def _address(one: Tensor) -> int | None:
-    """Of what a tensor holds; None if it is sparse, or inside a transform of torch.func."""
+    """Address of a tensor's data; None for a sparse one, or inside a transform of torch.func."""
     try:
         return one.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

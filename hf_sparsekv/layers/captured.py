@@ -1,7 +1,7 @@
-"""What one layer does while a step is being captured: it launches what every replay must repeat, and nothing else.
+"""One layer while a step is being captured: it launches what every replay must repeat, and nothing else.
 
-Apart from eager steps, because nothing here may depend on what the host knows of this step's tokens. The host's share
-is :func:`.decode.account`. What the layers of the step share is :class:`.replay.Replay`.
+Nothing here may depend on what the host knows of this step's tokens. The host's share is :func:`.decode.account`. The
+layers of the step share a :class:`.replay.Replay`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether all layers of a cache hold the same tokens.
 
-Apart from each layer's own state, because no layer knows the others.
+No layer knows the others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Drafts in one layer: several new tokens that attend to a selection each, as decode steps of their own would.
 
-Apart from decode steps, because what is stored, planned and counted here is a whole pass of several tokens.
+A whole pass of several tokens is stored, planned and counted at once.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def verify(
 ) -> Tensor:
     """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
-    Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
-    batch, if the policy can. Those of rows that come and go attend to everything.
+    Each query attends as a step of its own would. Queries of one row are decoded together, as rows of a batch, if the
+    policy can. With continuous batching they attend to everything.
     """
     next_step.begin(store, policy)
     if store.table_of_rows.exactness.counts is not None:
@@ -80,7 +80,8 @@ def store_together(
 ) -> None:
     """Cache all drafts of the only row, and seal the blocks that the last ones make old.
 
-    The ring has room for what the first ones still find there. What of it a query attends to its own two numbers say.
+    The ring has room for the tokens that the first ones still find there. Each query's two numbers say which of them it
+    attends to.
 
     Args:
         taken, due: see :class:`.replay.DraftRows`; ``due``: of a captured pass.

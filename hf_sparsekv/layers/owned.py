@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Warns(Protocol):
-    """What a cache warns of, once each."""
+    """Warnings of a cache, once each."""
 
     def bypass(self) -> None:
         """Something else than the attention function reads a layer's keys or values."""
@@ -37,7 +37,7 @@ class Warns(Protocol):
 
 
 class Owner(AttendingCache, Protocol):
-    """What layers need of the cache that they belong to.
+    """The cache that layers belong to, as they need it.
 
     Attributes:
         config: of the cache.

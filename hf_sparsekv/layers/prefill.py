@@ -1,6 +1,6 @@
 """A prompt, or a piece of one, in one layer: its store, its tokens, and reading back what the next layer needs.
 
-Apart from decode steps, because a prompt's attention is exact: nothing here selects.
+A prompt's attention is exact: nothing here selects.
 """
 
 from __future__ import annotations

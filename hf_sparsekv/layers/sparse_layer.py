@@ -1,6 +1,6 @@
 """One full-attention layer of a sparse cache, as transformers and the attention function see it.
 
-Apart from what a pass does to store and policy: prompts are in :mod:`.prefill`, steps in :mod:`.decode`, drafts in
+A pass's work on store and policy is elsewhere: prompts are in :mod:`.prefill`, steps in :mod:`.decode`, drafts in
 :mod:`.drafts`, and what a step is captured from in :mod:`.captured`.
 """
 
@@ -442,5 +442,5 @@ class SparseLayer(Owned, CacheLayerMixin):
 
 
 def _dtype(store: LayerStore | None) -> torch.dtype | None:
-    """Of the tokens that are cached, None before the first."""
+    """The dtype of cached tokens; None before the first."""
     return store.dtype if store is not None and store.length else None
