@@ -87,16 +87,6 @@ def gpus() -> str:
     return table(("GPU", "batch x context", *(about for about, _ in columns)), lines)
 
 
-def default_steps() -> str:
-    """Milliseconds of a captured step with a fixed budget."""
-    rows, columns, lines = read("step.csv", GPU), DATA["default_steps"], []
-    for text in DATA["preset_shapes"]:
-        found = [newest_row(since_defaults(rows, name), name, "step_ms", *shape(text)) for _, name in columns]
-        cells = (UNKNOWN if row is None else f"{float(row['value']):.2f}" for row in found)
-        lines.append((spelled(text), *cells, commits_of(found)))
-    return table(("ms a captured step", *(about for about, _ in columns), "commit"), lines)
-
-
 def two_levels() -> str:
     """Milliseconds of AsyncTLS's two levels; the fastest step of a line is bold."""
     rows, lines = read("step.csv", GPU), []
@@ -366,7 +356,6 @@ PAGES = {
     "README.md": {"picture": picture, "models": models},
     "docs/speed.md": {
         "speed": speed,
-        "default-steps": default_steps,
         "gpus": gpus,
         "two-levels": two_levels,
         "offloaded": offloaded,

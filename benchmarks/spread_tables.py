@@ -9,7 +9,6 @@ from .tables import GPUS, K, commits_of, fixed, read, served, table
 
 NOTHING = "Not measured yet."
 OURS = "mass:0.9"
-LAYERS = "token_only+eager:layers=2"
 SUMS = ("sums_ms", "selection_ms", "attention_ms", "linear_ms", "other_ms", "agree_ms")
 MODELS = {"qwen3-8b": "Qwen3-8B", "qwen3-32b": "Qwen3-32B", "llama-3.3-70b": "Llama-3.3-70B"}
 
@@ -104,22 +103,6 @@ def rank_prompts() -> str:
     return table(("model", "prompt", "1 GPU", "2", "4", "commit"), lines) if lines else NOTHING
 
 
-def layers() -> str:
-    """Eager tokens over two GPUs, by layers and by heads, beside captured ones."""
-    found, lines = Found(), []
-    for case, batch, context in found.shapes("tpot_ms"):
-        names = ("hf_dynamic:layers=2", "hf_dynamic:ranks=2", LAYERS)
-        rows = [found.rows.get((case, batch, context, name, "tpot_ms")) for name in names]
-        rows += [found.row(case, batch, context, OURS, size, "tpot_ms") for size in (2, 1)]
-        if rows[2] is not None:
-            cells = [fixed(row and float(row["value"]), 1, "not run") for row in rows]
-            lines.append((MODELS[case], f"{batch} x {_many(context)}", *cells, commits_of(rows)))
-    theirs = "transformers, `device_map`, two GPUs", "transformers, `tp_plan`, two GPUs"
-    ours = "ours, `device_map`, two GPUs", "ours, tensor parallel, two GPUs", "ours, one GPU"
-    heads = ("model", "batch x context", *theirs, *ours, "commit")
-    return table(heads, lines) if lines else NOTHING
-
-
 def replicas() -> str:
     """Servers side by side under traces of proportional rates; with documents also by routing."""
     found: dict[tuple, dict[str, dict]] = {}
@@ -145,4 +128,4 @@ def replicas() -> str:
     return table((*heads, "between tokens, ms: mean, p99", "failed", "commit"), lines) if lines else NOTHING
 
 
-TABLES = {"ranks": ranks, "rank-prompts": rank_prompts, "layers": layers, "replicas": replicas}
+TABLES = {"ranks": ranks, "rank-prompts": rank_prompts, "replicas": replicas}

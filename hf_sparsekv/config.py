@@ -3,7 +3,7 @@
 The options of one method are in a file beside it (:mod:`.policies`). A class lists in ``FREE`` the fields of its own
 that only later steps depend on: a saved cache may be loaded with others (:meth:`SparseCache.load`). Every other field
 must be as it was saved. ``PRESETS`` names settings that belong together (:meth:`SparseConfig.preset`); what each costs
-and finds is in docs/presets.md.
+and finds is in docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SparseConfig(Options):
 
     @classmethod
     def preset(cls: type[Config], name: str, **changes: Any) -> Config:
-        """A configuration by name (docs/presets.md), with ``changes`` of single fields.
+        """A configuration by name (docs/accuracy.md), with ``changes`` of single fields.
 
         ``"fast"`` and ``"accurate"`` lie on either side of the defaults; ``"paper"`` is the method's paper.
 

@@ -83,7 +83,7 @@ def table(load: Load, users: list[int]) -> list[str]:
     """Lines of Markdown."""
     lines = [
         "| users | requests/s | GPUs by time, documents kept | GPUs by memory, documents kept | GPUs, documents kept | "
-        "GPUs, every document read anew |",
+        "GPUs, every document read again |",
         "|---|---|---|---|---|---|",
     ]
     for n in users:

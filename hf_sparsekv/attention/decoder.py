@@ -1,6 +1,6 @@
 """The structure of a model's decoder, found from its modules: its layers, and the token mixers of each.
 
-Apart from :mod:`.points` because it knows only models, not queries or streams.
+It knows only models, not queries or streams.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The package ``flash-attn-4`` (Tri Dao and others) compiles its kernels for a GPU when they are first called, in 2 to 4 s
 each. On a Hopper GPU they are faster than cuDNN's, need no plan and take a chunk with its past. They also take lists of
 blocks, as torch's FlexAttention gives them, faster than :mod:`..ops.attention.block_attention`
-(docs/measured/sparse-prompts.md).
+(docs/speed.md).
 
 It is called directly. Torch has a switch of its own (``activate_flash_attention_impl("FA4")``), but what torch 2.11 to
 2.13 put behind it expects two results of a function that gives five in 4.0.0b36.

@@ -1,4 +1,4 @@
-"""What ``update()`` gives the model instead of keys and values."""
+"""Handles: ``update()`` returns them to the model instead of keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AttendingCache(Protocol):
-    """What the attention function needs of a cache."""
+    """A cache, as the attention function needs it."""
 
     def attend(
         self,
@@ -34,7 +34,7 @@ class AttendingCache(Protocol):
 
 
 class HandingLayer(Protocol):
-    """What handles, and the attention function, need of the layer that hands them out.
+    """The layer that returns handles, as these and the attention function need it.
 
     Attributes:
         owner: the cache.
@@ -95,7 +95,7 @@ class Step:
 
     @property
     def keys(self) -> Tensor:
-        """What a selection takes for keys, ``[batch, H, q, Dk]``: of latents the whole rows."""
+        """Keys for a selection, ``[batch, H, q, Dk]``: whole rows, if they are latents."""
         return torch.cat((self.k, self.v), dim=-1) if self.layer.latent else self.k
 
     @cached_property

@@ -1,7 +1,7 @@
 """Hooks on a model's decoder layers that hand the residual stream to the layers of a cache.
 
-They act in decode steps over caches that ask for it, and are gone after ``remove()``. Apart from :mod:`.tap` because
-the hooks of a model are shared by all who have them installed.
+They act in decode steps over caches that ask for it, until ``remove()``. All callers that install them share the hooks
+of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .points import Point, Points, place
 
 
 class ForeseeingCache(Protocol):
-    """What the hooks need of a cache.
+    """A cache, as the hooks need it.
 
     Attributes:
         foresight: the stream that its layers need from the layers before them (``Shared.foresight``); None: none.
@@ -41,7 +41,7 @@ class _Here(threading.local):
     positions: dict[str, Any] | None = None  # position embeddings of this step, by the kind of layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Here:
-        """Of a copy of the model, which no forward pass runs through."""
+        """A copy of the model gets a new one: no forward pass runs through it."""
         return _Here()
 
 

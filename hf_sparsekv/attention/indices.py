@@ -1,6 +1,6 @@
 """Attention to the tokens that a model's own indexer has chosen: DeepSeek Sparse Attention (DSA), DeepSeek-V3.2.
 
-Apart from exact attention, because each query has a list of columns of its own. A prompt gathers the rows of some
+Each query has a list of columns of its own. A prompt gathers the rows of some
 queries at a time. On latents (MLA) that takes ``2r + dr`` products a chosen token and head, whatever the context.
 """
 

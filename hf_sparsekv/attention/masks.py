@@ -33,7 +33,7 @@ def is_whole(mask: Tensor) -> bool:
 
 
 def columns_of(mask: Tensor | None) -> Tensor | None:
-    """What :func:`sparsekv_mask` would have returned in place of a 4-D mask, had the model not asked for one."""
+    """The mask of columns that :func:`sparsekv_mask` has attached to a 4-D mask; any other mask as it is."""
     return getattr(mask, _COLUMNS, mask)
 
 

@@ -209,7 +209,7 @@ class Absorbed:
         )
 
     def matrix(self, like: Tensor) -> Tensor:
-        """``[H, dn + dv, r]``. Of a quantised (or adapted, or sharded) projection: made by :meth:`refresh`."""
+        """``[H, dn + dv, r]``. :meth:`refresh` makes that of a quantised (or adapted, or sharded) projection."""
         if self.plain:
             weight = self.module.kv_b_proj.weight.to(like.dtype)  # another one under torch.autocast only
         else:

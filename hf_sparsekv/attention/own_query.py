@@ -5,7 +5,7 @@ embedding. So we run the layer's own ``forward()`` on the stream, with two chang
 the work for keys and values. A stand-in for the cache ends the call when the query reaches the attention function. So
 this module needs to know nothing of a model's steps before its attention.
 
-Apart from :mod:`.points`, which decides for which layers and inputs this is done.
+:mod:`.points` decides for which layers and inputs this is done.
 """
 
 from __future__ import annotations

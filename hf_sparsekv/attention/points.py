@@ -4,7 +4,7 @@ A decoder layer adds little to the residual stream. So layer ``l`` can predict i
 ``l - 1`` (InfiniGen). Closer to the true query is that input plus the change that layer ``l - 1`` made for the row's
 previous token. Both are known early enough to select layer ``l``'s tokens while all of layer ``l - 1`` computes.
 
-Apart from :mod:`.hooks` because it decides what is possible for a model, without a cache or a pass.
+This module decides what is possible for a model, without a cache or a pass. :mod:`.hooks` does it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The indexer of Qwen4-Exp (QSA), for all queries at once: it scores means of keys, and chooses blocks of tokens.
 
-Apart from :mod:`.indexer`, whose models give attention their indices. transformers loops over rows and queries in
-Python, and gives attention a mask in place of indices. We replace ``forward`` of the indexer, on the instance.
+transformers loops over rows and queries in Python, and passes a mask to attention in place of indices. We replace
+``forward`` of the indexer, on the instance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def take_pooled(model: Any) -> None:
 
 @untraced
 def forward(config: Any, self: Any, *args, **kwargs) -> Tensor:
-    """Replaces an indexer's ``forward``: leaves its choice with our cache. What it returns hides nothing.
+    """Replaces an indexer's ``forward``: leaves its choice with our cache. The returned mask hides nothing.
 
     With another cache or attention function the original method runs.
     """
@@ -76,15 +76,15 @@ def choose(
     keep: Callable[[Tensor], Tensor],
     span: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What each of the last ``q`` columns chooses: blocks of its tokens, and those that make no whole block.
+    """The choice of each of the last ``q`` columns: blocks of its tokens, and tokens that make no whole block.
 
     Args:
         indexer: the module. hidden: ``[batch, q, hidden]``.
         tables: cosines and sines of all columns, ``[batch, n, D]``.
         columns: which columns are tokens, bool ``[batch, n]``; None: all.
         keep: gets the keys of new columns ``[batch, q, D]``, gives those of all.
-        span: of a captured step: int ``[batch, 1]`` each, the columns behind the last token and of the first one. Of
-            what ``keep`` gives, columns beyond mean nothing, and ``tables`` have one more, that of the step.
+        span: of a captured step: int ``[batch, 1]`` each, the columns after the last token and of the first one. Keys
+            of later columns are undefined, and ``tables`` have one more, that of the step.
 
     Returns:
         columns, int64 ``[batch, q, k]``; -1 for none. Among blocks of equal scores any may be chosen.
@@ -111,7 +111,7 @@ def choose(
         seen = columns.cumsum(1)[:, -new:]  # tokens that each query sees
 
     def in_blocks(values: Tensor, each: int) -> Tensor:
-        """Of ``values [batch, n, D]`` those of every ``each``-th token in whole blocks."""
+        """Every ``each``-th token of ``values [batch, n, D]``, in whole blocks."""
         some = slice(0, n // size * size, each)
         if plain:
             return values[:, some]

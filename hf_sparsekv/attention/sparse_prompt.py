@@ -1,6 +1,6 @@
 """Sparse attention of a prompt, or of a piece of it: some tiles of queries at a time, and an audit of what they cover.
 
-Apart from :mod:`.exact`, because it leaves keys out: only those who ask for it get it (``SparseConfig(prefill=...)``).
+It leaves keys out, so it is optional (``SparseConfig(prefill=...)``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES = 1 << 28  # of the estimates of the tiles that are taken at once
 
 
 class PromptAudit:
-    """What the sparse prompts of one layer have attended to, and truly covered, by query head.
+    """Blocks attended to and mass truly covered by the sparse prompts of one layer, by query head.
 
     Attributes:
         table: float64 ``[Hq, 8]`` on the layer's device: rows audited, the sum of their covered mass, blocks attended

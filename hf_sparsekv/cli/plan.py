@@ -256,7 +256,7 @@ def _show_proposal(found: Proposal | None, context: int, fits: bool) -> None:
         results.print(f"proposed: {found.call}: {budget}; {need}", markup=False)
         more = f"{found.more:.0%}"
         if more != "0%":
-            note(f'its steps read some {more} more than those of "fast"; what each finds: docs/presets.md')
+            note(f'its steps read some {more} more than those of "fast"; what each finds: docs/accuracy.md')
     if found.pieces < context:
         note(f"proposed with generate(..., prefill_chunk_size={found.pieces}): the prompt in one piece does not fit")
 

@@ -1,6 +1,6 @@
 """Capturing a decode step: trial runs on state that is restored afterwards; the last run is recorded.
 
-Apart from the runner because it alone changes a cache and restores it; it runs once for each kind of step.
+It changes a cache and restores it. It runs once for each kind of step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Eligibility: whether a call can be a captured step, and if not, the reason in words.
 
-Apart from the runner because it decides without running anything: it reads the model, the cache and the call.
+It decides without running anything: it reads the model, the cache and the call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Graphs of short prompts, and of short pieces of a text after cached tokens: memory that they read and write.
 
-Apart from :mod:`.prompts`, which says what passes get one.
+:mod:`.prompts` decides which passes get one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .prompt_tape import Kept, Past, Shape, Tape
 
 
 class Kind(NamedTuple):
-    """What determines the graph of a prompt: see :class:`.prompt_tape.Tape`; ``observing`` layers calibrate."""
+    """Key of the graph of a prompt: see :class:`.prompt_tape.Tape`; ``observing`` layers calibrate."""
 
     shape: Shape
     batch: int
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What determines the graph of a few tokens after what is cached.
+    """Key of the graph of a few tokens after cached ones.
 
     Args:
         width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these. block: its tokens.
@@ -77,7 +77,7 @@ class CapturedPrompt:
         return type(out)(**without_cache(out))
 
     def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
-        """Write the inputs of a prompt. What follows it is padding, which nothing before it sees."""
+        """Write the inputs of a prompt. Padding follows it, which earlier tokens do not see."""
         n = ids.shape[1]
         self.ids[:, :n].copy_(ids)
         self.last.fill_(n - 1)

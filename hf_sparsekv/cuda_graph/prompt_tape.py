@@ -1,7 +1,4 @@
-"""What stands in a cache's place while a prompt is captured: it keeps what layers get, in memory that replays write.
-
-Apart from the capture because the model sees it as its cache.
-"""
+"""The tape: a model's cache while a prompt is captured. It keeps the layers' inputs in memory that replays write."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ AT_ONCE = 128  # query heads of a KV head: many tokens read what is cached toget
 
 
 class Shape(NamedTuple):
-    """What all layers of a model have in common: ``k_dim`` and ``v_dim`` are of a KV head."""
+    """Sizes that all layers of a model have in common: ``k_dim`` and ``v_dim`` are of a KV head."""
 
     layers: int
     heads: int
@@ -53,7 +50,7 @@ class Kept:
 
 
 class Past:
-    """What a layer has cached before a pass, as :func:`..layers.dense_drafts.attend_at_once` reads it.
+    """A layer's cached tokens before a pass, as :func:`..layers.dense_drafts.attend_at_once` reads it.
 
     Its ring and block table are copies at addresses that a graph holds; nothing of it is counted.
     """

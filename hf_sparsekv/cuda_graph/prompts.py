@@ -4,7 +4,7 @@ A pass over some hundred tokens takes the GPU some 15 ms and the host 100. No gr
 cache that does not exist yet. So it holds none: what the layers get is kept in memory of its own. From there all layers
 of the cache take it at once (:mod:`..layers.adopting`), while the GPU still computes.
 
-Apart from steps because those are captured for one cache, at a length that the device knows.
+Steps differ: they are captured for one cache, at a length that the device knows.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Prompts:
         return self._able and isinstance(ids, Tensor) and 0 < ids.numel() <= SIZES[-1]
 
     def run(self, given: dict, cache: SparseCache) -> Any:
-        """What the model gives for a prompt into an empty cache; None: it has to run eagerly."""
+        """The model's result for a prompt into an empty cache; None: it has to run eagerly."""
         kind = self._kind(given, cache)
         if kind is None:
             return None

@@ -1,6 +1,6 @@
 """The recorder: a CUDA graph of one function, its streams and its memory pool.
 
-Apart from :mod:`.capture` because nothing here knows of caches; tests without a GPU replace this class alone.
+Nothing here knows of caches. Tests without a GPU replace this class alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replaying captured steps: the fast path for a step like the previous one, and the launch of a graph.
 
-Apart from the runner because this is the hot path: the host's work of every steady step is in this file.
+This is the hot path: the host's work of every steady step is in this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runner: replaces ``model.forward`` and decides what one call does.
 
 A decode step over a sparse cache is replayed, captured if there is no graph of it yet, or run eagerly with a warning.
-Apart from the other files because it alone changes the model, and holds the parts of a captured step together.
+It alone changes the model, and holds the parts of a captured step together.
 """
 
 from __future__ import annotations

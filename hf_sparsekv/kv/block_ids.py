@@ -30,7 +30,7 @@ def bucket(n: int, least: int = _MIN_BLOCKS) -> int:
 
 
 class Pool(Protocol):
-    """What ids need of a layer's block pool."""
+    """A layer's block pool, as ids need it."""
 
     def forget(self, ids: Tensor) -> None:
         """These blocks, int64 ``[n]`` in the CPU's memory, mean nothing any more: drop what is kept about them."""

@@ -1,7 +1,6 @@
 """The block table of one cache: which blocks the rows are in, on the host and on each device that reads it.
 
-Apart from what the rows hold, because this is memory: it is changed in place, after all that read it, and its ids are
-counted.
+The table is memory: it is changed in place, after all readers, and its ids are reference-counted.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ class BlockTable:
     def write_row(self, row: int, ids: np.ndarray, on: Callable[[Tensor], Tensor]) -> None:
         """The first blocks of row ``row`` are these; ``on(held)``: the same ids, for a copy of the table.
 
-        What comes from the copy's own device does not make the host wait for it.
+        Ids from the copy's own device do not make the host wait.
         """
         n = len(ids)
 
@@ -185,7 +184,7 @@ class BlockTable:
             self.ids.drop(named)
 
     def clear(self) -> None:
-        """No row names a block. What memory there is is kept."""
+        """No row names a block. The memory is kept."""
         held = self.host.copy()
         self._change(lambda: self.host.fill(-1), lambda on: on.fill_(-1))
         self.ids.drop(held)

@@ -1,6 +1,6 @@
-"""Writing full blocks of one layer to its pool, and who waits until copies of them to the host have ended.
+"""Writing full blocks of one layer to its pool, and the waits for copies of them to the host.
 
-Apart from sealing, because here are all streams and events of a layer: their order is seen in one place.
+All streams and events of a layer are here, so that their order is seen in one place.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BlockWriter:
     def after_saving(self, query: Tensor, pages: LayerPages | None) -> Iterator[Tensor]:
         """Run the body after pending copies to the host, on their stream; yields ``query``.
 
-        ``pages``: of the layer. What the body brings there other layers wait for.
+        ``pages``: of the layer. Other layers wait for the blocks that the body copies there.
         """
         if self.saved is None:
             yield query

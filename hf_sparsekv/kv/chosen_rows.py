@@ -1,6 +1,6 @@
 """The rows of a store with only some of their recent tokens, those that were chosen.
 
-Apart from the store, because other methods attend to all recent tokens. An indexer's choice leaves most of them out.
+An indexer's choice leaves most recent tokens out; other methods attend to all of them.
 """
 
 from __future__ import annotations

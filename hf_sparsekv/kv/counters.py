@@ -1,6 +1,6 @@
-"""What decode steps meet and read: counted, and summed over steps and rows.
+"""Counters of what decode steps meet and read, summed over steps and rows.
 
-Apart from the store, because statistics read it, and attention does not.
+Statistics read them, and attention does not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOST = (
 
 @dataclass
 class Tally:
-    """What decode steps have met, summed over steps and rows.
+    """A sum over decode steps and their rows: steps, tokens, blocks.
 
     Args:
         steps: how many there were, and passes over drafts. ``rows``: their rows, without those that attended to
@@ -72,14 +72,14 @@ class Tally:
 
 
 def tally_of(taken: Taken, sinks: int, queries: Rows | None = None) -> Tally:
-    """Of one step; or of one pass over drafts, whose ``queries`` are :attr:`.rows.Drafts.queries`."""
+    """The tally of one step, or of one pass over drafts, whose ``queries`` are :attr:`.rows.Drafts.queries`."""
     tally = Tally()
     tally.add(taken, sinks, queries)
     return tally
 
 
 class Counters(State):
-    """What decode steps read. Device counters are added to without synchronising; the host's cost nothing.
+    """Counters of what decode steps read. Device counters are added to without synchronising; the host's cost nothing.
 
     Attributes:
         attended: int64 ``[batch, H]``, tokens; ``from_host``: of these, read in host memory. Only their sums mean
@@ -167,5 +167,5 @@ class Counters(State):
 
     @property
     def total_from_host(self) -> int:
-        """Of these, read in host memory. Synchronises."""
+        """Attended tokens that were read in host memory. Synchronises."""
         return int(self.from_host.sum())

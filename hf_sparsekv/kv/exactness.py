@@ -1,6 +1,6 @@
 """Exact mode of one cache, and how much of what it holds full attention has computed.
 
-Apart from the row table because nothing here says what rows hold.
+The contents of rows are in :mod:`.row_table`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Exactness:
     inexact_from: int | None = None
 
     def copy(self) -> Exactness:
-        """Of a copy of the cache."""
+        """The exactness of a copy of the cache."""
         return Exactness(inexact_from=self.inexact_from)
 
     def selected(self, column: int) -> None:

@@ -1,6 +1,6 @@
 """One forward pass of a cache: what is the same in all of its layers.
 
-Apart from the row table, which says what rows become: here is what layers of one pass need to ask once only.
+Layers of one pass ask for it once only. :mod:`.row_table` has the rows after the pass.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ class Pass:
     The cache makes it when the first layer attends, and hands it down with each layer's tokens. It ends when the last
     layer has stored them; and with an error, and with every change of the rows that is no forward pass.
 
-    It follows from the mask and from the rows before, which are never changed. So it is right for each layer that holds
-    these rows, and no other gets it.
+    It depends only on the mask and on the rows before, which are never changed. Layers that hold these rows share it.
 
     Attributes:
         before: the rows; None: nothing was ever cached.
         columns: new ones.
         mask: of the attention; where layers are on several devices, as the last one has it.
-        valid: which new columns are tokens, bool ``[batch, columns]``; None: all are. Of rows that come and go: which
-            of them get one.
+        valid: which new columns are tokens, bool ``[batch, columns]``; None: all are. With
+            continuous batching: the rows that get one.
         device: of :attr:`valid`; None: layers on any device may share the pass.
         drafts: they are drafts, none of them padding, and few enough to attend as decode steps do.
     """
@@ -84,7 +83,7 @@ class Pass:
 
     @cached_property
     def tally(self) -> Tally:
-        """Of this decode step."""
+        """The tally of this decode step."""
         return tally_of(self.taken, self._table.config.sinks)
 
     @cached_property
@@ -115,7 +114,7 @@ def drafts_together(table: RowTable, rows: Rows, columns: int) -> Drafts:
 def drafts_of(table: RowTable, rows: Rows, columns: int) -> Drafts:
     """``columns`` more tokens of each row for a captured pass: :func:`drafts_together`, unless they are verified.
 
-    In exact mode they attend to everything, and there may be several rows. Of rows that come and go some get fewer
+    In exact mode they attend to everything, and there may be several rows. With continuous batching some rows get fewer
     tokens, or none: those hold nothing in the pass.
     """
     exactness, batch = table.exactness, rows.batch

@@ -85,7 +85,7 @@ class _Unwritten(TorchDispatchMode):
 
 
 def _address(one: Tensor) -> int | None:
-    """Of what a tensor holds; None if it is sparse, or inside a transform of torch.func."""
+    """Address of a tensor's data; None for a sparse one, or inside a transform of torch.func."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return one.untyped_storage().data_ptr() or None

@@ -1,6 +1,6 @@
-"""Memory of layers: of its own for each, or side by side for all layers that are made together.
+"""Memory of layers: one allocation for each, or side by side for all layers that are made together.
 
-Apart from what asks for it, because pools, rings and fields of a cache's layers ask in turn.
+Pools, rings and fields of a cache's layers ask for it in turn.
 """
 
 from __future__ import annotations

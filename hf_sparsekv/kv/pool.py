@@ -190,7 +190,7 @@ class BlockPool:
 
     @property
     def coded(self) -> dict:
-        """What operators that read :attr:`kv` take beside it: scales, and how many entries of a row the first is of."""
+        """Further arguments of operators that read :attr:`kv`: scales, and how many entries the first one is for."""
         return {"scales": self.fields.get("scales"), "split": self.split}
 
     @property
@@ -264,8 +264,8 @@ class BlockPool:
         """Copy blocks to the device, in the order of the current stream.
 
         Args:
-            physical_ids: int32 ``[batch, n]`` on the device. What is read for -1, or for a block that is not here yet,
-                means nothing.
+            physical_ids: int32 ``[batch, n]`` on the device. The result for -1, or for a block that is not here yet,
+                is undefined.
             out: ``[batch, H, m, block_size, Dk + Dv]``, m >= n, contiguous; its first ``n`` blocks are written.
         """
         if physical_ids.shape[1]:

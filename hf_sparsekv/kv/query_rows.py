@@ -24,7 +24,7 @@ class QueryRows(LayerStore):
     @classmethod
     @contextmanager
     def of(cls, store: LayerStore, queries: Rows, there: Tensor | None = None) -> Iterator[LayerStore]:
-        """``store`` for ``queries`` (:attr:`.rows.Drafts.queries`). What they attend to is counted as the one row's.
+        """``store`` for ``queries`` (:attr:`.rows.Drafts.queries`). Their reads count as the one row's.
 
         ``there``: int32 ``[n, 2]``, the queries of a captured pass. One that holds no tokens attends to nothing.
         """

@@ -1,6 +1,6 @@
 """Reading back what a layer holds: full blocks from the pool, with the tokens of the ring, by columns if asked.
 
-Apart from the store, because decode steps need none of it.
+Decode steps need none of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def materialise(store: LayerStore, k: Tensor | None = None, v: Tensor | None = N
 
     Returns:
         ``[batch, H, length + q, Dk]`` and ``[..., Dv]`` by columns of the attention mask: views of one tensor, which
-        the next but one call of a later chunk may overwrite. What padding has is finite.
+        the next but one call of a later chunk may overwrite. Padding is finite.
     """
     rows, new = store.held, 0 if k is None else k.shape[2]
     streams = store.writer.copy_streams
@@ -90,7 +90,7 @@ def add_recent(kv: Tensor, recent_kv: Tensor, rows: Rows, ring: Ring) -> None:
 
 
 def to_columns(kv: Tensor, rows: Rows) -> None:
-    """Move the tokens of each row, in place, to their columns of the attention mask. What padding has is finite."""
+    """Move the tokens of each row, in place, to their columns of the attention mask. Padding is finite."""
     if rows.valid is None and rows.uniform:
         return
     token = (rows.valid_columns(kv.device).cumsum(1) - 1).clamp_min(0)  # of each column

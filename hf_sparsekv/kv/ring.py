@@ -1,6 +1,6 @@
 """Where recent tokens and sinks are in a layer's ``recent_kv [batch, H, sinks + ring, Dk + Dv]``.
 
-Apart from the store, because this is arithmetic on positions: it holds no tensor and no state.
+This is arithmetic on positions, without a tensor or state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rows of one cache (:mod:`.rows`): what they hold, and what they hold after a pass. One table for all layers.
 
-Apart from the block table, because it decides and that one stores: layers ask in turn, and must get the same answer.
+It decides, and the block table stores: layers ask in turn, and must get the same answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowTable:
         self.batch = 0
         self._steps: dict[torch.device, StepRows] = {}
         self._empty: Rows = None  # type: ignore[assignment]  # start() makes them
-        # The last questions and answers, because layers ask the same in turn. What each saves a GPU in every layer:
+        # The last questions and answers, because layers ask the same in turn. Each saves a GPU, in every layer:
         self._followed: tuple = _NOTHING  # an upload of the rows
         self._picks: tuple[Tensor | None, list] = (None, [])  # a wait for the columns
         self._asked: tuple[Rows | None, Tensor | None, Any] = (None, None, None)  # an upload, if it looks ahead
@@ -81,7 +81,7 @@ class RowTable:
         return self._empty
 
     def join(self, held: Sequence[Rows]) -> Rows | None:
-        """What all layers hold, from here on :attr:`rows`; None if they hold different things."""
+        """The rows that all layers hold, from here on :attr:`rows`; None if they hold different things."""
         first = held[0]
         if any(rows is not first and not rows.same(first) for rows in held):
             return None
@@ -89,7 +89,7 @@ class RowTable:
         return first
 
     def clear(self) -> None:
-        """No row holds anything. What memory there is is kept."""
+        """No row holds anything. The memory is kept."""
         self.blocks.clear()
         self.exactness.clear()
         if self.managed:
@@ -167,8 +167,8 @@ class RowTable:
     def asked(self, rows: Rows, valid: Tensor | None) -> Rows:
         """Rows as a step finds them that gives a token to those that are ``valid [batch]``, bool or None.
 
-        Of rows that come and go the others hold nothing in it: nothing is chosen, read or brought for them. (A row of
-        another batch without a token attends like the rest: what the step is must not depend on it.)
+        With continuous batching, other rows hold nothing in it: nothing is chosen, read or copied for them. (A row of
+        another batch without a token attends like the rest, so that the step does not depend on it.)
         """
         if valid is None or not self.managed:
             return rows

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class RowViews:
-    """What all layers keep of each row, as views that are made once.
+    """Views of each row's state in all layers, created once.
 
-    A view of each layer's tensors costs more than the copy of them all, and where these tensors lie hardly ever
-    changes. That they are the same ones is looked up at each copy, so no caller has to say.
+    A view of each layer's tensors costs more than the copy of them all, and their addresses hardly ever change. Each
+    copy checks that the tensors are the same ones.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the rows of a cache hold: how many tokens each, and how many of these in full blocks.
+"""The rows of a cache: how many tokens each has, and how many of these are in full blocks.
 
 A row is the sequence of its own valid tokens: token ``i`` is in block ``i // block_size``, at ``i % block_size``.
 Padding is not stored. Which columns of the attention mask a row's tokens were is a map that only prompts and ``crop()``
@@ -33,7 +33,7 @@ class Uploads(dict[torch.device, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What the rows hold at one time. Never changed: a pass makes the next one.
+    """The rows at one time. Never changed: a pass creates the next one.
 
     Attributes:
         block_size: tokens of a block.
@@ -171,7 +171,7 @@ class Rows:
 class Taken(NamedTuple):
     """A decode step: its rows before it, while it attends, and when what became old is sealed.
 
-    Of rows that come and go those that get no token hold nothing in ``now``: see :meth:`RowTable.asked`.
+    With continuous batching, rows that get no token hold nothing in ``now``: see :meth:`RowTable.asked`.
     """
 
     before: Rows
@@ -186,7 +186,7 @@ class Drafts(NamedTuple):
         tokens: how many.
         taken: the rows before, as the last of them attends, and when what became old is sealed.
         queries: of a table of one row: each of the tokens as a row that ends with it, with the full blocks that a step
-            of that token would find. Of tokens that attend to everything: the rows before that get any.
+            of that token would find. If the tokens attend to everything: the rows before that get any.
         at_once: they attend to everything, which is read once for all of a row.
         counts: tokens of each row, where some get fewer; None: all get all.
     """

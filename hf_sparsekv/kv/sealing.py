@@ -1,6 +1,6 @@
 """Sealing: full blocks move from the ring, or from a prompt, to the block pool, with their index and running means.
 
-Apart from the store, because it is told all that it reads: tokens, block table, rows and blocks.
+Its arguments are all that it reads: tokens, block table, rows and blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Indexer(Protocol):
 
 
 def indexing(indexer: Indexer, store: LayerStore) -> tuple[Index, IndexBlocks | None]:
-    """What the kernels that seal blocks index, and what indexes them afterwards, if the kernels cannot."""
+    """The index that the sealing kernels write, and the function that indexes afterwards, if the kernels cannot."""
     index = indexer.sealing(store)
     return (Index(store.key_dim), indexer.index) if index is None else (index, None)
 
@@ -116,7 +116,7 @@ def seal_span(
         k, v: new tokens ``[rows, H, n, D]`` of the span's rows.
         index: what the kernel computes, for all rows of the batch.
         by_host: computes what the kernel does not; None: nothing.
-        aside: a copy stream may bring the blocks to the host, if there is one. What reads them next has to wait for it.
+        aside: a copy stream may copy the blocks to the host, if there is one. Their next reader has to wait for it.
     """
     pool, (rows, start, end, past) = writer.pool, span
     index, every_row = index_of_rows(index, rows), block_table

@@ -181,7 +181,7 @@ class State:
     def first_rows(self, n: int):
         """The first ``n`` rows, for a step of these alone: another object over the same memory.
 
-        Its tensors are views, so what is written in place is written here. What else it is given is its own.
+        Its tensors are views, so writes in place are seen here. Every other attribute is its own.
         """
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
@@ -245,7 +245,7 @@ class State:
         return found.union(*(part.file_names() for _, parts in self._parts() for part in parts))
 
     def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
-        """What a file of the saved cache, of rows of ``lengths`` tokens, holds of this, by its name there."""
+        """Tensors for a file of the saved cache, of rows of ``lengths`` tokens, by their names there."""
         found = {
             held.file: tensor
             for _, tensor, held in self._tensors()
@@ -257,7 +257,7 @@ class State:
         return found
 
     def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
-        """Take over what :meth:`to_file` gave. What no longer fits (another budget) is left out: nothing is chosen."""
+        """Take over the result of :meth:`to_file`. A choice that no longer fits (another budget) is left out."""
         for name, held in self.TENSORS.items():
             if held.file is None or (value := found.get(held.file)) is None:
                 continue

@@ -15,8 +15,8 @@ class StepRows:
 
     Attributes:
         past: int32 ``[batch]``, tokens before the step.
-        now: int32 ``[batch, 2]``, tokens with the step's own, and tokens in full blocks. Of rows that come and go those
-            that get no token have none here: they attend to nothing.
+        now: int32 ``[batch, 2]``, tokens with the step's own, and tokens in full blocks. With continuous
+            batching, rows that get no token have none here: they attend to nothing.
         after: int32 ``[batch, 2]``, the same when the block that became old is sealed: where the next step begins.
         columns: int32 ``[batch]``, columns of sliding layers before the step, whose rings count padding at the front.
         pads: int32 ``[batch]``, that padding.
@@ -110,5 +110,5 @@ class StepRows:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of all that a captured step reads and writes here."""
+        """Addresses of all tensors that a captured step reads and writes here."""
         return self.past.data_ptr(), self.now.data_ptr(), *(held.data_ptr() for held in self.windows.values())

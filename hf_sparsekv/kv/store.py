@@ -1,6 +1,6 @@
-"""What one cache layer holds: full blocks in a block pool, the recent window in a ring, sinks before it.
+"""The store of one cache layer: full blocks in a block pool, the recent window in a ring, sinks before it.
 
-Tokens are counted in each row by itself (:mod:`.rows`). Token ``i`` of a row is in the block pool if its block is full
+Each row counts its own tokens (:mod:`.rows`). Token ``i`` of a row is in the block pool if its block is full
 and old, else in the ring, at ``i % ring``. Two numbers say so for every token of a row: how many there are, and how
 many of these are in full blocks. All layers of a cache share them, and the block table.
 
@@ -141,7 +141,7 @@ class LayerStore(State):
 
     @property
     def held(self) -> Rows:
-        """What the rows hold in this layer: in the middle of a pass layers may differ."""
+        """The rows in this layer: in the middle of a pass layers may differ."""
         return self._rows or self.table_of_rows.rows
 
     @held.setter
@@ -207,7 +207,7 @@ class LayerStore(State):
     def rows(self) -> Tensor:
         """int32 ``[batch, 2]``: each row's tokens, and those in full blocks.
 
-        Of a decode step: while it attends; and once it has sealed, as it leaves them.
+        In a decode step: while it attends; once it has sealed, as it leaves them.
         """
         if not self.capturing:
             return reads_here((self._rows or self.table_of_rows.rows).on[self.device])
@@ -233,8 +233,8 @@ class LayerStore(State):
         """A decode step: put one new token of each row into the ring, ``k, v [batch, H, 1, D]``; of drafts several.
 
         ``valid``: bool ``[batch, 1]`` or None, rows that get one. ``taken``: the step as another store has it, or the
-        pass over drafts. What a captured pass writes after its last draft lands where no row holds a token, for the
-        ring has room for all (:func:`.ring.ring_tokens`). The next tokens are written over it.
+        pass over drafts. A captured pass may write after its last draft, where no row holds a token: the ring has room
+        for all (:func:`.ring.ring_tokens`). The next tokens overwrite it.
         """
         if taken is None:
             taken = self.table_of_rows.step(self.held, None if self.capturing else valid, self.capturing)
@@ -262,7 +262,7 @@ class LayerStore(State):
             length, start, end = before.lengths[first], before.sealed[first], after.sealed[first]
             if start < end:
                 self._seal(Span(rows, start, end, length), mine, values, indexer)
-            # What remains goes to the ring; older tokens that stay unsealed are there already.
+            # The rest goes to the ring; older tokens that stay unsealed are there already.
             skip = max(end * self.block_size - length, 0)
             if skip < mine.shape[2]:
                 recent_kv = self.recent_kv if rows == _ALL else self.recent_kv[rows]
@@ -378,13 +378,13 @@ class LayerStore(State):
     # ------------------------------------------------------------------ reading back (:mod:`.read_back`)
 
     def shape(self, columns: int) -> tuple[int, ...]:
-        """Of a buffer that holds ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
+        """Shape of a buffer for ``columns`` columns in blocks: ``[batch, H, blocks, block_size, Dk + Dv]``."""
         return (self.batch, self.heads, -(-columns // self.block_size), self.block_size, self.width)
 
     def read(self, first: int, end: int, out: Tensor | None = None) -> Tensor:
         """Copy blocks ``first .. end - 1`` into the front of ``out``, or of a new tensor (see :meth:`shape`).
 
-        What is there of rows that have fewer means nothing.
+        Rows that have fewer blocks are undefined there.
         """
         if out is None:
             out = torch.empty(self.shape((end - first) * self.block_size), dtype=self.dtype, device=self.device)

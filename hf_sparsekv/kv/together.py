@@ -1,7 +1,6 @@
 """A prompt that several layers store at once, whose memory lies side by side (:mod:`.memory`).
 
-Apart from a layer's own store, which stores as well without: a launch for all layers takes the host as long as one for
-a single layer.
+A launch for all layers takes the host as long as one for a single layer. A layer's own store works without.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def extend_together(stores: Sequence[LayerStore], indexers: Sequence[Indexer], k
 
 
 def _together(indexes: Sequence[Index]) -> Index | None:
-    """What is indexed of all layers, by the ids of their blocks in one pool; None if that cannot be."""
+    """One index for the blocks of all layers, by their ids in one pool; None if that cannot be."""
     first = indexes[0]
     fields: dict[str, Tensor | None] = {}
     for name in ("bounds", "codes", "qparams", "means"):

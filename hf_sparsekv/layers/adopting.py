@@ -1,6 +1,6 @@
 """A prompt that was computed without a cache enters the layers of one, or a piece that was computed after its tokens.
 
-Apart from prompts that layers see coming by, because all layers get theirs at once: what is alike in them is done once.
+All layers get their tokens at once, and work that is alike in them is done once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Computed:
 
     Args:
         tokens: of each row.
-        k, v: ``[layers, batch, H, n, D]``. What follows the tokens means nothing.
+        k, v: ``[layers, batch, H, n, D]``. Entries after the tokens are undefined.
         last: query of the last token, ``[layers, batch, Hq, 1, Dk]``.
         queries: :func:`..predictor.channels.magnitudes` of the queries in the last layers, which are calibrated:
             ``[layers, batch, Hq, Dk]``. None: none are.

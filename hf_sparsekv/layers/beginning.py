@@ -1,6 +1,6 @@
 """A forward pass begins, in the first layer that attends: what it is for all of them.
 
-Apart from the layer, because it asks the cache: its mask, its rows, and whether drafts are verified.
+It asks the cache: its mask, its rows, and whether drafts are verified.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes of all layers of a cache, which stop half-way or are done in each of them.
 
-Apart from a layer because a change that not all have made leaves the cache incomplete.
+A change that only some layers have made leaves the cache incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .cache_state import CacheState
 
 @contextmanager
 def in_all(cache: CacheState, what: str) -> Iterator[None]:
-    """What is inside changes all layers, and may stop half-way: they count as incomplete until it is done."""
+    """The body changes all layers, and may stop half-way: they count as incomplete until it is done."""
     if cache.row_batch is not None:
         raise ValueError(f"{what} is not for rows that come and go: join(), leave() and hold() change them")
     cache.changes += 1

@@ -1,6 +1,6 @@
 """Whether a forward pass fits what a layer has cached.
 
-Apart from the layer, because these checks come before anything is stored and change nothing in it.
+These checks come before anything is stored, and change nothing in the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_tokens(store: LayerStore | None, index: int, k: Tensor, v: Tensor) -> 
     """Check that ``k, v [batch, H, q, D]`` can follow what layer ``index`` has cached.
 
     Returns:
-        What that is; None: nothing.
+        The cached rows; None: nothing is cached.
 
     Raises:
         ValueError: they cannot.

@@ -1,6 +1,6 @@
 """Drafts that full attention verifies in a captured pass: each row's queries read what is cached once for all of them.
 
-Apart from drafts that attend to selections, because nothing here selects, and rows need not be alone.
+Nothing here selects, and there may be several rows.
 """
 
 from __future__ import annotations

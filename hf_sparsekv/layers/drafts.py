@@ -45,8 +45,8 @@ def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
 def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
-    Each query gets what a step of its own would attend to. Those of one row are decoded together, as rows of a
-    batch, if the policy can. Those of rows that come and go attend to everything.
+    Each query attends as a step of its own would. Queries of one row are decoded together, as rows of a batch, if the
+    policy can. With continuous batching they attend to everything.
     """
     step.touched = True
     layer.next_step.begin(layer.store, layer.policy)
@@ -82,7 +82,8 @@ def store_together(
 ) -> None:
     """Cache all drafts of the only row, and seal the blocks that the last ones make old.
 
-    The ring has room for what the first ones still find there. What of it a query attends to its own two numbers say.
+    The ring has room for the tokens that the first ones still find there. Each query's two numbers say which of them it
+    attends to.
 
     Args:
         taken, due: see :class:`.replay.DraftRows`; ``due``: of a captured pass.

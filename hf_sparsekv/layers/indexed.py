@@ -1,6 +1,6 @@
-"""A layer whose model chooses its tokens by itself (DeepSeek Sparse Attention): prompts and steps go by its indices.
+"""A layer whose model chooses its tokens by itself (DeepSeek Sparse Attention): prompts and steps use its indices.
 
-Apart from :mod:`.sparse_layer`, because other layers choose by a policy, and keep no keys of an indexer.
+Other layers (:mod:`.sparse_layer`) choose by a policy, and keep no keys of an indexer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class IndexedLayer(SparseLayer):
     def step_mask(self) -> Tensor | None:
         """Columns that an indexer may choose, bool ``[batch, 1, n]``; None: the model's own mask says it.
 
-        Of a captured step, and of rows that come and go.
+        Only a captured step, and continuous batching, have one.
         """
         if not self._by_rows or self.policy.index_keys is None:
             return None

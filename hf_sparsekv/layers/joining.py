@@ -1,6 +1,6 @@
-"""One layer of a batch whose rows come and go: its store is opened, rows join it, and are cropped.
+"""One layer in continuous batching: its store is opened, rows join it, and are cropped.
 
-Apart from the layer, because only :mod:`..row_batch` asks for it, which changes all layers at once.
+Only :mod:`..row_batch` uses it, which changes all layers at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
 
 
 def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
-    """What rows of this and ``other`` are kept in beside the blocks, see :meth:`..kv.state.State.add_rows`."""
+    """Tensors that hold rows of this and ``other`` beside the blocks, see :meth:`..kv.state.State.add_rows`."""
     layer.store.add_rows(other.store, found)
     layer.policy.add_rows(other.policy, found)
 

@@ -1,6 +1,6 @@
-"""What a layer's next decode step finds ready, and what it does before its token is stored.
+"""Preparation of a layer's next decode step, and the step's work before its token is stored.
 
-Apart from the step itself, because a prompt prepares it, and captured steps begin in the same way as eager ones.
+A prompt prepares it, too, and captured steps begin in the same way as eager ones.
 """
 
 from __future__ import annotations

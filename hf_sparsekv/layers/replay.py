@@ -1,4 +1,4 @@
-"""What layers know of the captured step that they are part of."""
+"""The captured step, as its layers see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..policies.shared import Shared
 
 
 class DraftRows(NamedTuple):
-    """What layers need to know of a captured pass over drafts.
+    """A captured pass over drafts, as layers see it.
 
     Attributes:
         taken: its rows.
@@ -31,7 +31,7 @@ class DraftRows(NamedTuple):
 
 
 class Replay:
-    """What layers need to know while a step is being captured.
+    """A step that is being captured, as layers see it.
 
     Args:
         valid: bool ``[batch, 1]`` at a fixed address, validity of the new column; None if no row is padded.
@@ -63,7 +63,7 @@ class Replay:
                 one()
 
     def ahead(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run ``work`` beside what follows. What it returns makes the rest of the step wait for it."""
+        """Run ``work`` concurrently with the rest of the step, which waits for it once the result is called."""
         if self.side is None:
             self.on_side_stream(work)
             return lambda: None

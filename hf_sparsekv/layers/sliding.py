@@ -25,7 +25,7 @@ passes_on(__name__)
 class SlidingRing(Owned, DynamicSlidingWindowLayer):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
-    The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`. Of MLA layers a
+    The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`. In MLA layers a
     token is a latent with its rotary part.
 
     Args:

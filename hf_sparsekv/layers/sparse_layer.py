@@ -372,5 +372,5 @@ class SparseLayer(Owned, CacheLayerMixin):
 
 
 def _dtype(store: LayerStore | None) -> torch.dtype | None:
-    """Of the tokens that are cached, None before the first."""
+    """The dtype of cached tokens; None before the first."""
     return store.dtype if store is not None and store.length else None

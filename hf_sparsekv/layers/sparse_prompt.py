@@ -1,6 +1,6 @@
 """Which attention a layer's prompt gets: exact, or sparse where that was asked for and can be had.
 
-Apart from :mod:`.prompt`, which stores a prompt's tokens whatever attention they got.
+:mod:`.prompt` stores a prompt's tokens, whatever attention they got.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) 
 
 
 def plan_of(store: LayerStore, policy: Policy, prepares: bool = False) -> Plan:
-    """What the next step does: what the policy says, or attention to everything in exact mode.
+    """The plan of the next step: the policy's, or attention to everything in exact mode.
 
     ``prepares``: the step is about to be captured or replayed.
     """
@@ -85,7 +85,7 @@ def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, tally: Tall
 def asking(
     policy: Policy, expected: Callable[[], tuple[Tensor, AttentionParams]], dtype: torch.dtype | None
 ) -> Callable[[], Tensor]:
-    """What gives the query that is expected of a layer, and tells its policy with what parameters it attends.
+    """A function that returns a layer's expected query, and gives its policy the attention's parameters.
 
     Called inside :func:`no_autocast`, it computes in the autocast that is on now; the query is lowered to ``dtype``.
     """
@@ -125,7 +125,7 @@ def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, 
 
 
 def planned(store: LayerStore, policy: Policy, rows: Rows, drafts: bool = False) -> Plan:
-    """What a decode step does that finds ``rows``; or a pass over drafts that leaves them. Changes nothing."""
+    """The plan of a decode step that finds ``rows``, or of a pass over drafts that leaves them. Changes nothing."""
     with store.at(rows):
         plan = plan_of(store, policy)
     return _unforeseen(plan) if drafts else plan

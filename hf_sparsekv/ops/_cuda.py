@@ -159,7 +159,7 @@ def _most_shared(driver, function, device: int) -> int:
 def read_source(package: str, file: str, defined: dict[str, float]) -> str:
     """``file``, a resource of ``package``, after the C++ code that sources with these macros share.
 
-    What it includes lies beside its package.
+    Its includes are beside its package.
     """
     shared = (files(__package__) / "_cuda_16.cuh").read_text() if "BFLOAT16" in defined else ""
     source, beside = (files(package) / file).read_text(), files(package.rpartition(".")[0])

@@ -1,6 +1,6 @@
 """Sizes that the operators of sparse prompts share, and which blocks a tile of queries may see.
 
-Apart from the operators, because mass, choice and attention have to agree on them.
+Mass, choice and attention have to agree on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEAR = 2  # whole blocks before a tile's own ones, which it always attends to
 
 
 def step_of(columns: int) -> int:
-    """Of so many queries the last one's scores are computed exactly, over so many columns."""
+    """Distance of exactly scored queries, over so many columns: the last one of each ``step_of(columns)``."""
     return STEP if columns < LONG else 2 * STEP
 
 

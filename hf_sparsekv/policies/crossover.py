@@ -29,7 +29,7 @@ from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton
 
 # Share of a GPU's bandwidth at which a dense step seems to read beside a selecting step, which grows with the length,
-# too: whole steps of Qwen3-8B's shape, 1.08 on an H200 and 1.05 on an H100 (docs/measured/exact.md).
+# too: whole steps of Qwen3-8B's shape, 1.08 on an H200 and 1.05 on an H100 (docs/speed.md).
 GAINS = 1.05
 FORMAT = 1  # of the file; another one is not read
 

@@ -1,6 +1,6 @@
-"""What sparse prompts have attended to and covered, by layer and query head.
+"""Statistics of sparse prompts, by layer and query head: blocks attended to, and mass covered.
 
-Apart from :mod:`.stats`, which counts decode steps.
+Decode steps are counted in :mod:`.stats`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PromptStats:
 
 
 def audit_tables(layers: Sequence[SparseLayer]) -> dict[int, Tensor]:
-    """Of layers that have had sparse prompts: their :class:`.PromptAudit`'s table, on the host. Waits for devices."""
+    """Tables of :class:`.PromptAudit` of layers that have had sparse prompts, on the host. Waits for devices."""
     return {layer.index: layer.audit.table.cpu() for layer in layers if layer.audit.table is not None}
 
 

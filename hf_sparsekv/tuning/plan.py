@@ -194,7 +194,7 @@ def _keeps_keys(indexer, hidden, tables, mask, cache) -> torch.Tensor:
 
 
 def _latent_shape(layer, module) -> LayerShape:
-    """Of a layer whose model chooses its tokens. ``layer``: transformers' own, after a pass, which may expand."""
+    """A layer whose model chooses its tokens. ``layer``: transformers' own, after a pass, which may expand."""
     if not hasattr(layer, "update_indexer"):  # sliding
         return _layer_shape(layer, True)
     stock = sum(held.shape[1] * held.shape[3] for held in (layer.keys, layer.values)) + _index_dim(layer)

@@ -1,7 +1,7 @@
 """Choice of a preset for a model, a context, a number of rows and a GPU: where KV is stored, and the token budget.
 
 Keys and values stay on the GPU while they fit, because then nothing crosses the link. All presets find what full
-attention finds on the probe models (docs/presets.md). The choice is therefore the largest token budget with which a
+attention finds on the probe models (docs/accuracy.md). The choice is therefore the largest token budget with which a
 step reads hardly more than with the smallest. One row's tokens are few bytes compared with the weights; those of many
 rows are not.
 """

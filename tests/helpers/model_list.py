@@ -22,7 +22,9 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import sys
+import textwrap
 import traceback
 import warnings
 from collections import Counter
@@ -63,6 +65,12 @@ NOT_SERVED = {
     "reads the keys and values itself": "reads the keys itself",
     "no list of": "layers of another structure",
     "counts its blocks from position 0": "counts blocks from position 0",
+}
+# Model types that are listed without a line of their own, by result and the engine's column.
+LISTED = {
+    (WORKS, SERVED): "**Work, and an engine serves them**:",
+    (WORKS, "layers of other kinds"): "**Work, but not in an engine**, for layers of other kinds:",
+    (UNBUILT, ""): "**Not built here**:",
 }
 PROMPT, TOKENS = 150, 12
 ASKED = (PROMPT, 8), (40, 8)  # tokens of prompts and answers that an engine has together
@@ -381,14 +389,23 @@ def _survey(kind: str, said: list, show: bool) -> Line:
 
 
 def lines_of(page: str) -> dict[str, Line]:
-    """The page's table, by model type."""
+    """The page's lists and table, by model type. A list leaves the class to transformers' mapping."""
     found = {}
+    for (result, engine), about in LISTED.items():
+        for kind in re.findall(r"`(\w[\w.-]*)`", page.partition(about)[2].partition("\n\n")[0]):
+            found[kind] = Line(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], result, "", engine)
     for row in page.splitlines():
         if row.startswith("| `"):
             kind, name, result, why, engine = (cell.strip() for cell in row.replace("\\|", "\0").strip("|").split("|"))
             kind, why, engine = kind.strip("`"), why.replace("\0", "\\|"), engine.replace("\0", "\\|")
             found[kind] = Line(kind, name.strip("`"), result, why, engine)
-    return found
+    return dict(sorted(found.items()))
+
+
+def _listed(line: Line) -> tuple[str, str] | None:
+    """The list that a line is in. None: its remark has a row of the table."""
+    group = line.result, line.engine
+    return group if group in LISTED and (not line.why or line.result == UNBUILT) else None
 
 
 def page(lines: list[Line]) -> str:
@@ -428,10 +445,20 @@ def page(lines: list[Line]) -> str:
         "chunks and after a shared prefix requests get the tokens of `generate()` alone. The others are refused when",
         "the engine opens; the last column has the reason.",
         "",
+    ]
+    for group, about in LISTED.items():
+        kinds = ", ".join(f"`{line.kind}`" for line in lines if _listed(line) == group)
+        if kinds:
+            head += [*textwrap.wrap(f"{about} {kinds}", 118, break_on_hyphens=False), ""]
+    head += [
         "| model type | class | | | engine |",
         "|---|---|---|---|---|",
     ]
-    rows = [f"| `{line.kind}` | `{line.name}` | {line.result} | {line.why} | {line.engine} |" for line in lines]
+    rows = [
+        f"| `{line.kind}` | `{line.name}` | {line.result} | {line.why} | {line.engine} |"
+        for line in lines
+        if not _listed(line)
+    ]
     return "\n".join([*head, *rows]) + "\n"
 
 

@@ -60,7 +60,7 @@ def slower(dense: float, four: float, eight: float) -> dict[int, float]:
     return {4: dense + four, 8: dense + eight}
 
 
-# docs/measured/exact.md, and rows of the step benchmark. Verifications of those were not measured: here they take
+# docs/speed.md, and rows of the step benchmark. Verifications of those were not measured: here they take
 # longer beside a dense step as at the shapes that read as much.
 MEASURED = [
     Shape("H200", 1, 32 << 10, 5.22, 4.49, {4: 5.95, 8: 6.24}),

@@ -1,1 +1,1 @@
-"""What a step attends to: scores of blocks and tokens, the best of them, predicted queries."""
+"""Selection for a step: scores of blocks and tokens, the best of them, predicted queries."""

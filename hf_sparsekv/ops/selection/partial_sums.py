@@ -11,7 +11,7 @@ PARTS = 3  # sums of a part: stored tokens, recent ones, the ratios of recent on
 
 @dataclass
 class PartialSums:
-    """What :func:`.token_score.token_score` may add up for :func:`.mass_select.mass_select`.
+    """Sums that :func:`.token_score.token_score` may compute for :func:`.mass_select.mass_select`.
 
     Attributes:
         recent_kv, stored, scale: as those of :func:`.mass_select.mass_select`.

@@ -1,6 +1,6 @@
 """Adaptive top-p selection, the first launch: masses of chunks of a row's scores, and of its recent tokens.
 
-Apart from :mod:`.triton`, whose later launches read these sums.
+The later launches, which read these sums, are in :mod:`.triton`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def prompt_choice(
     Each tile holds one of its exact rows back, in turn, to say what is truly covered. The others' mean share and the
     share by means of keys are scaled to a sum of 1; the estimate is the larger one, scaled likewise. The blocks of the
     row's first ``SINKS`` tokens, ``NEAR`` whole blocks before the tile and its own ones are always chosen, and count
-    first. Of equal blocks all are chosen or none.
+    first. Equal blocks are chosen together or not at all.
 
     Args:
         pooled, exact: what ``prompt_mass`` gives.
@@ -74,7 +74,7 @@ def prompt_choice(
     free = estimate * ~forced
     order = free.sort(-1, descending=True)
     before = order.values.cumsum(-1) - order.values
-    # Of equal ones none counts before another.
+    # Equal ones: none counts before another.
     low = torch.searchsorted(-order.values.contiguous(), -order.values.contiguous(), right=False)
     larger = torch.empty_like(before).scatter_(-1, order.indices, before.gather(-1, low.clamp_max(nb - 1)))
     wanted = mass[:, :, None, None]

@@ -1,6 +1,6 @@
 """Labels of a block's tokens as codes, inside the kernels that seal blocks.
 
-Apart from the kernels because it is of labels alone, and :mod:`.reference` defines it apart as well.
+It is a file of its own because :mod:`.reference` defines labels separately, too.
 """
 
 from __future__ import annotations

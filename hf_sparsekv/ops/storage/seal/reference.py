@@ -167,8 +167,8 @@ def seal(
         after: int32 ``[batch, 2]``, the same afterwards: as many sealed tokens, or one block more.
         block_table: int32 ``[batch, cap]``, physical id of each block of each row. Block ``rows[r, 1] // block_size``
             is filled. With means, the blocks before it in its span are read.
-        kv: ``[num_blocks, H, block_size, Dk + Dv]``; may be in host memory while everything else is on the device. Of
-            width 0 if keys and values are kept elsewhere. int8 with ``index.scales``.
+        kv: ``[num_blocks, H, block_size, Dk + Dv]``; may be in host memory while everything else is on the device.
+            Its width is 0 if keys and values are kept elsewhere. int8 with ``index.scales``.
         index: further fields to fill. A mean counts the tokens from the start of its span on, except sinks.
     """
     check(recent_kv, rows, after, sinks, kv, index)
@@ -249,7 +249,7 @@ def seal_range(
         k, v: ``[rows, H, n, D']``, whose widths add up to ``D``: tokens ``past .. past + n - 1``.
         block_table: int32 ``[rows, cap]``, physical id of each block of each row.
         kv: ``[num_blocks, H, block_size, D]``, indexed by physical id. Or a buffer of these blocks alone, ``[end -
-            first, rows, H, block_size, D]``. Of width 0 if keys and values are kept elsewhere.
+            first, rows, H, block_size, D]``. The width is 0 if keys and values are kept elsewhere.
         index: further fields to fill, by physical id; without ``scales``.
     """
     check_range(recent_kv, k, v, past, first, end, kv, index)
