@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from os import PathLike
 from typing import Any, ClassVar, Literal
@@ -28,7 +29,16 @@ from .layers.checks import moves_itself
 from .layers.linear_passes import LinearPasses
 from .layers.replays import Replays
 from .layers.sparse_layer import SparseLayer
-from .layers.together import check_complete, check_crop, crop_recent, forget, held_rows, join_layers, map_rows
+from .layers.together import (
+    check_complete,
+    check_crop,
+    crop_other,
+    crop_recent,
+    forget,
+    held_rows,
+    join_layers,
+    map_rows,
+)
 from .offload.page_table import DevicePools
 from .persistence.loading import load_cache
 from .persistence.saving import save_cache
@@ -330,28 +340,27 @@ class SparseCache(CacheState):
         self.under_way = None
         follow = self._joined == self.changes and self.row_batch is None
         if not (follow and crop_recent(self.row_table, self.layers, tokens)):
-            with in_all(self, "crop()"):
-                super().crop(tokens)
+            nothing = tokens == 0 or tokens >= self.get_seq_length()
+            with in_all(self, "crop()", partial(crop_other, tokens, nothing)):
+                for layer in self.sparse_layers:
+                    layer.crop(tokens)
                 self.row_table.trim(held_rows(self.layers))
         self.row_table.exactness.cropped(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was, as ``Cache.reorder_cache``."""
-        with in_all(self, "reorder_cache()"):
-            others = methodcaller("reorder_cache", beam_idx)
-            map_rows(self.row_table, self.layers, lambda rows: beam_idx, others)
+        with in_all(self, "reorder_cache()", methodcaller("reorder_cache", beam_idx)):
+            map_rows(self.row_table, self.layers, lambda rows: beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, as ``Cache.batch_repeat_interleave``."""
-        with in_all(self, "batch_repeat_interleave()"):
-            select, others = (methodcaller(name, repeats) for name in ("repeat_interleave", "batch_repeat_interleave"))
-            map_rows(self.row_table, self.layers, select, others)
+        with in_all(self, "batch_repeat_interleave()", methodcaller("batch_repeat_interleave", repeats)):
+            map_rows(self.row_table, self.layers, methodcaller("repeat_interleave", repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, as ``Cache.batch_select_indices``."""
-        with in_all(self, "batch_select_indices()"):
-            others = methodcaller("batch_select_indices", indices)
-            map_rows(self.row_table, self.layers, lambda rows: rows[indices.cpu()], others)
+        with in_all(self, "batch_select_indices()", methodcaller("batch_select_indices", indices)):
+            map_rows(self.row_table, self.layers, lambda rows: rows[indices.cpu()])
 
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""

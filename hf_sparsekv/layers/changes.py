@@ -5,17 +5,25 @@ A change that only some layers have made leaves the cache incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .cache_state import CacheState
 
+if TYPE_CHECKING:
+    from .sparse_layer import SparseLayer
+
 
 @contextmanager
-def in_all(cache: CacheState, what: str) -> Iterator[None]:
-    """The body changes all layers, and may stop half-way: they count as incomplete until it is done."""
+def in_all(cache: CacheState, what: str, others: Callable[[Any], object] | None = None) -> Iterator[None]:
+    """The body changes all layers of ours, and may stop half-way: they count as incomplete until it is done.
+
+    Args:
+        others: changes a layer that is transformers' own, before the body. If it raises, nothing has changed.
+    """
     if cache.row_batch is not None:
         raise ValueError(f"{what} is not for rows that come and go: join(), leave() and hold() change them")
     cache.changes += 1
@@ -24,9 +32,34 @@ def in_all(cache: CacheState, what: str) -> Iterator[None]:
     before = [layer.broken for layer in layers]
     for layer in layers:
         layer.broken = layer.broken or f"{what} stopped half-way"
+    try:
+        if others is not None:
+            _change_others([layer for layer in cache.layers if layer not in layers], others)
+    except BaseException:
+        _set_broken(layers, before)
+        raise
     yield
-    for layer, broken in zip(layers, before):
-        layer.broken = broken
+    _set_broken(layers, before)
+
+
+def _set_broken(layers: list[SparseLayer], reasons: list[str | None]) -> None:
+    for layer, reason in zip(layers, reasons):
+        layer.broken = reason
+
+
+def _change_others(layers: list[Any], change: Callable[[Any], object]) -> None:
+    """Change all of these, or none. (Transformers' layers replace their tensors, and write into dictionaries.)"""
+    before = [
+        {name: held.copy() if isinstance(held, dict | list) else held for name, held in vars(layer).items()}
+        for layer in layers
+    ]
+    try:
+        for layer in layers:
+            change(layer)
+    except BaseException:
+        for layer, held in zip(layers, before):
+            vars(layer).update(held)
+        raise
 
 
 def drop_tokens(cache: CacheState, valid: Tensor) -> bool:

@@ -91,9 +91,8 @@ def map_rows(
     table: RowTable,
     layers: Layers,
     select: Callable[[Tensor], Tensor],
-    others: Callable[[CacheLayerMixin], None],
 ) -> None:
-    """Row ``i`` becomes what row ``index[i]`` was; ``others`` does that in layers that are not ours.
+    """Row ``i`` becomes what row ``index[i]`` was, in all layers of ours.
 
     ``select`` makes the index, int64 ``[rows]``, of the numbers of all rows. Without layers of ours none is made.
     """
@@ -102,12 +101,19 @@ def map_rows(
     order = index.tolist()
     mapped = {id(rows): rows.mapped(order) for rows in held}
     for layer in layers:
-        if not isinstance(layer, SparseLayer):
-            others(layer)
-        elif layer.store is not None:
+        if isinstance(layer, SparseLayer) and layer.store is not None:
             layer.map_rows(index, mapped[id(layer.store.held)])
     if held:
         table.map_rows(order, max(mapped.values(), key=lambda rows: rows.columns))
+
+
+def crop_other(tokens_to_remove: int, nothing: bool, layer: Any) -> None:
+    """Crop a layer of transformers' own.
+
+    ``nothing``: no token is removed. Then the crop drops states that no later pass needs, where any are kept.
+    """
+    if not nothing or getattr(layer, "record_past", True):
+        layer.crop(tokens_to_remove)
 
 
 def check_crop(layers: Layers, removed: int) -> None:
