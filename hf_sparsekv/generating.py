@@ -192,8 +192,17 @@ class SparseContext(AbstractContextManager[torch.nn.Module], ContextDecorator):
         return type(self)(self._model, self._settings)
 
     def __call__(self, func: Any) -> Any:
-        """Decorate a function: each call is inside."""
+        """Decorate a function: each call is inside.
+
+        Raises:
+            TypeError: its body does not run in the call: it is async, or a generator.
+        """
         self._used = True
+        if inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func) or inspect.isgeneratorfunction(func):
+            raise TypeError(
+                f"a call of {func.__name__} ends before its body runs, which would not be sparse: write "
+                "`with sparse(model): ...` inside of it"
+            )
         return super().__call__(func)
 
     def __del__(self) -> None:

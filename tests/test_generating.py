@@ -412,6 +412,19 @@ def test_what_is_dropped_unentered_is_told(net):
                 return config_of(net)
 
             assert inside() == inside() == FEW
+
+            async def later():
+                raise AssertionError
+
+            async def pieces():
+                yield later
+
+            def steps():
+                yield inside
+
+            for body in (later, pieces, steps):
+                with pytest.raises(TypeError, match="inside of it"):
+                    sparse(net, FEW)(body)
             with ExitStack() as stack:
                 stack.enter_context(sparse(net, FEW))
         once = sparse(net, FEW)

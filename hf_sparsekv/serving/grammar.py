@@ -143,7 +143,7 @@ class Constraint:
         self._compiled, self._end = compiled, end
         self._worker: Worker | None = None
         self.unread: list[Any] = []
-        self.error: NotFollowed | None = None
+        self.error: NotFollowed | Busy | None = None
 
     def close(self) -> None:
         """End the process of this answer, which needs no more masks."""
@@ -160,7 +160,7 @@ class Constraint:
             try:
                 self._worker = self._compiled.fork()
             except OSError as error:
-                self.error = NotFollowed(f"the machine starts no process for this grammar: {error}")
+                self.error = Busy(f"the machine starts no process for this grammar: {error}")
                 return
         self._worker.ask(grammar_worker.MASK + array("i", tokens).tobytes())
 
@@ -171,11 +171,11 @@ class Constraint:
         if self.error is not None:
             words.copy_(self._end)
 
-    def _filled(self, words: Tensor) -> NotFollowed | None:
+    def _filled(self, words: Tensor) -> NotFollowed | Busy | None:
         try:
             self._worker.begun()
         except EOFError:  # the machine's memory, or its operator
-            return NotFollowed("the process of this grammar has ended: ask again")
+            return Busy("the process of this grammar has ended: ask again")
         try:
             answer, wrong = self._worker.answer()
         except EOFError:

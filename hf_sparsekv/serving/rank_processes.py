@@ -41,7 +41,7 @@ from .loading import load
 from .ranks import RanksApart, follow
 
 HERE = "127.0.0.1"
-LOOPBACK = "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 WORDS_S = 2.0  # how long the end of a child may come after the error that it causes
 CLOSE_S = 10.0  # how long children may take to end after the engine is closed

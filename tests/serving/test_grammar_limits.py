@@ -200,7 +200,7 @@ def test_a_process_that_ends_takes_its_answer_along(engine):
     for pid in processes(session) - {session}:  # those that have compiled
         os.kill(pid, signal.SIGKILL)
     few = Sampling(max_tokens=9, json_schema=asked.json_schema)
-    with pytest.raises(NotFollowed, match="the process of this grammar has ended: ask again"):
+    with pytest.raises(Busy, match="the process of this grammar has ended: ask again"):
         engine.submit("a", few).result()
     assert len(engine.submit("a", few).result().token_ids) == 9
     os.kill(session, signal.SIGKILL)
