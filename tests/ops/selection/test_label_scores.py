@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from places import GUARD
 
 from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops.selection.token_score import token_score
@@ -86,9 +87,10 @@ def scored(given: dict, fill: bool) -> torch.Tensor:
     """By this kernel, over memory that holds something else."""
     batch = given["q"].shape[0]
     n = given["block_table"].shape[1] * given["codes"].shape[2]
-    out = torch.full((batch, rows_of(given), n), 12345.0, device="cuda")
-    assert score_all(**given, out=out, fill=fill), "another kernel would show nothing"
-    return out.cpu()
+    memory = torch.full((batch, rows_of(given), n + GUARD), 12345.0, device="cuda")
+    assert score_all(**given, out=memory[..., :n], fill=fill), "another kernel would show nothing"
+    assert bool((memory[..., n:] == 12345.0).all()), "written after the end of a row"
+    return memory[..., :n].cpu()
 
 
 def check(given: dict, found: torch.Tensor, filled: bool) -> None:
