@@ -16,6 +16,7 @@ from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
 from ..kv.step_rows import StepRows
+from ..layers.cache_state import resume, trial_steps
 from ..layers.captured import CapturedLayer
 from ..layers.linear_passes import LinearPasses
 from ..layers.replay import DraftRows, Replay
@@ -88,7 +89,7 @@ class Capturer:
     def _capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
         trial = Trial(self.model, forward, cache, wanted)
         try:
-            with cache.trial_steps():
+            with trial_steps(cache):
                 graph, output = self._recorded(trial, wanted.kind)
                 queries = [state.query for state in trial.saved]
         finally:
@@ -201,7 +202,7 @@ class Trial:
         """Restore all state."""
         for state in self.saved:
             state.put_back_host("stopped while a trial step was taken back")
-        cache.resume()
+        resume(cache)
         for state in self.saved:
             state.put_back_device()
         for held, before in self.states:

@@ -17,6 +17,7 @@ from ..cache import SparseCache
 from ..cache_name import output_name
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
+from ..layers.cache_state import new_rows
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..layers.step import planned
@@ -224,7 +225,7 @@ class Replayer:
 
 def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
     """Whether these rows have the same step."""
-    asked = cache.row_table.asked(rows, cache.new_rows(steady.step.input_ids.device))
+    asked = cache.row_table.asked(rows, new_rows(cache, steady.step.input_ids.device))
     drafts = steady.step.count is not None
     of_layers = zip(steady.layers, steady.step.plans)
     return all(planned(layer.store, layer.policy, asked, drafts) == plan for layer, plan in of_layers)

@@ -23,6 +23,7 @@ from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
+from ..layers.cache_state import new_rows
 from ..layers.indexed import IndexedLayer
 from ..layers.sliding import SlidingRing
 from ..layers.step import prepare
@@ -207,7 +208,7 @@ class StepRunner:
         cache.row_table.ready(rows)
         for layer in layers:  # before page tables are made that name what pools have room for
             layer.store.fit(rows)
-        asked = cache.row_table.asked(rows, cache.new_rows(given["input_ids"].device))
+        asked = cache.row_table.asked(rows, new_rows(cache, given["input_ids"].device))
         plans = tuple([prepare(layer.store, layer.policy, layer.next_step, asked) for layer in layers])
         if not all(plan.captured for plan in plans):  # this step changes what the next ones are
             return self._eagerly(*args, **kwargs)

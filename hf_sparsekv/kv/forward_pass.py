@@ -51,11 +51,6 @@ class Pass:
         self.device: torch.device | None = None if valid is None else valid.device
         self._starts: tuple[Tensor | None] | None = None
 
-    def brings(self, rows: Rows | None, mask: Tensor | None, columns: int, device: torch.device) -> bool:
-        """A layer on ``device`` that holds ``rows`` gets its tokens from this pass, with this very mask."""
-        same = self.before is rows and self.mask is mask and self.columns == columns
-        return same and (self.device is None or self.device == device)
-
     def begins_with(self, rows: Rows | None, columns: int) -> bool:
         """It is a pass of so many columns over ``rows``."""
         before = self.before

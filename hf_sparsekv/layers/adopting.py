@@ -20,7 +20,7 @@ from ..policies.labelled import LabelledPolicy
 from ..predictor.channels import ChannelStats
 from ..tensors import no_autocast, no_inference_mode
 from ..types import AttentionParams
-from .cache_state import CacheState
+from .cache_state import CacheState, end_pass
 from .sparse_layer import SparseLayer
 
 _BYTES = 1 << 26  # of keys in float32 whose moments are taken at once
@@ -76,7 +76,7 @@ def adopt(owner: CacheState, computed: Computed) -> None:
         for layer, last in zip(layers, lasts):
             owner.passed(layer.index)
             layer.next_step.after_prompt(layer.store, layer.policy, last, None)
-        owner.end_pass(layers[-1].index)
+        end_pass(owner, layers[-1].index)
     except BaseException as error:
         for layer in layers:
             layer.broken = f"{type(error).__name__} while a prompt was stored"

@@ -12,14 +12,14 @@ from ..attention.handle import Step
 from ..attention.masks import new_tokens
 from ..kv.forward_pass import Pass
 from ..kv.store import LayerStore
-from .cache_state import CacheState
+from .cache_state import CacheState, is_first
 from .changes import drop_tokens
 from .checks import check_mask
 
 
 def begin_pass(owner: CacheState, store: LayerStore | None, step: Step, mask: Tensor | None) -> Pass:
     """The forward pass that brings a layer the tokens of ``step``: ``owner.under_way`` from here on."""
-    if step.past and mask is not None and owner.is_first(step.layer):
+    if step.past and mask is not None and is_first(owner, step.layer):
         assert store is not None
         check_mask(store, mask, step.past, lambda valid: drop_tokens(owner, valid))
     before, new, known = store.held if store is not None and step.past else None, step.k.shape[2], owner.under_way

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from .replays import Replays
     from .sparse_layer import SparseLayer
 
-_BYPASSED = (
+BYPASSED = (
     "something other than the sparsekv attention function reads the keys of {cache}: the result is right, but dense "
     "and slow. Load the model with attn_implementation='sparsekv'"
 )
-_OWN_QUERIES = (
+OWN_QUERIES = (
     "{cache} chooses each layer's tokens by that layer's own query, in place: right, but not hidden by the layer "
     "before, because nothing hands over what that expects. Call optimize(model), or predict_ahead(model) for eager "
     "steps; predictor='own' is this without the warning"
@@ -63,6 +63,7 @@ class CacheState(Cache):
         going_on: every row gets a token in each decode step, which need not be read off a mask on the device.
         joins: the cache is of one row that is to join a batch.
         watched: steps mark which blocks they attend to.
+        warned: texts of warnings that were given.
         record_past: sliding layers keep tokens that leave their window, for ``crop()``.
         replays: replayed steps that layers have not accounted for.
         linear_passes: forward passes of models with linear-attention layers.
@@ -87,89 +88,65 @@ class CacheState(Cache):
         self.changes = 0
         self.draft_passes: bool | None = None
         self.going_on = self.joins = self.watched = self.record_past = False
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
 
-    @property
-    def sparse_layers(self) -> list[SparseLayer]:
-        """The full-attention layers, which the cache manages itself, in the model's order."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # methods of SparseCache
 
-    def bind(self, model_config: PreTrainedConfig) -> None:
-        """Learn the model's layers from its configuration."""
-        raise NotImplementedError
+        @property
+        def sparse_layers(self) -> list[SparseLayer]: ...
+        def bind(self, model_config: PreTrainedConfig) -> None: ...
+        def attend(
+            self, module: Any, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+        ) -> Any: ...
+        def passed(self, layer_idx: int) -> None: ...
+        def joined_rows(self) -> Rows: ...
+        def beside(self) -> CacheState: ...
+        def drafts(self, sparse: bool = True) -> AbstractContextManager[None]: ...
 
-    def attend(
-        self, module: torch.nn.Module, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Attention over the layer of ``step``; or its keys and values, for the caller to attend to."""
-        raise NotImplementedError
 
-    def passed(self, layer_idx: int) -> None:
-        """A layer has stored a forward pass's tokens."""
-        raise NotImplementedError
+def is_first(cache: CacheState, layer: object) -> bool:
+    """``layer`` is the first full-attention layer."""
+    return layer is next(iter(cache.sparse_layers), None)
 
-    def joined_rows(self) -> Rows:
-        """The rows that all layers hold. From here on they follow ``row_table``."""
-        raise NotImplementedError
 
-    def beside(self) -> CacheState:
-        """An empty cache over the same block pools."""
-        raise NotImplementedError
+def next_layer(cache: CacheState, index: int) -> SparseLayer | None:
+    """The full-attention layer that comes after layer ``index``, None after the last."""
+    return next((layer for layer in cache.sparse_layers if layer.index > index), None)
 
-    def drafts(self, sparse: bool = True) -> AbstractContextManager[None]:
-        """Inside, passes of several tokens verify drafts."""
-        raise NotImplementedError
 
-    # ------------------------------------------------------------------ what layers ask
+def new_rows(cache: CacheState, device: torch.device) -> Tensor | None:
+    """Which rows of a continuous batch get a token, bool ``[batch, 1]``; None: all."""
+    return None if cache.row_batch is None else cache.row_batch.valid(device)
 
-    def is_first(self, layer: object) -> bool:
-        """``layer`` is the first full-attention layer."""
-        return layer is next(iter(self.sparse_layers), None)
 
-    def next_layer(self, index: int) -> SparseLayer | None:
-        """The full-attention layer that comes after layer ``index``, None after the last."""
-        return next((layer for layer in self.sparse_layers if layer.index > index), None)
+def end_pass(cache: CacheState, index: int) -> None:
+    """A pass of several tokens has come through layer ``index``: the last one frees the copy streams' buffers."""
+    if next_layer(cache, index) is None:
+        cache.copy_streams.release()
 
-    def new_rows(self, device: torch.device) -> Tensor | None:
-        """Which rows of a continuous batch get a token, bool ``[batch, 1]``; None: all."""
-        return None if self.row_batch is None else self.row_batch.valid(device)
 
-    def end_pass(self, index: int) -> None:
-        """A pass of several tokens has come through layer ``index``: the last one frees the copy streams' buffers."""
-        if self.next_layer(index) is None:
-            self.copy_streams.release()
+def warn_once(cache: CacheState, text: str) -> None:
+    """Warn in the name of the cache's class, :data:`BYPASSED` or :data:`OWN_QUERIES`, unless it has been done."""
+    if text not in cache.warned:
+        cache.warned.add(text)
+        warnings.warn(text.format(cache=type(cache).__name__), stacklevel=3)
 
-    # ------------------------------------------------------------------ warnings, once each
 
-    def warn_bypassed(self) -> None:
-        """A model reads all keys and values instead of attending sparsely."""
-        self._warn(_BYPASSED)
+@contextmanager
+def trial_steps(cache: CacheState) -> Iterator[None]:
+    """Inside, steps are tried out for a capture: nothing is brought to the device."""
+    with ExitStack() as stack:
+        if cache.device_pools is not None:
+            stack.enter_context(cache.device_pools.paused())
+        stack.enter_context(cache.shared.trial())
+        yield
 
-    def warn_own_queries(self) -> None:
-        """Nothing is chosen beforehand."""
-        self._warn(_OWN_QUERIES)
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text.format(cache=type(self).__name__), stacklevel=4)
-
-    # ------------------------------------------------------------------ trial steps before a capture
-
-    @contextmanager
-    def trial_steps(self) -> Iterator[None]:
-        """Inside, steps are tried out for a capture: nothing is brought to the device."""
-        with ExitStack() as stack:
-            if self.device_pools is not None:
-                stack.enter_context(self.device_pools.paused())
-            stack.enter_context(self.shared.trial())
-            yield
-
-    def resume(self) -> None:
-        """End :meth:`trial_steps` whose own end was interrupted."""
-        if self.device_pools is not None:
-            self.device_pools.resume()
-        self.shared.resume()
+def resume(cache: CacheState) -> None:
+    """End :func:`trial_steps` whose own end was interrupted."""
+    if cache.device_pools is not None:
+        cache.device_pools.resume()
+    cache.shared.resume()
 
 
 class Owned:

@@ -19,6 +19,7 @@ from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..tensors import no_autocast
 from ..types import AttentionParams
+from .cache_state import OWN_QUERIES, next_layer, warn_once
 from .dense_drafts import attend_at_once
 from .drafts import attend_together, store_together
 from .replay import Replay
@@ -56,7 +57,7 @@ class CapturedLayer:
             step.committed = True
             owner.passed(layer.index)
         if policy.foresight is not None and not (plan.dense or owner.met):
-            owner.warn_own_queries()
+            warn_once(owner, OWN_QUERIES)
         if self._foreseen is not None:
             (wait, _), self._foreseen = self._foreseen, None
             wait()
@@ -73,7 +74,7 @@ class CapturedLayer:
             replay.on_side_stream(ahead)
         else:
             replay.late(ahead)
-        if owner.next_layer(layer.index) is None:
+        if next_layer(owner, layer.index) is None:
             replay.run_late()
         return out
 

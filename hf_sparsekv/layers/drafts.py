@@ -16,6 +16,7 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
+from .cache_state import end_pass
 from .dense_drafts import attend_at_once
 from .step import attend, plan_of
 
@@ -51,7 +52,7 @@ def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) 
     step.touched = True
     layer.next_step.begin(layer.store, layer.policy)
     out = _verify(layer.store, layer.policy, step, query, params)
-    layer.owner.end_pass(layer.index)
+    end_pass(layer.owner, layer.index)
     step.committed = True
     layer.owner.passed(layer.index)
     return out

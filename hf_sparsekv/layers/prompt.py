@@ -15,7 +15,7 @@ from ..kv import read_back
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..types import AttentionParams
-from .cache_state import CacheState
+from .cache_state import CacheState, end_pass, next_layer
 from .drafts import attend_as_steps
 from .sparse_prompt import attention_of
 
@@ -44,7 +44,7 @@ def run(
         store = layer.store
         key, value = read_back.materialise(store, *step.kept) if own else read_back.materialise(store)
         if own:
-            after = owner.next_layer(layer.index)
+            after = next_layer(owner, layer.index)
             if after is not None and after.store is not None:
                 read_ahead(after.store, after.policy, step)
             layer.commit(step, query, step.under_way.valid)
@@ -58,7 +58,7 @@ def run(
         owner.row_table.exactness.selected(step.past)
     if own:
         layer.next_step.after_prompt(layer.store, layer.policy, query, step.absorbed)
-        owner.end_pass(layer.index)
+        end_pass(owner, layer.index)
     return out
 
 

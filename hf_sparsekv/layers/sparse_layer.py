@@ -28,7 +28,7 @@ from ..types import AttentionParams
 from . import drafts, prompt
 from . import step as steps
 from .beginning import begin_pass
-from .cache_state import CacheState, Owned
+from .cache_state import BYPASSED, CacheState, Owned, end_pass, is_first, new_rows, warn_once
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
 from .next_step import NextStep
@@ -148,7 +148,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         owner = self.owner
         if self.store is not None and not fits(self.store, step.k, step.v, self.latent):
             self.drop()  # before the new one is made: the budget may not hold both
-            if owner.device_pools is not None and owner.is_first(self):
+            if owner.device_pools is not None and is_first(owner, self):
                 prompt.leave_device_pools(owner)
         store = self.store
         if store is None:
@@ -189,9 +189,10 @@ class SparseLayer(Owned, CacheLayerMixin):
             if captured is None:
                 owner, k = self.owner, step.k
                 known = owner.under_way
-                if known is None or not known.brings(step.before, mask, k.shape[2], k.device):
-                    known = begin_pass(owner, self.store, step, mask)
-                step.under_way = known
+                mine = known if known is not None and known.before is step.before and known.mask is mask else None
+                if mine is None or mine.columns != k.shape[2] or mine.device not in (None, k.device):
+                    mine = begin_pass(owner, self.store, step, mask)
+                step.under_way = mine
         columns_only = params.sliding_window is None and (mask is None or mask.ndim == 2)
         if step.past and columns_only and query.shape[2] == 1:
             if dropout:
@@ -270,7 +271,7 @@ class SparseLayer(Owned, CacheLayerMixin):
         if new == 1 and not (past and planned(store, policy, asked(store, self.owner)).foresees):
             return
         assert policy.foresight is not None
-        waits = self.owner.new_rows(after.device)
+        waits = new_rows(self.owner, after.device)
         policy.foresight.note_added(before[:, -1:], after[:, -1:], past + new, None if new == 1 else mask, waits)
 
     @torch.no_grad()
@@ -289,16 +290,16 @@ class SparseLayer(Owned, CacheLayerMixin):
             self.latent = absorbed is not None or query.shape[3] == key.shape[3] + value.shape[3]
         self.commit(Step(self, key, value, self.get_seq_length(), absorbed), query, valid)
         self.next_step.after_prompt(self.store, self.policy, query, absorbed)
-        self.owner.end_pass(self.index)
+        end_pass(self.owner, self.index)
 
     @no_autocast
     def materialise(self, step: Step, which: str) -> Tensor:
         """All keys or values for something other than the sparsekv attention function, which applies its own mask."""
         if not step.committed:
-            self.owner.warn_bypassed()
+            warn_once(self.owner, BYPASSED)
             self.pending = None
             self.commit(step, None, None)  # no query yet: calibrate on the keys alone until one comes
-            self.owner.end_pass(self.index)
+            end_pass(self.owner, self.index)
             self.store.counters.materialised += 1
         key, value = (step.k, step.v) if step.past == 0 else materialise(self.store)
         return (key if which == "k" else value).contiguous()  # as concatenation would give: some models view it

@@ -16,7 +16,7 @@ from ..policies.base import Policy
 from ..policies.plan import DENSE, Plan
 from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
-from .cache_state import CacheState
+from .cache_state import OWN_QUERIES, CacheState, new_rows, warn_once
 from .next_step import NextStep
 
 if TYPE_CHECKING:
@@ -32,20 +32,25 @@ def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) 
     if own:
         step.touched = True
         layer.next_step.begin(store, policy)
-        store_token(store, policy, step, query)
+        if policy.observes:
+            store.announce(1, step.under_way.valid)
+            policy.observe(query, step.keys, step.under_way.valid, store)
+        store.append(*step.kept, step.under_way.valid, step.under_way.taken)
         step.committed = True
         owner.passed(layer.index)
     exactness, q = owner.row_table.exactness, query[:, :, 0]
     plan = plan_of(store, policy) if exactness.everything else policy.plan(store)
     if policy.foresight is not None and not (plan.dense or owner.met):
-        owner.warn_own_queries()
+        warn_once(owner, OWN_QUERIES)
     known = exactness.inexact_from  # looked at here: a call in each step takes longer
     if not plan.dense and (known is None or step.past < known):
         exactness.selected(step.past)
     if not own:
         return attend(store, policy, q, replace(plan, ahead=False), params)
     out = attend(store, policy, q, plan, params)
-    finish(store, policy, q, plan, step.under_way.tally)
+    store.seal_due(policy)
+    policy.look_ahead(q, store, plan)
+    policy.account(q, store, plan, step.under_way.tally)
     return out
 
 
@@ -60,26 +65,10 @@ def plan_of(store: LayerStore, policy: Policy, prepares: bool = False) -> Plan:
     return plan if plan.dense else DENSE
 
 
-def store_token(store: LayerStore, policy: Policy, step: Step, query: Tensor) -> None:
-    """Cache the step's token of each row that gets one."""
-    valid = step.under_way.valid
-    if policy.observes:
-        store.announce(1, valid)
-        policy.observe(query, step.keys, valid, store)
-    store.append(*step.kept, valid, step.under_way.taken)
-
-
 def attend(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
     """Attention of one query per row, ``q [batch, Hq, Dk]`` to ``[batch, Hq, 1, Dv]``, to what the plan says."""
     out = store.attend(q, None, "all", params) if plan.dense else policy.attend(q, store, plan, params)
     return out[:, :, None]
-
-
-def finish(store: LayerStore, policy: Policy, q: Tensor, plan: Plan, tally: Tally) -> None:
-    """The step has attended: seal what has become old, prepare the next step, count it as ``tally``."""
-    store.seal_due(policy)
-    policy.look_ahead(q, store, plan)
-    policy.account(q, store, plan, tally)
 
 
 def asking(
@@ -111,7 +100,7 @@ def foresee(store: LayerStore, policy: Policy, rows: Rows, query: Callable[[], T
 
 def asked(store: LayerStore, owner: CacheState) -> Rows:
     """The rows as the step that begins finds them; of a continuous batch, which get a token."""
-    return owner.row_table.asked(store.held, owner.new_rows(store.device))
+    return owner.row_table.asked(store.held, new_rows(owner, store.device))
 
 
 def prepare(store: LayerStore, policy: Policy, next_step: NextStep, rows: Rows, drafts: bool = False) -> Plan:

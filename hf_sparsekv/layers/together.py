@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
-from .cache_state import CacheState
+from .cache_state import CacheState, resume
 from .changes import in_all
 from .indexed import Borrower
 from .sparse_layer import SparseLayer
@@ -67,7 +67,7 @@ def forget(cache: CacheState) -> None:
     for layer in layers:
         layer.broken = "reset() stopped half-way"  # until all is done
     cache.under_way = None
-    cache.resume()
+    resume(cache)
     if cache.model_config is not None:
         # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
         fresh: Any = DynamicCache(config=cache.model_config)
