@@ -23,7 +23,6 @@ BENCHMARKS = {
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
     "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
-    "offload": ("offload", False, "prompts whose blocks go to host memory"),
 }
 HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 
