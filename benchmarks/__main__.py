@@ -22,7 +22,6 @@ BENCHMARKS = {
     ),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
-    "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
 }
 HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 

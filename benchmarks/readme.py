@@ -127,32 +127,6 @@ def offloaded() -> str:
     return table((*heads, "over the link, MB", "found on the device", "commit"), lines)
 
 
-def weights() -> str:
-    """Formats of the weights: bytes, equal tokens, and milliseconds a token, eager and captured."""
-    from .weight_formats import FORMATS  # needs torch and transformers
-
-    rows, lines = read("weights.csv", GPU), []
-    prompt, shapes = (1, DATA["weights"]["prompt"]), DATA["weights"]["shapes"]
-    heads = [f"{spelled(text)}, {how}" for text in shapes for how in ("eager", "captured")]
-    heads.append(f"the same, dense ({spelled(shapes[0])})")
-
-    def times(name: str, variant: str, text: str) -> str:
-        if newest(rows, f"{name}:{variant}", "captured", *shape(text)) == 0:
-            return "not captured"
-        return fixed(newest(rows, f"{name}:{variant}", "tpot_ms", *shape(text)), 1)
-
-    for form in FORMATS.values():
-        if newest(rows, form.name, "works", *prompt) == 0:
-            cells = ["does not run", *[""] * (1 + len(heads))]
-        else:
-            figures = ("weights_gb", 1), ("equal_tokens", 0)
-            cells = [fixed(newest(rows, form.name, metric, *prompt), digits) for metric, digits in figures]
-            cells += [times(form.name, f"token_only+{way}", text) for text in shapes for way in ("eager", "fused")]
-            cells.append(times(form.name, "captured_dense+fused", shapes[0]))
-        lines.append((form.about, *cells))
-    return table(("weights", "GB", "equal tokens of 16", *heads), lines)
-
-
 # ---------------------------------------------------------------------- what answers are worth
 
 
@@ -370,7 +344,6 @@ PAGES = {
         "gpus": gpus,
         "two-levels": two_levels,
         "offloaded": offloaded,
-        "weights": weights,
     },
     "docs/compared.md": {"peers": peers.tables},
     "docs/measured/serving.md": {
