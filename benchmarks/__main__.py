@@ -15,11 +15,6 @@ BENCHMARKS = {
     "operator": ("operators.run", True, "the attention of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
-    "replicas": (
-        "replicas",
-        False,
-        "replicas under Ray Serve: traces, a lost replica",
-    ),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
 }

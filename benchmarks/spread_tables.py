@@ -1,15 +1,14 @@
-"""Tables of docs/measured/serving.md, from the newest rows of ``parallel`` and ``serving``: several GPUs.
+"""Tables of docs/measured/serving.md, from the newest rows of ``parallel``: several GPUs.
 
 Apart from :mod:`.readme`, which writes them into the page, because their columns are numbers of GPUs.
 """
 
 from __future__ import annotations
 
-from .tables import GPUS, K, commits_of, fixed, read, served, table
+from .tables import K, commits_of, fixed, read, table
 
 NOTHING = "Not measured yet."
 OURS = "mass:0.9"
-LAYERS = "token_only+eager:layers=2"
 SUMS = ("sums_ms", "selection_ms", "attention_ms", "linear_ms", "other_ms", "agree_ms")
 MODELS = {"qwen3-8b": "Qwen3-8B", "qwen3-32b": "Qwen3-32B", "llama-3.3-70b": "Llama-3.3-70B"}
 
@@ -104,45 +103,4 @@ def rank_prompts() -> str:
     return table(("model", "prompt", "1 GPU", "2", "4", "commit"), lines) if lines else NOTHING
 
 
-def layers() -> str:
-    """Eager tokens over two GPUs, by layers and by heads, beside captured ones."""
-    found, lines = Found(), []
-    for case, batch, context in found.shapes("tpot_ms"):
-        names = ("hf_dynamic:layers=2", "hf_dynamic:ranks=2", LAYERS)
-        rows = [found.rows.get((case, batch, context, name, "tpot_ms")) for name in names]
-        rows += [found.row(case, batch, context, OURS, size, "tpot_ms") for size in (2, 1)]
-        if rows[2] is not None:
-            cells = [fixed(row and float(row["value"]), 1, "not run") for row in rows]
-            lines.append((MODELS[case], f"{batch} x {_many(context)}", *cells, commits_of(rows)))
-    theirs = "transformers, `device_map`, two GPUs", "transformers, `tp_plan`, two GPUs"
-    ours = "ours, `device_map`, two GPUs", "ours, tensor parallel, two GPUs", "ours, one GPU"
-    heads = ("model", "batch x context", *theirs, *ours, "commit")
-    return table(heads, lines) if lines else NOTHING
-
-
-def replicas() -> str:
-    """Servers side by side under traces of proportional rates; with documents also by routing."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for row, system, _, given in served():
-        if "urls" in given and (system == "sparse-replicas" or system.startswith("ray-")):
-            size = int(system.partition("-")[2]) if system.startswith("ray-") else int(given["urls"])
-            how = "Ray Serve" if system.startswith("ray-") else "no proxy"
-            routed = {"prefix": "by the prompt", "round": "in turn"}[given.get("route", "round")]
-            about = f"{given['documents']} documents, {routed}" if "documents" in given else "as they come"
-            key = about, size, how, float(given["rate"]), row["device"]
-            found.setdefault(key, {})[row["metric"]] = row
-    lines = []
-    for (about, size, how, rate, device), cells in sorted(found.items()):
-        if "tokens_per_s" not in cells:
-            continue
-        get = {name: float(row["value"]) for name, row in cells.items()}
-        first, between = (f"{get[f'{n}:mean']:.2f}, {get[f'{n}:p99']:.1f}" for n in ("ttft_s", "between_ms"))
-        lost = f"{get['failed']:.0f} of {get['requests']:.0f}"
-        names = {name: short for short, name in GPUS.items()}
-        start = about, str(size), names.get(device, device), how, f"{rate:g}"
-        lines.append((*start, f"{get['tokens_per_s']:,.0f}", first, between, lost, commits_of(cells.values())))
-    heads = ("prompts", "replicas", "GPU", "through", "requests/s", "tokens/s", "first token, s: mean, p99")
-    return table((*heads, "between tokens, ms: mean, p99", "failed", "commit"), lines) if lines else NOTHING
-
-
-TABLES = {"ranks": ranks, "rank-prompts": rank_prompts, "layers": layers, "replicas": replicas}
+TABLES = {"ranks": ranks, "rank-prompts": rank_prompts}
