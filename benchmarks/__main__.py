@@ -12,7 +12,7 @@ from hf_sparsekv.option_names import guess
 
 # name -> module, whether it needs a GPU, what it measures
 BENCHMARKS = {
-    "operator": ("operators.run", True, "the attention of one layer"),
+    "operator": ("operators.run", True, "ways to run the operators of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
