@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from inside import runs_ahead
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
@@ -25,7 +26,6 @@ from demo.stopwatch import Stopwatch
 from demo.turns import Turns
 from hf_sparsekv import SparseCache
 from hf_sparsekv.cache_name import generate_over
-from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.cuda_graph.late_stop import LateStop
 
 TOKENS = 24
@@ -91,7 +91,7 @@ def test_an_optimised_model_does_not_wait_for_its_tokens(probe, monkeypatch):
     """Its loop runs ahead in the race, and tokens, statistics and conversation are as if it did not."""
     loops, begin = [], LateStop.__init__
     monkeypatch.setattr(LateStop, "__init__", lambda self, *given: loops.append(self) or begin(self, *given))
-    monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
+    runs_ahead(monkeypatch)
     monkeypatch.setattr(torch, "Event", Event)
     task = a_task(probe, new_tokens=TOKENS, lanes=(1,))
     expected, _ = run(Session(Turns()), probe, task)
