@@ -287,16 +287,10 @@ def test_runs_go_on_where_they_stopped(tmp_path) -> None:
     [
         ({"seed": 0}, {"seed": 1}, "then --seed 0, now --seed 1"),
         (
-            {"chat": True, "text": None},
-            {"chat": False, "text": "a.txt"},
-            "then --chat, now --no-chat; then no --text-file, ",
-        ),
-        (
             {"question_steps": 3, "chat": False},
             {"question_steps": 0},
             "then --no-chat, now no --chat; then --question-steps 3",
         ),
-        ({"model": "small"}, {"model": "large"}, "then model small, now model large"),
         ({"task": "agreement", "samples": 1}, {"task": "ruler", "seed": 0}, r"then task agreement, now task ruler\)"),
     ],
 )
