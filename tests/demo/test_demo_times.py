@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
 from captured import Event, imitated
-from demos import a_task, probe_model, run
+from demos import a_task, makers_of, probe_model, read_document, run
 from transformers import AutoModelForCausalLM
 
 from demo import race
@@ -68,8 +68,8 @@ def test_a_lane_runs_no_operator_that_generate_does_not(probe, monkeypatch):
     monkeypatch.setattr(race, "TURN", 1e9)
     task, session, looks = a_task(probe, new_tokens=TOKENS), Session(Turns()), []
     with session.running():
-        list(session._prefill(probe, task))  # the document, without an answer
-        caches = [make() for _, make in session._makers(probe, task)]
+        list(read_document(session, probe, task))  # the document, without an answer
+        caches = [make() for _, make in makers_of(session, probe, task)]
     found, stats = counted(probe, monkeypatch), SparseCache.stats
     ids = torch.tensor([[*task.context, *task.question]])
     go = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": probe.model.config.vocab_size}

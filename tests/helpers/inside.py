@@ -18,7 +18,9 @@ from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.kv import sealing
 from hf_sparsekv.kv.pool import BlockPool
 from hf_sparsekv.offload import host_limit, host_pages, host_pool
+from hf_sparsekv.ops import _device
 from hf_sparsekv.policies import registry
+from hf_sparsekv_eval import prefix, ruler
 
 LATENT_BYTES = mla._PIECE  # of keys and values that are expanded at once
 
@@ -121,3 +123,22 @@ def small_reservations(patch: MonkeyPatch) -> None:
 def forget_method(name: str) -> None:
     """A method that was registered is unknown again."""
     del registry._METHODS[name]
+
+
+def facts_are_asked_again() -> None:
+    """Nothing that a driver has told is remembered."""
+    _device._told.cache_clear()
+
+
+SHORTEST = prefix._LEAST  # tokens of a piece of a prompt in evaluations
+
+
+def short_pieces(patch: MonkeyPatch, tokens: int) -> None:
+    """Evaluations read prompts in pieces of so many tokens at least."""
+    patch.setattr(prefix, "_LEAST", tokens)
+
+
+def other_texts() -> None:
+    """RULER's sentences and words are read again."""
+    ruler._sentences.cache_clear()
+    ruler._words.cache_clear()
