@@ -12,18 +12,11 @@ from hf_sparsekv.option_names import guess
 
 # name -> module, whether it needs a GPU, what it measures
 BENCHMARKS = {
-    "operator": ("operators.run", True, "the attention of one layer"),
+    "operator": ("operators.run", True, "ways to run the operators of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
-    "replicas": (
-        "replicas",
-        False,
-        "replicas under Ray Serve: traces, a lost replica",
-    ),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
-    "weights": ("weights", False, "quantised weights: what runs, what is captured, and how fast"),
-    "offload": ("offload", False, "prompts whose blocks go to host memory"),
 }
 HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 

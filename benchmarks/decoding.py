@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
-import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import LogitsProcessor
 
-from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.cache_name import generate_over, over
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
@@ -25,8 +21,6 @@ from .shapes import text_config
 
 LEFT_OUT = 5  # runs that do not count
 WARM_UP = 8  # tokens: captures, compilation, clocks of the device
-PERIOD = 64  # tokens of a text that repeats itself
-REJECTED = 8  # one of so many tokens of such an answer is none of the text's
 _SYNC = "called a synchronizing CUDA operation"  # what torch's sync debug mode says
 _CAPTURE_TRIES = 4
 
@@ -61,31 +55,13 @@ class Generated:
 
     Args:
         first_ms: to the first token, with the prefill if there was one.
-        tpot_ms: of each later token (with drafts: of each later pass, whatever it gave), warm-up left out.
-        set_up_ms: what the tokens of the warm-up took beyond the usual: captures, compilation.
+        tpot_ms: of each later token, warm-up left out.
         tokens: the new ones, ``[batch, n]``.
-        passes: forward passes behind the first one.
     """
 
     first_ms: float
     tpot_ms: list[float]
-    set_up_ms: float
     tokens: torch.Tensor
-    passes: int
-
-
-class Repeats(LogitsProcessor):
-    """The answer to a text of :data:`PERIOD` is that text again, but for the last of each :data:`REJECTED` tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of which one is finite."""
-        at = input_ids.shape[1] - self.length
-        other = at % REJECTED == REJECTED - 1
-        wanted = input_ids[:, (self.length + at) % PERIOD] + int(other)
-        return torch.full_like(scores, -torch.inf).scatter(1, wanted[:, None], 0.0)
 
 
 def generate(
@@ -97,9 +73,7 @@ def generate(
     prompt: int | None = None,
     sample: bool = False,
     eos: bool = False,
-    compiled: bool = False,
     each: Callable[[], None] | None = None,
-    lookup: int | None = None,
 ) -> Generated:
     """Generate over a filled cache, or read a prompt first.
 
@@ -109,17 +83,12 @@ def generate(
         prompt: tokens to read.
         sample: draw from the 50 likeliest instead of taking the likeliest.
         eos: look for an end of the answer after each token, as real models do; it never comes.
-        compiled: let generate() compile the model if the cache allows it.
         each: called after each forward pass, the prompt's too.
-        lookup: draft so many tokens by looking for the last ones in the text, which then repeats itself. So does the
-            answer, whatever the model says, but for one token of :data:`REJECTED`.
     """
     length = prompt or int(cache.get_seq_length()) + 1
     vocabulary = text_config(model).vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
     ids = torch.randint(0, min(1000, vocabulary), (batch, length), device=model.device, generator=generator)
-    if lookup:
-        ids = ids[:, :PERIOD].repeat(1, -(-length // PERIOD))[:, :length]
     clock = Clock(model.device)
 
     def passed(*_: object) -> None:
@@ -127,13 +96,8 @@ def generate(
         if each is not None:
             each()
 
-    def asked(input_ids, *_: object, **__: object):
-        passed()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
     torch.manual_seed(0)
-    # A criterion of our own would make the loop wait for each token; what is compiled would have to contain the hook.
-    hook = None if compiled else model.register_forward_hook(passed)
+    hook = model.register_forward_hook(passed)  # a criterion of our own would make the loop wait for each token
     clock.mark()
     try:
         out = model.generate(
@@ -142,19 +106,15 @@ def generate(
             **generate_over(cache),
             max_new_tokens=tokens,
             do_sample=sample,
-            stopping_criteria=[asked] if compiled else None,
             pad_token_id=0,
             eos_token_id=vocabulary if eos else None,
-            disable_compile=not compiled,
-            **({"prompt_lookup_num_tokens": lookup, "logits_processor": [Repeats(length)]} if lookup else {}),
+            disable_compile=True,
         )
     finally:
-        if hook is not None:
-            hook.remove()
+        hook.remove()
     first, *rest = clock.between()
     skip = min(WARM_UP, len(rest) // 2)
-    usual = statistics.median(rest[skip:]) if rest else 0.0
-    return Generated(first, rest[skip:], sum(rest[:skip]) - skip * usual, out[:, length:], len(rest))
+    return Generated(first, rest[skip:], out[:, length:])
 
 
 class Steps:
@@ -215,29 +175,6 @@ def capture_seconds(model, step: Steps) -> float:
                 return total
     reasons = "; ".join(str(w.message) for w in caught if "eagerly" in str(w.message))
     raise RuntimeError(f"no decode step was captured: {reasons or 'no reason was given'}")
-
-
-def make_room(cache: SparseCache) -> None:
-    """Make the storage grow if the next step needs that, as the step would do before anything else."""
-    cache.row_table.ready(cache.joined_rows())
-    for layer in cache.sparse_layers:
-        layer.store.pool.fit()
-
-
-def growth_seconds(model, step: Steps, tries: int) -> tuple[float, float]:
-    """Seconds in which the storage grows, and of the step behind that, which has to be captured anew.
-
-    Raises:
-        RuntimeError: the storage did not grow.
-    """
-    runner = runner_of(model)
-    capture_seconds(model, step)
-    captures = runner.captures
-    for _ in range(tries):
-        growth, now = seconds(partial(make_room, step.cache)), seconds(step)
-        if runner.captures > captures:
-            return growth, now
-    raise RuntimeError(f"the storage did not grow within {tries} steps")
 
 
 @contextmanager

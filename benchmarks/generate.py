@@ -2,35 +2,27 @@
 
     python -m benchmarks generate --model qwen3-8b --context 32k --caches hf_dynamic two_level:lag
     python -m benchmarks generate --model small --device cpu --context 512 --new-tokens 8
-    python -m benchmarks generate --model qwen3-8b --context 32k --caches token_only token_only+offload --lookup 10
 
 Known shapes get random weights; models by name or path their own. The cache is filled directly unless --prefill has
 generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly; where dense attention is
 known to be as quick as selecting they attend densely, as everybody's do (rows end in +dense).
-
-With --lookup the text repeats itself; generate() reads it (--prefill) and drafts from it. What a model with random
-weights accepts says nothing, so the answer is that text again but for one token of eight, whatever the model says, and
-a generate() before, over another cache, is not counted. Ours are measured twice: passes decoded as steps are, and by
-exact attention to everything (:exact). Rows: pass_ms, tokens_per_pass, tokens_per_s, captures while they were measured.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from contextlib import nullcontext
 
 import torch
 
 from hf_sparsekv import unoptimize
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.results import device_name, versions
 from hf_sparsekv.tuning.shapes import SHAPES
 
 from .arguments import KNOWN, host_bytes, new_parser, parse_count, rows_file
-from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
-from .decoding import Generated, free, generate
+from .baselines import VARIANTS, Variant, check, chose_dense, find, make_cache, prepare
+from .decoding import free, generate
 from .filling import fill_cache
 from .report import Report
 from .shapes import case_name, known_config, parse_context, parse_model, random_model, real_model
@@ -39,61 +31,36 @@ DEFAULT = ("hf_dynamic", "two_level", "two_level:lag")
 CHOICES = [name for name, variant in VARIANTS.items() if variant.kind != "sdpa"]
 
 
-def measure(model, variant: Variant, report: Report, args: Namespace, exact: bool = False) -> None:
-    """All figures of one cache. ``exact``: its drafts are verified by exact attention."""
+def measure(model, variant: Variant, report: Report, args: Namespace) -> None:
+    """All figures of one cache."""
     limit = host_bytes(args)
     check(variant, model, args.batch, args.context, limit)
     prepare(model, variant, args.fused, capture=args.capture)
     room = args.context + 1 + args.new_tokens
-    if args.lookup:
-        answer(model, make_cache(model, variant, room, limit), args, exact)
     cache = make_cache(model, variant, room, limit)
     after = None if args.prefill else fill_cache(model, cache, args.batch, args.context, args.kv)
-    on_gpu, compiled = model.device.type == "cuda", variant.name == "hf_static_compile"
+    on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    runner = runner_of(model)
-    captures = runner.captures if runner else 0
-    try:
-        found = answer(model, cache, args, exact, compiled=compiled, each=after)
-    finally:
-        if compiled:
-            forget_compiled(model)
+    found = generate(
+        model,
+        cache,
+        args.batch,
+        args.new_tokens,
+        prompt=args.context if args.prefill else None,
+        sample=args.sample,
+        eos=True,
+        each=after,
+    )
     if variant.ours and chose_dense(cache):
-        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args, exact))
-    if args.lookup:
-        per_pass = (found.tokens.shape[1] - 1) / found.passes
-        report.add("pass_ms", found.tpot_ms)
-        report.add("tokens_per_pass", per_pass, "tokens")
-        report.add("tokens_per_s", 1e3 * per_pass * len(found.tpot_ms) / sum(found.tpot_ms), "1/s")
-        if runner is not None:
-            report.add("captures", runner.captures - captures, "count")
-    else:
-        report.add("tpot_ms", found.tpot_ms)
+        report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args))
+    report.add("tpot_ms", found.tpot_ms)
     if args.prefill:
         report.add("ttft_s", found.first_ms / 1e3, "s")
-    if compiled:
-        report.add("capture_s", found.set_up_ms / 1e3, "s")
     if on_gpu:
         report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
     if variant.ours:
         report.note(str(cache.stats()))
-
-
-def answer(model, cache, args: Namespace, exact: bool, **more) -> Generated:
-    """One generate() over the cache, as the arguments say. ``exact``: drafts are verified by exact attention."""
-    with cache.drafts(sparse=False) if exact else nullcontext():
-        return generate(
-            model,
-            cache,
-            args.batch,
-            args.new_tokens,
-            prompt=args.context if args.prefill else None,
-            sample=args.sample,
-            eos=True,
-            lookup=args.lookup,
-            **more,
-        )
 
 
 def arguments() -> ArgumentParser:
@@ -108,18 +75,16 @@ def arguments() -> ArgumentParser:
     caches = {"nargs": "+", "type": cache_name, "default": [cache_name(name) for name in DEFAULT], "metavar": "CACHE"}
     add("--caches", **caches, help=f"{', '.join(CHOICES)}; ours also with +offload")
     add("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    add("--lookup", type=parse_count, metavar="TOKENS", help="draft so many by prompt lookup; at most max_draft, 16")
     add("--prefill", action="store_true", help="read the context, and measure ttft_s, too")
     add("--capture", action=flag, default=True, help="captured decode steps")
     return parser
 
 
-def suffix(variant: Variant, args: Namespace, exact: bool = False) -> str:
+def suffix(variant: Variant, args: Namespace) -> str:
     """What else the rows' names say."""
     eager = variant.ours and args.device.startswith("cuda") and not args.capture
     replayed = variant.ours and args.kv != "random" and not args.prefill
-    drafts = f":lookup={args.lookup}" * bool(args.lookup) + ":exact" * exact
-    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed + drafts
+    return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed
 
 
 def cache_name(text: str) -> Variant:
@@ -160,19 +125,14 @@ def main(argv: list[str] | None = None) -> int:
     model = load(args)
     on_gpu = model.device.type == "cuda"
     args.capture &= on_gpu
-    args.prefill |= bool(args.lookup)  # its first pass is given the whole text
     args.fused &= args.capture and why_not(model) is None
     case = case_name(args.model)
     if model.dtype != torch.bfloat16:
         case += f":{str(model.dtype).removeprefix('torch.')}"
-    runs = [(variant, False) for variant in args.caches]
-    if args.lookup:
-        runs += [(variant, True) for variant in args.caches if variant.ours]
-    with Report("generate", case, rows_file(args), len(runs)) as report:
-        for variant, exact in runs:
-            label = variant.label(args.fused) + suffix(variant, args, exact)
-            with report.measuring(args.batch, args.context, label):
-                measure(model, variant, report, args, exact)
+    with Report("generate", case, rows_file(args), len(args.caches)) as report:
+        for variant in args.caches:
+            with report.measuring(args.batch, args.context, variant.label(args.fused) + suffix(variant, args)):
+                measure(model, variant, report, args)
             unoptimize(model)  # a runner that has met an error does not capture again
             free()
     return report.close()

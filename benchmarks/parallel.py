@@ -1,7 +1,6 @@
 """A model spread over the GPUs of a machine: steps and prompts beside those of one GPU.
 
     python -m benchmarks parallel --ranks 2 --model qwen3-32b --shapes 1x32k 8x32k --prompts 32k 128k
-    python -m benchmarks parallel --layers-over 2 --shapes 1x32k 8x32k          # device_map: eager, one process
 
 Random weights of a known shape, of which each rank makes its share; caches filled as in ``step``, by each rank for its
 heads. ``--ranks`` starts that many processes (torchrun); 1 is one GPU, measured alike. Rows are rank 0's. An error in
@@ -82,15 +81,6 @@ class Spread:
         share = SimpleNamespace(config=self.config, device=self.model.device, dtype=self.model.dtype)
         source = SOURCES[kind](share, batch, context, rank)
         source.show = False  # what they achieve: `step` prints it
-        layers = self.model.base_model.layers
-        made = source.layer
-
-        def layer(index: int):
-            place = next(layers[index].parameters()).device
-            return tuple(t.to(place) for t in made(index))
-
-        if len({p.device for p in self.model.parameters()}) > 1:
-            source.layer = layer
         return source
 
     def weights(self) -> int:
@@ -129,7 +119,7 @@ class Bench:
         self.captures = len(gpus) == 1
         self.fused = args.fused and self.captures and why_not(self.model) is None
         self.host_bytes = None if args.host_gb is None else int(1e9 * args.host_gb)
-        self.how = f":layers={len(gpus)}" if args.layers_over > 1 else f":ranks={spread.size}"
+        self.how = f":ranks={spread.size}"
 
     def label(self, variant: Variant) -> str:
         """Name of a variant's rows."""
@@ -161,7 +151,7 @@ class Bench:
         tokens = args.tokens if captured else min(args.tokens, EAGER)
         report.add("tpot_ms", generate(model, cache, batch, tokens, each=after).tpot_ms)
         for gpu, peak in enumerate(self.spread.peaks()):
-            report.add(f"peak_gb:{'gpu' if args.layers_over > 1 else 'rank'}{gpu}", peak / 1e9, "GB")
+            report.add(f"peak_gb:rank{gpu}", peak / 1e9, "GB")
         if variant.ours:
             report.note(str(cache.stats()))
         if not captured:
@@ -215,16 +205,6 @@ class Bench:
             model(piece, **over(model, cache), use_cache=True, logits_to_keep=1)
         self.spread.wait()
         return time.perf_counter() - begin
-
-
-def over_layers(model: nn.Module, gpus: int) -> nn.Module:
-    """A model's layers one after the other on so many GPUs, as ``device_map="auto"`` places equal ones."""
-    from accelerate import dispatch_model
-
-    layers = len(model.base_model.layers)
-    places: dict[str, int] = {"model.embed_tokens": 0, "model.rotary_emb": 0}
-    places |= {f"model.layers.{i}": i * gpus // layers for i in range(layers)}
-    return dispatch_model(model, {**places, "model.norm": gpus - 1, "lm_head": gpus - 1})
 
 
 def measure(spread: Spread, report: Report, args: Namespace, rate: float) -> None:
@@ -285,7 +265,6 @@ def arguments() -> ArgumentParser:
     parser.set_defaults(shapes=[(1, 32768), (1, 131072), (8, 32768)], kv="replayed")
     add = parser.add_argument
     add("--ranks", type=parse_count, default=1, help="processes, of a GPU each (default: 1)")
-    add("--layers-over", type=parse_count, default=1, metavar="GPUS", help="layers on so many GPUs of one process")
     add("--layers", type=parse_count, help="the model's first layers only; its rows say so")
     add("--no-shapes", dest="shapes", action="store_const", const=[], help="prompts only")
     default = [find(name) for name in DEFAULT]
@@ -311,23 +290,18 @@ def load(args: Namespace) -> nn.Module:
     config.max_position_embeddings = max(config.max_position_embeddings, longest + args.tokens + SPARE)
     on_gpu = args.device.startswith("cuda")
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    model = random_model(config, dtype, torch.device(args.device), args.ranks > 1)
-    return over_layers(model, args.layers_over) if args.layers_over > 1 else model
+    return random_model(config, dtype, torch.device(args.device), args.ranks > 1)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if anything failed for other reasons than memory."""
     argv = sys.argv[1:] if argv is None else argv
     args = (parser := arguments()).parse_args(argv)
-    if args.ranks > 1 and args.layers_over > 1:
-        parser.error("--ranks and --layers-over are two ways to spread a model: give one of them")
     if not args.shapes and not args.prompts:
         parser.error("nothing to measure: give --shapes or --prompts")
-    if args.layers_over > 1:
-        args.kv = "random"  # replayed queries are on one GPU
-    most, there = max(args.ranks, args.layers_over), torch.cuda.device_count()
-    if args.device.startswith("cuda") and there < most:
-        parser.error(f"{most} GPUs are asked for, and torch sees {there}")
+    there = torch.cuda.device_count()
+    if args.device.startswith("cuda") and there < args.ranks:
+        parser.error(f"{args.ranks} GPUs are asked for, and torch sees {there}")
     if args.ranks > 1 and "LOCAL_RANK" not in os.environ:
         return start_ranks(args.ranks, argv)
     rank = begin(args) if args.ranks > 1 else 0

@@ -20,7 +20,6 @@ from .tables import (
     DATA,
     GPU,
     GPUS,
-    NONE,
     SYSTEMS,
     UNKNOWN,
     K,
@@ -37,6 +36,7 @@ from .tables import (
 )
 
 PROBES = ("probe-gqa", "probe-mla")
+NEEDLES = ("1k", "3k", "5k", "7k")  # tokens of the contexts with facts
 
 
 def first_commits(name: str) -> list[str]:
@@ -117,32 +117,6 @@ def offloaded() -> str:
     return table((*heads, "over the link, MB", "found on the device", "commit"), lines)
 
 
-def weights() -> str:
-    """Formats of the weights: bytes, equal tokens, and milliseconds a token, eager and captured."""
-    from .weight_formats import FORMATS  # needs torch and transformers
-
-    rows, lines = read("weights.csv", GPU), []
-    prompt, shapes = (1, DATA["weights"]["prompt"]), DATA["weights"]["shapes"]
-    heads = [f"{spelled(text)}, {how}" for text in shapes for how in ("eager", "captured")]
-    heads.append(f"the same, dense ({spelled(shapes[0])})")
-
-    def times(name: str, variant: str, text: str) -> str:
-        if newest(rows, f"{name}:{variant}", "captured", *shape(text)) == 0:
-            return "not captured"
-        return fixed(newest(rows, f"{name}:{variant}", "tpot_ms", *shape(text)), 1)
-
-    for form in FORMATS.values():
-        if newest(rows, form.name, "works", *prompt) == 0:
-            cells = ["does not run", *[""] * (1 + len(heads))]
-        else:
-            figures = ("weights_gb", 1), ("equal_tokens", 0)
-            cells = [fixed(newest(rows, form.name, metric, *prompt), digits) for metric, digits in figures]
-            cells += [times(form.name, f"token_only+{way}", text) for text in shapes for way in ("eager", "fused")]
-            cells.append(times(form.name, "captured_dense+fused", shapes[0]))
-        lines.append((form.about, *cells))
-    return table(("weights", "GB", "equal tokens of 16", *heads), lines)
-
-
 # ---------------------------------------------------------------------- what answers are worth
 
 
@@ -177,7 +151,7 @@ def models() -> str:
 
 def _needles_found(rows: list[dict], variant: str) -> list[float] | None:
     """Facts found in the small model's context, of five at each length."""
-    name, shapes = f"needle:average:{variant}", [shape(f"1x{length}") for length in DATA["needles"]["lengths"]]
+    name, shapes = f"needle:average:{variant}", [shape(f"1x{length}") for length in NEEDLES]
     found = [newest(rows, name, "score", *one, "small") for one in shapes]
     return None if None in found else [5 * share for share in found]
 
@@ -200,21 +174,6 @@ def all_presets() -> str:
     return table(heads, lines)
 
 
-def methods() -> str:
-    """RULER at 32k tokens by what is chosen: means over the families of one commit's rows."""
-    about = DATA["methods"]
-    rows, lines = [row for row in read("accuracy.csv") if row["commit"] == about["commit"]], []
-
-    def mean(case: str, variant: str, metric: str) -> float:
-        found = [newest(rows, f"ruler:{family}:{variant}", metric, 1, 32 * K, case) for family in about["families"]]
-        return 100 * sum(found) / len(found)
-
-    for name, variant in about["lines"]:
-        scores = (f"{mean(case, variant, 'score'):.1f}" for case in PROBES)
-        lines.append((name, *scores, f"{mean('probe-gqa', variant, 'attended'):.0f} %"))
-    return table(("", "grouped queries", "latents (MLA)", "attended"), lines)
-
-
 def text() -> str:
     """Agreement with full attention on running text."""
     rows, lines = read("accuracy.csv"), []
@@ -226,16 +185,6 @@ def text() -> str:
         spread = f"{float(found['kl']['low']):.5f} to {float(found['kl']['high']):.5f}" if found["kl"]["low"] else ""
         lines.append((about, f"{100 * same:.1f} %", f"{kl:.5f}", spread, f"{100 * read_of:.1f} %"))
     return table(("", "same most likely token", "KL, nats a token", "95 %", "attended"), lines)
-
-
-def needles() -> str:
-    """Facts found on the small model, of five at each length."""
-    about, lines = DATA["needles"], []
-    rows = [row for row in read("accuracy.csv") if row["commit"] == about["commit"]]
-    for name, variant in about["lines"]:
-        found = _needles_found(rows, variant)
-        lines.append((name, *(f"{n:.0f}" for n in [*found, sum(found)])))
-    return table(("512 tokens", *about["lengths"], "of 20"), lines)
 
 
 # ---------------------------------------------------------------------- whole systems
@@ -326,25 +275,6 @@ def full() -> str:
     return table((*heads, "between tokens, ms: p50, p99", "commit"), lines)
 
 
-def working_sets() -> str:
-    """A fixed number of rows, by whether rows are held back whose working sets do not fit: the newest of each."""
-    found: dict[tuple[int, str], dict[str, dict]] = {}
-    for row, system, _, _ in served():
-        if row["context"] == str(8 * K) and row["variant"] == f"{system}:{DATA['working_sets']}" and system in SYSTEMS:
-            found.setdefault((int(row["batch"]), system), {})[row["metric"]] = row
-    lines = []
-    for rows in sorted({rows for rows, _ in found}):
-        cells, of = [], []
-        for system in ("offload", "working-set"):
-            for metric, digits in (("tokens_per_s", 0), ("between_ms", 1), ("host_mb", 0)):
-                of.append(found.get((rows, system), {}).get(metric))
-                cells.append(fixed(of[-1] and float(of[-1]["value"]), digits, NONE))
-        lines.append((str(rows), *cells, commits_of(of)))
-    both = ("taken as they come", "held to working sets")
-    heads = (head for way in both for head in (f"{way}: tokens/s", "ms a step", "over the link, MB a step"))
-    return table(("rows", *heads, "commit"), lines)
-
-
 def picture() -> str:
     """README's, which shows files that :func:`main` writes."""
     from .picture import embedded
@@ -359,16 +289,14 @@ PAGES = {
         "gpus": gpus,
         "two-levels": two_levels,
         "offloaded": offloaded,
-        "weights": weights,
     },
     "docs/compared.md": {"peers": peers.tables},
     "docs/measured/serving.md": {
         "ladder": ladder,
         "full": full,
-        "working-sets": working_sets,
         **spread_tables.TABLES,
     },
-    "docs/accuracy.md": {"all-presets": all_presets, "methods": methods, "text": text, "needles": needles},
+    "docs/accuracy.md": {"all-presets": all_presets, "text": text},
 }
 
 

@@ -1,11 +1,11 @@
-"""Tables of docs/measured/serving.md, from the newest rows of ``parallel`` and ``serving``: several GPUs.
+"""Tables of docs/measured/serving.md, from the newest rows of ``parallel``: several GPUs.
 
 Apart from :mod:`.readme`, which writes them into the page, because their columns are numbers of GPUs.
 """
 
 from __future__ import annotations
 
-from .tables import GPUS, K, commits_of, fixed, read, served, table
+from .tables import K, commits_of, fixed, read, table
 
 NOTHING = "Not measured yet."
 OURS = "mass:0.9"
@@ -103,29 +103,4 @@ def rank_prompts() -> str:
     return table(("model", "prompt", "1 GPU", "2", "4", "commit"), lines) if lines else NOTHING
 
 
-def replicas() -> str:
-    """Servers side by side under traces of proportional rates; with documents also by routing."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for row, system, _, given in served():
-        if "urls" in given and (system == "sparse-replicas" or system.startswith("ray-")):
-            size = int(system.partition("-")[2]) if system.startswith("ray-") else int(given["urls"])
-            how = "Ray Serve" if system.startswith("ray-") else "no proxy"
-            routed = {"prefix": "by the prompt", "round": "in turn"}[given.get("route", "round")]
-            about = f"{given['documents']} documents, {routed}" if "documents" in given else "as they come"
-            key = about, size, how, float(given["rate"]), row["device"]
-            found.setdefault(key, {})[row["metric"]] = row
-    lines = []
-    for (about, size, how, rate, device), cells in sorted(found.items()):
-        if "tokens_per_s" not in cells:
-            continue
-        get = {name: float(row["value"]) for name, row in cells.items()}
-        first, between = (f"{get[f'{n}:mean']:.2f}, {get[f'{n}:p99']:.1f}" for n in ("ttft_s", "between_ms"))
-        lost = f"{get['failed']:.0f} of {get['requests']:.0f}"
-        names = {name: short for short, name in GPUS.items()}
-        start = about, str(size), names.get(device, device), how, f"{rate:g}"
-        lines.append((*start, f"{get['tokens_per_s']:,.0f}", first, between, lost, commits_of(cells.values())))
-    heads = ("prompts", "replicas", "GPU", "through", "requests/s", "tokens/s", "first token, s: mean, p99")
-    return table((*heads, "between tokens, ms: mean, p99", "failed", "commit"), lines) if lines else NOTHING
-
-
-TABLES = {"ranks": ranks, "rank-prompts": rank_prompts, "replicas": replicas}
+TABLES = {"ranks": ranks, "rank-prompts": rank_prompts}

@@ -10,8 +10,7 @@ read-only bandwidth. A failure in one variant does not lose the others, and rows
 Metrics: tpot_ms through generate(); steps_ms steps in a row without its loop, each with its own query; step_ms the
 captured forward alone, the same step again and again; capture_s from the first decode step to the end of its capture
 (capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its cache on disk is
-empty); growth_s while the storage grows, recapture_s the step behind that; peak_gb while decoding (peak_gb:second on a
-second GPU, if that chooses);
+empty); peak_gb while decoding (peak_gb:second on a second GPU, if that chooses);
 allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
 generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
 over the tokens of tpot_ms, hit_rate (share of the chosen tokens or blocks that were on the device), missed_mb (those
@@ -33,10 +32,8 @@ from collections.abc import Callable
 
 import torch
 
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
-from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.results import device_name, versions
 
 from . import foresight
@@ -48,7 +45,6 @@ from .baselines import (
     check,
     chose_dense,
     find,
-    forget_compiled,
     make_cache,
     prepare,
     second_gpu,
@@ -61,7 +57,6 @@ from .decoding import (
     free,
     generate,
     generate_syncs,
-    growth_seconds,
     in_a_row_ms,
     replay_ms,
     timed,
@@ -83,7 +78,7 @@ from .shapes import (
 from .traffic import Meter
 
 DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
-TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
+TOKENS = {"dynamic": 24, "offloaded": 14}  # at most: eager steps take long and vary little
 IN_A_ROW = 32  # steps
 COUNTED = 64  # steps: one of them seals a block
 SPARE = 256  # tokens beside those of --tokens: counted steps, captures
@@ -92,12 +87,6 @@ SPARE = 256  # tokens beside those of --tokens: counted steps, captures
 def limit_ms(weights: int, config, batch: int, context: int, itemsize: int, rate: float) -> float:
     """Bytes that a dense step must read (``weights`` and KV) over the read-only bandwidth in bytes a second."""
     return 1e3 * (weights + kv_bytes(config, batch, context, itemsize)) / rate
-
-
-def before_growth(config: SparseConfig, context: int) -> int:
-    """At least ``context`` tokens, which fill a growing storage: three tokens later there is a block too many."""
-    size = config.block_size
-    return bucket(-(-context // size)) * size + config.window + config.max_draft + size - 3
 
 
 class Bench:
@@ -151,23 +140,12 @@ class Bench:
 
     def stock(self, variant: Variant, batch: int, context: int) -> None:
         """A cache of transformers."""
-        tokens, compiled = min(self.args.tokens, TOKENS[variant.kind]), variant.name == "hf_static_compile"
-        # As generate() would size it; masked room is read, too.
-        length = context + 1 + tokens + (0 if compiled else SPARE)
-        cache, after = self.filled(variant, batch, context, length)
+        tokens = min(self.args.tokens, TOKENS[variant.kind])
+        cache, after = self.filled(variant, batch, context, None)
         torch.cuda.reset_peak_memory_stats()
-        try:
-            found = generate(self.model, cache, batch, tokens, compiled=compiled)
-            self.report.add("tpot_ms", found.tpot_ms)
-            if compiled:
-                self.report.add("capture_s", found.set_up_ms / 1e3, "s")
-            self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
-            if not compiled:
-                syncs = generate_syncs(self.model, cache, batch, 8, after)
-                self.report.add("generate_host_syncs", syncs, "count")
-        finally:
-            if compiled:
-                forget_compiled(self.model)
+        self.report.add("tpot_ms", generate(self.model, cache, batch, tokens).tpot_ms)
+        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        self.report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 8, after), "count")
 
     def eager(self, variant: Variant, batch: int, context: int) -> None:
         """A cache of ours whose steps are not captured."""
@@ -215,12 +193,6 @@ class Bench:
         if self.args.kernels:
             print(describe_step(launched(step)), flush=True)
         report.add("step_ms", replay_ms(model, cache))
-        if self.args.recapture:
-            del cache, after
-            free()
-            growth, recapture = self.growth(variant, batch, context)
-            report.add("growth_s", growth, "s")
-            report.add("recapture_s", recapture, "s")
 
     def peak(self, cache) -> None:
         """Most memory that was in use, on the second device as well."""
@@ -239,13 +211,6 @@ class Bench:
         report.note(f"the host waited at (times a step): {where or 'nowhere'}")
         report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 16, after), "count")
 
-    def growth(self, variant: Variant, batch: int, context: int) -> tuple[float, float]:
-        """Seconds in which a cache without ``max_length`` grows, and of the step behind that, captured anew."""
-        config = variant.config(**variant.settings)
-        cache, after = self.filled(variant, batch, before_growth(config, context), None)
-        tries = 2 * config.block_size  # three, if all is as planned
-        return growth_seconds(self.model, Steps(self.model, cache, batch, tries + 8, after), tries)
-
 
 def arguments() -> ArgumentParser:
     """The command line."""
@@ -254,10 +219,8 @@ def arguments() -> ArgumentParser:
     add = parser.add_argument
     add("--layers", type=parse_count, help="the model's first layers only; its rows say so")
     add("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
-    add("--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute")
     add("--offload", action="store_true", help="our caches keep full blocks in host memory")
     add("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
-    add("--recapture", action="store_true", help="also growth_s and recapture_s, over a second, growing cache")
     add("--tokens", type=parse_count, default=160, help="tokens to generate")
     add("--kernels", action="store_true", help="also print where a step's time goes, kernel by kernel")
     add("--budget", type=parse_count, help="tokens that our caches select; default 1024")
@@ -268,10 +231,7 @@ def arguments() -> ArgumentParser:
 
 def variants(args: Namespace) -> list[Variant]:
     """The variants that the arguments ask for."""
-    names = list(args.variants)
-    if args.compile and "hf_static_compile" not in names:
-        names.append("hf_static_compile")
-    return [find(name, args.offload, args.crossover) for name in names]
+    return [find(name, args.offload, args.crossover) for name in args.variants]
 
 
 def run(bench: Bench, args: Namespace, rate: float) -> None:

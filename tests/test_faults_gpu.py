@@ -9,6 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from inside import grow_of_pools, grows_by
 from lazy_copy_streams import slow
 from models import build, prompt
 from transformers import DynamicCache, StoppingCriteria
@@ -177,20 +178,18 @@ def test_out_of_device_memory_in_mid_answer(net, monkeypatch):
 
     A captured step grows it before it begins, so that the cache stays whole.
     """
-    from hf_sparsekv.kv.pool import BlockPool
-
     given, cache = inputs(), two_level(**FULL)
-    grow, calls = BlockPool._grow, []
+    own, calls = grow_of_pools(), []
 
     def fail(self, capacity):
         calls.append(capacity)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    monkeypatch.setattr(BlockPool, "_grow", fail)
+    grows_by(monkeypatch, fail)
     with pytest.raises(torch.OutOfMemoryError):
         net.generate(**given, max_new_tokens=400, do_sample=False, past_key_values=cache)
     assert calls
-    monkeypatch.setattr(BlockPool, "_grow", grow)
+    grows_by(monkeypatch, own)
     assert [layer.broken is None for layer in cache.sparse_layers] == [runner_of(net) is not None, True]
     if runner_of(net) is None:
         with pytest.raises(RuntimeError, match="incomplete"), torch.no_grad():

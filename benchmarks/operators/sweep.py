@@ -19,12 +19,9 @@ from hf_sparsekv.ops.selection.token_score.triton import token_score
 from hf_sparsekv.ops.selection.topk_select.config import Config as Select
 from hf_sparsekv.ops.selection.topk_select.triton import block_select, token_select
 from hf_sparsekv.tuning.layer_step import Layer
-from hf_sparsekv.tuning.timing import captured
 
-from ..report import Report
 from .walk import WalkLayer
 
-FIRST = "begin"  # name of a variant that does only what the others have to do before; its time is subtracted
 _PAIRS = {"latent_decode": "dense_decode", "latent_tokens": "sparse_decode", "latent_masses": "block_attend"}
 LATENT = _PAIRS | {keys: latents for latents, keys in _PAIRS.items()}  # what measures the same over the other layout
 Variant = tuple[str, Callable[[int], None], Callable[[], Tensor]]
@@ -176,28 +173,6 @@ def variants(layers: list[Layer], operator: str) -> Iterator[Variant]:
     if operator in LATENT and operator.startswith("latent_") != bool(layers[0].shape.value_dim):
         raise ValueError(f"{operator} does not fit this shape: {LATENT[operator]} does")
     return WAYS[operator](layers)
-
-
-def compare(report: Report, ways: Iterable[Variant], sets: int, rows: int, case: str, what: str) -> None:
-    """Every way to run ``what``, ``sets`` sets of inputs in turns, each compared with the first; then the quickest.
-
-    ``case``: begins the rows' variants; ``rows`` of the inputs.
-    """
-    first, usual, found = None, "", {}
-    for name, run, result in ways:
-        with report.measuring(rows, 0, f"{case}:{what}:{name}"):  # not all tiles fit every processor
-            took = captured(run, sets)
-            run(0)
-            got = result().clone()
-            if first is None:
-                first, usual = got, name
-            if differs(got, first):
-                raise RuntimeError(f"{case} {what} {name}: another result than {usual}'s")
-            report.add(f"{what}_us", took.samples, "us")
-            found[name] = took
-    if found:
-        best = min(found, key=lambda name: found[name].median)
-        report.note(f"{what}, {rows} rows, quickest: {best}, {found[best].median:.2f} us")
 
 
 def differs(got: Tensor, first: Tensor) -> bool:

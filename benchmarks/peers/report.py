@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import ROOT, files_of
+from .. import files_of
 
-PICTURE = "docs/compared.svg"
 NOTHING = "Not measured yet: there are no rows in `benchmarks/results/peers.csv`."
 # Heading, metric, digits.
 COSTS = (
@@ -119,11 +118,8 @@ def markdown(found: dict[Setting, dict[str, Measured]]) -> str:
 
 
 def tables() -> str:
-    """Those of the committed rows, below the picture if it has been drawn."""
-    made = markdown(merge(read(files_of("peers.csv"))))
-    if made == NOTHING or not (ROOT / PICTURE).exists():
-        return made
-    return f"![Score against the size of the cache, and against bytes read a token]({Path(PICTURE).name})\n\n{made}"
+    """Those of the committed rows."""
+    return markdown(merge(read(files_of("peers.csv"))))
 
 
 def main(argv: list[str] | None = None) -> None:

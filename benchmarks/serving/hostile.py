@@ -26,8 +26,10 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import queue
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -37,7 +39,7 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -49,7 +51,6 @@ from hf_sparsekv.results import device_name, versions
 from ..arguments import new_parser, rows_file
 from ..report import Report
 from . import attacks
-from .server_process import served
 
 QUESTIONS = 8
 TOKENS = 48
@@ -61,6 +62,32 @@ CHAT = """{{ mood }}{{ reasoning_effort }}{{ tools | tojson if tools }}{# "argum
 {{ m.reasoning_content }}{{ m.content }}
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+
+
+class Words:
+    """Lines of a process from now on. They are read all the time: a process that writes to a full pipe waits."""
+
+    def __init__(self, stream: Iterable[str]) -> None:
+        self._lines: list[str] = []
+        self._reading = threading.Thread(target=self._lines.extend, args=(stream,), daemon=True)
+        self._reading.start()
+
+    def all(self) -> str:
+        """To its end, of a process that has ended."""
+        self._reading.join(10)
+        return "".join(self._lines)
+
+
+def served(options: list[str]) -> tuple[subprocess.Popen, str, Words]:
+    """A server in a process of its own, as people start it; its address, and its words."""
+    command = [sys.executable, "-m", "hf_sparsekv", "serve", *options, "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ)
+    while line := server.stderr.readline():
+        print(line, end="", flush=True)
+        if found := re.search(r"listening on http://(\S+):(\d+)/", line):
+            host = "127.0.0.1" if found[1] in ("0.0.0.0", "[::]") else found[1]
+            return server, f"http://{host}:{found[2]}", Words(server.stderr)
+    raise RuntimeError(f"the server has not started: it ended with {server.wait()}")
 
 
 class Honest:

@@ -8,7 +8,6 @@
     python -m benchmarks serving open http://127.0.0.1:8000 [URL ...] --trace FILE     # any server: urls.py
     python -m benchmarks serving closed http://127.0.0.1:8000 [URL ...] --rows 1 8 32 --context 8k
     python -m benchmarks serving flags segments --model qwen3-8b --context 34k     # its setting as options of `serve`
-    python -m benchmarks serving soak --minutes 60 -- small        # a real server under clients of every kind
     python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
 
 SYSTEM: dense, sparse, exact, offload, working-set, segments (our engine, each with one thing more than the one before:

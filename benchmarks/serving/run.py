@@ -305,10 +305,6 @@ def main(argv: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command == "trace":
         return trace.main(rest)
-    if command == "soak":
-        from . import soak
-
-        return soak.main(rest)
     if command == "hostile":
         from . import hostile
 

@@ -14,9 +14,7 @@ from hf_sparsekv.config import SparseConfig
 
 from .statistics import (
     FRACTIONS,
-    POOLS,
     LayerStatistics,
-    PoolStatistics,
     block_bounds,
     block_mass,
     bound_scores,
@@ -25,7 +23,6 @@ from .statistics import (
 )
 
 WEIGHTS = 1 << 24  # attention weights that are held at once
-WARM_UP = 16  # steps before a pool's hits count: it starts empty
 SHOWN = {
     "overlap": "k=1/8:bound:overlap_1",
     "lag 16": "k=1/8:bound:overlap_16",
@@ -47,25 +44,16 @@ def measure(
         q: ``[steps, Hq, D]``.
 
     Returns:
-        ``[H]`` by name, see :class:`~.statistics.LayerStatistics`; and ``[1]``, hit rates of a pool for these heads:
-        ``k=1/8:bound:lru_layer_25``.
+        ``[H]`` by name, see :class:`~.statistics.LayerStatistics`.
     """
     n = stored_blocks(config, k.shape[1])
     k, q = k.float(), q.float()
     bounds, chosen = block_bounds(k, config, 0, n), chosen_blocks(n, fractions)
     found = LayerStatistics(chosen, n)
-    pools = {fraction: PoolStatistics(1, len(k), n, WARM_UP) for fraction in chosen}
     for part in q.split(max(1, WEIGHTS // (q.shape[1] * k.shape[1]))):
         mass, rest = block_mass(part, k, n, config, k.shape[-1] ** -0.5)
-        selected = found.add({"bound": bound_scores(part, bounds), "oracle": mass}, mass, rest)
-        for fraction, pool in pools.items():
-            for ids in selected["bound", fraction]:
-                pool.add(0, ids)
-    values = found.values()
-    if len(q) > WARM_UP:
-        for fraction, pool in pools.items():
-            values |= {f"k={fraction}:bound:lru_layer_{p}": np.array(pool.by_layer(p)) for p in POOLS}
-    return values
+        found.add({"bound": bound_scores(part, bounds), "oracle": mass}, mass, rest)
+    return found.values()
 
 
 def achieved(

@@ -1,4 +1,4 @@
-"""What selections of a decoding model look like: overlap of consecutive steps, attention mass, reuse of blocks.
+"""What selections of a decoding model look like: overlap of consecutive steps, attention mass.
 
 Every function takes plain tensors, so that recorded attention and made-up tensors (:mod:`.keys`)
 are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
@@ -21,7 +21,6 @@ from hf_sparsekv.ops.selection.block_score import block_score
 FRACTIONS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4))  # of the stored blocks that a step selects
 LAGS = (1, 2, 4, 8, 16)  # steps between two selections that are compared
 SHARES = (90, 95, 98, 99)  # percent of the stored blocks' attention mass
-POOLS = (10, 25, 50)  # percent of all blocks that an LRU pool holds
 WORKING_SET = 12  # steps whose selections are united
 SELECTORS = ("bound", "oracle")  # by our bound on the score; by the true attention mass
 
@@ -144,71 +143,6 @@ class LayerStatistics:
     def values(self) -> dict[str, np.ndarray]:
         """Means over the steps, ``[H]`` each: ``blocks_for_95``, ``k=1/8:bound:overlap_1`` ..."""
         return {name: total / count for name, (total, count) in self._sums.items()}
-
-
-class ReuseDistances:
-    """Hit rates of LRU pools of every size at once.
-
-    An access hits a pool of ``c`` units if fewer than ``c`` other units were accessed since the last time. So one pass
-    over the stream, which notes that number for each access, serves all sizes.
-
-    Args:
-        units: how many different units there are.
-        warm_up: batches at the beginning whose hits and misses do not count.
-    """
-
-    def __init__(self, units: int, warm_up: int = 0) -> None:
-        self._last = np.full(units, -1, dtype=np.int64)  # when each unit was accessed
-        self._counts = np.zeros(units + 1, dtype=np.int64)  # accesses by distance; the last entry: never before
-        self._clock, self._skip = 0, warm_up
-
-    def add(self, ids: np.ndarray) -> None:
-        """Access ``ids`` in this order; they are distinct."""
-        count = len(ids)
-        before, place = self._last[ids], np.arange(count)
-        self._last[ids] = self._clock + place
-        order = np.sort(self._last)
-        # Others accessed since: all that are later in time now, without those of this batch that come after the
-        # access itself, unless they had been accessed since before.
-        distance = len(order) - np.searchsorted(order, before, side="right") - (count - place)
-        distance += np.triu(before[None] > before[:, None], 1).sum(-1)
-        distance[before < 0] = len(self._counts) - 1
-        if self._skip:
-            self._skip -= 1
-        else:
-            np.add.at(self._counts, distance, 1)
-        self._clock += count
-
-    def hit_rate(self, capacity: int) -> float:
-        """Share of the accesses that hit a pool of ``capacity`` units."""
-        total = self._counts.sum()
-        return float(self._counts[: min(capacity, len(self._counts) - 1)].sum() / total) if total else float("nan")
-
-
-class PoolStatistics:
-    """Hit rates of LRU pools over the selections of all layers: one shared pool, or one a layer.
-
-    The unit is a block of one KV head of one layer. A step accesses layer after layer, in it head after head.
-    """
-
-    def __init__(self, layers: int, heads: int, most_blocks: int, warm_up: int) -> None:
-        self.layers, self.most, self.per_layer = layers, most_blocks, heads * most_blocks
-        self._shared = ReuseDistances(layers * self.per_layer, warm_up * layers)
-        self._own = [ReuseDistances(self.per_layer, warm_up) for _ in range(layers)]
-
-    def add(self, layer: int, ids: np.ndarray) -> None:
-        """Selection ``ids [H, k]`` of the step's next layer."""
-        units = (ids + self.most * np.arange(len(ids))[:, None]).ravel()
-        self._own[layer].add(units)
-        self._shared.add(units + layer * self.per_layer)
-
-    def shared(self, percent: int) -> float:
-        """Hit rate of one pool for all layers that holds ``percent`` of all blocks."""
-        return self._shared.hit_rate(self.layers * self.per_layer * percent // 100)
-
-    def by_layer(self, percent: int) -> list[float]:
-        """Hit rates of one pool a layer that holds ``percent`` of its blocks."""
-        return [pool.hit_rate(self.per_layer * percent // 100) for pool in self._own]
 
 
 def chosen_blocks(n: int, fractions: Iterable[Fraction] = FRACTIONS) -> dict[Fraction, int]:

@@ -31,10 +31,6 @@ class Time:
         """Three samples with this median and these quartiles."""
         return [self.low, self.median, self.high]
 
-    def __sub__(self, other: Time) -> Time:
-        """The remaining time without work that takes ``other``."""
-        return Time(*(mine - other.median for mine in (self.median, self.low, self.high)))
-
 
 def captured(run: Callable[[int], None], sets: int, repetitions: int = REPETITIONS, replays: int = REPLAYS) -> Time:
     """Time of one ``run(i)``: ``repetitions`` of them in one graph, ``i`` going round ``sets`` sets of inputs."""

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import fake_flash_4
 import pytest
 import torch
+from inside import sparse_slabs, users_of_flash_4
 from models import build
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, TokenConfig, flash_attention_4
-from hf_sparsekv.attention import flash_4, parts, sparse_prompt
+from hf_sparsekv.attention import flash_4, parts
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import PromptAudit, sparse_attention
 from hf_sparsekv.ops._prompts import BLOCK, TILE, blocks_of, tiles_of
@@ -92,7 +93,7 @@ def test_chosen_blocks(name, later, fake):
 @pytest.mark.parametrize("padded", [False, True])
 def test_sparse_prompts_take_it(padded, fake, monkeypatch):
     """In slabs of queries; rows with padding are for our kernel."""
-    monkeypatch.setattr(sparse_prompt, "_BYTES", 1)
+    sparse_slabs(monkeypatch, 1)
     query, key, value = tensors(4200, 4700)
     start = torch.tensor([5], dtype=torch.int32) if padded else None
     audits = PromptAudit(), PromptAudit()
@@ -155,23 +156,23 @@ def test_it_is_in_use_while_any_context_is_open(fake):
     uses = []
     with pytest.raises(KeyError), flash_attention_4():
         with flash_attention_4():
-            thread = threading.Thread(target=lambda: uses.append(flash_4._uses.now))
+            thread = threading.Thread(target=lambda: uses.append(users_of_flash_4()))
             thread.start()
             thread.join()
-        uses.append(flash_4._uses.now)
+        uses.append(users_of_flash_4())
         raise KeyError
-    assert [*uses, flash_4._uses.now] == [2, 1, 0]
+    assert [*uses, users_of_flash_4()] == [2, 1, 0]
 
 
 def test_an_engine_uses_it_until_it_closes(fake):
     net, serving = build("llama", "sparsekv"), ServingConfig(max_length=64, flash_attention_4=True)
     with pytest.raises(ValueError, match="no prompt of this model could be read by FlashAttention 4"):
         Engine(net, None, TokenConfig(), None, serving)
-    assert flash_4._uses.now == 0
+    assert users_of_flash_4() == 0
     with Engine(net.bfloat16(), None, TokenConfig(), None, serving) as engine:
-        assert flash_4._uses.now == 1
+        assert users_of_flash_4() == 1
         engine.submit([1, 2, 3], Sampling(max_tokens=2, temperature=0)).result(60)
-    assert flash_4._uses.now == 0
+    assert users_of_flash_4() == 0
 
 
 def test_what_is_missing_is_told(fake, monkeypatch):
@@ -193,7 +194,7 @@ def test_what_is_missing_is_told(fake, monkeypatch):
     monkeypatch.setattr(flash_4, "installed", lambda module: False)
     with pytest.raises(ImportError, match="not installed: pip install"), flash_attention_4():
         pass
-    assert flash_4._uses.now == 0
+    assert users_of_flash_4() == 0
 
 
 def test_modules_of_packages_that_are_missing():

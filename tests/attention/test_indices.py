@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import chosen_pieces, score_pieces
 from models import build, model
 from test_mla import attention_modules
 
-from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.indices import index_mask, indexed_attention, visible
 from hf_sparsekv.attention.mla import Absorbed, absorb_mla, restore_mla
@@ -31,7 +31,7 @@ def case(q: int, n: int, topk: int, dims: tuple[int, int, int], heads: int = 2):
 )
 @pytest.mark.parametrize("latent", [False, True])
 def test_as_with_a_mask(monkeypatch, latent, extra, piece):
-    monkeypatch.setattr(indices, "_BYTES", piece)
+    chosen_pieces(monkeypatch, piece)
     params = AttentionParams(0.4, **extra)
     query, key, value, chosen, shown = case(21, 60, 12, (20, 16, 8) if latent else (20, 20, 10), 1 if latent else 2)
     absorbed = Absorbed(attention_modules(model("deepseek-v3"))[0]) if latent else None
@@ -85,7 +85,7 @@ def test_indexers_score_some_queries_at_a_time(monkeypatch):
     expected = choose()
     absorb_mla(net)
     assert torch.equal(choose(), expected)
-    monkeypatch.setattr(indexer, "_BYTES", 4 * 2 * (8 + 16) * (past + n) * 9)
+    score_pieces(monkeypatch, 4 * 2 * (8 + 16) * (past + n) * 9)
     assert torch.equal(choose(), expected)
     assert calls == [n, n, *[9] * 7, 7]
     ours = module.indexer.forward

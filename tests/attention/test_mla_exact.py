@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import FULL, two_level
+from inside import latent_pieces
 from models import MLA, build, model, prompt
 from test_mla import attention_modules
 
-from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
 from hf_sparsekv.types import AttentionParams
@@ -20,8 +20,7 @@ from hf_sparsekv.types import AttentionParams
 @pytest.mark.parametrize("what", ["plain", "padded", "4d", "additive", "softcap", "sinks", "window"])
 def test_exact_attention(monkeypatch, what, q, piece):
     """On latents, expanded at once, and piece by piece: what attention over all expanded keys and values gives."""
-    monkeypatch.setattr(mla, "_PIECE", piece)
-    monkeypatch.setattr(mla, "_MASK_BYTES", 5000)
+    latent_pieces(monkeypatch, piece, 5000)
     absorbed = Absorbed(attention_modules(model("deepseek-v3"))[0])
     generator = torch.Generator().manual_seed(q)
     batch, heads, n = 2, 4, 77

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from caches import CACHES, FULL, TIGHT, two_level
 from captured import check, on_gpu
+from inside import LATENT_BYTES, latent_pieces
 from models import MLA, build, prompt, sharp_on_gpu
 from test_mla import attention_modules
 from transformers import DynamicCache
@@ -24,7 +25,6 @@ from hf_sparsekv import (
     optimize,
     predict_ahead,
 )
-from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed
 from hf_sparsekv.cuda_graph.optimize import runner_of
@@ -191,7 +191,7 @@ def test_exact_attention(monkeypatch, q, dtype, padded):
     expected = exact_attention(query.float(), key, value, params, columns=columns)
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for piece in (1 << 29, 1 << 22):
-        monkeypatch.setattr(mla, "_PIECE", piece)
+        latent_pieces(monkeypatch, piece)
         found = absorbed.attention(query, latent, rotary, params, columns=columns).float()
         assert (found - expected).norm() / expected.norm() < limit
 
@@ -209,7 +209,7 @@ def test_memory_of_a_long_prompt_stays_bounded():
         out = absorbed.attention(query, latent, rotary, AttentionParams(0.1))
         peak = torch.cuda.max_memory_allocated() - before - out.nbytes
     # A piece: projected, as keys, as values, and as the attention wants them.
-    assert peak < 4 * mla._PIECE
+    assert peak < 4 * LATENT_BYTES
 
 
 def test_a_model_whose_experts_cannot_be_captured_says_so():

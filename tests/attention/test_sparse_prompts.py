@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import CACHES, FULL
+from inside import LATENT_BYTES, latent_pieces
 from models import build, model, plain_text, prompt
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
-from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.sparse_prompt import LAST, PromptAudit, sparse_attention
 from hf_sparsekv.layers import sparse_prompt as sparse_layers
@@ -54,7 +54,7 @@ def test_pieces(name, monkeypatch):
     """Of a prompt, on the device and in host memory, over latents some heads at a time."""
     ids = prompt(1, 900)["input_ids"]
     expected = model(name)(ids, past_key_values=DynamicCache(config=model(name).config)).logits[:, -1]
-    monkeypatch.setattr(mla, "_PIECE", 1 << 18)
+    latent_pieces(monkeypatch, 1 << 18)
     for make in ("device-default", "host-default"):
         cache = CACHES[make](**FULL, **ALL)
         for piece in ids.split(450, dim=1):
@@ -85,8 +85,8 @@ def test_latents_are_chosen_from(monkeypatch):
     """In all layers; some heads at a time choose as all heads do, and so does a piece that follows another."""
     net, ids = model("glm4-moe-lite"), prompt(1, 1000)["input_ids"]
     found = []
-    for size in (mla._PIECE, 1 << 18):
-        monkeypatch.setattr(mla, "_PIECE", size)
+    for size in (LATENT_BYTES, 1 << 18):
+        latent_pieces(monkeypatch, size)
         cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill": 0.4}), offload=None)
         for piece in ids.split((300, 700), dim=1):
             out = net(piece, past_key_values=cache).logits[:, -1]
@@ -107,8 +107,8 @@ def test_rows_of_latents_begin_where_their_padding_ends(rows, monkeypatch):
     """Some rows at a time, as all of them together do."""
     net, inputs, found = model("glm4-moe-lite"), prompt(3, 700, (0, 63, 300)), []
     each = 700 * (12 + 8 + 10) * 4  # bytes of a row's keys and values of one head
-    for size in (mla._PIECE, rows * each):
-        monkeypatch.setattr(mla, "_PIECE", size)
+    for size in (LATENT_BYTES, rows * each):
+        latent_pieces(monkeypatch, size)
         cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill": 0.4}), offload=None)
         found.append((net(**inputs, past_key_values=cache).logits, cache.stats().prompts))
     (out, prompts), (again, other) = found
@@ -147,7 +147,7 @@ def test_layers_say_which_rows_are_short(name, monkeypatch):
 
     real = sparse_layers.sparse_attention
     monkeypatch.setattr(sparse_layers, "sparse_attention", attend)
-    monkeypatch.setattr(mla, "_PIECE", 1)
+    latent_pieces(monkeypatch, 1)
     cache = OffloadedSparseCache(TokenConfig(**{**SOME, "prefill_below": 650}), offload=None)
     model(name)(**prompt(3, 700, (0, 63, 300)), past_key_values=cache)
     assert {below for _, below in said} == {650} and sorted({one for start, _ in said for one in start}) == [0, 63, 300]
@@ -203,7 +203,7 @@ def test_an_interrupt_between_heads(monkeypatch):
         return real(*args, **named)
 
     real, done = sparse_prompt.block_attention, []
-    monkeypatch.setattr(mla, "_PIECE", 1)  # a head at a time
+    latent_pieces(monkeypatch, 1)  # a head at a time
     monkeypatch.setattr(sparse_prompt, "block_attention", attend)
     cache = CACHES["device-default"](**SOME)
     with pytest.raises(KeyboardInterrupt):

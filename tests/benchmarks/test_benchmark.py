@@ -12,7 +12,6 @@ from models import build
 from benchmarks import baselines, decoding, filling, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, Variant, find, make_cache
-from hf_sparsekv.kv.block_ids import bucket
 
 BATCH, CONTEXT, NEW = 2, 300, 6
 
@@ -92,8 +91,6 @@ def test_all_caches_hold_the_same(name):
     assert dynamic.get_seq_length() == CONTEXT + NEW
     everything = Variant("everything", "", settings={"token_budget": 4096, "dense_layers": 0})
     for variant, length in (
-        ("hf_static", None),
-        ("hf_static", CONTEXT + 100),
         (everything, None),
         ("captured_dense", None),
     ):
@@ -126,23 +123,6 @@ def test_filled_caches_select_from_the_first_step(how):
         filling.fill_cache(model, cache, 1, 2048, how)
         last = cache.sparse_layers[2]
         assert last.policy.plan(last.store).attends in ("every", "chosen"), name
-
-
-def test_growth_comes_right_after_the_filled_length():
-    """``recapture_s`` fills a growing cache so that the storage must grow a few steps later."""
-    model = build("llama", "sparsekv", max_position_embeddings=4096)
-    variant = Variant("two_level", "", settings={"block_size": 16, "window": 16, "token_budget": 32, "num_blocks": 2})
-    config = make_cache(model, variant, None).config
-    length, blocks = bench_step.before_growth(config, 1400), bucket(-(-1400 // config.block_size))
-    cache = make_cache(model, variant, None)
-    filling.fill_cache(model, cache, BATCH, length)
-    store = cache.sparse_layers[0].store
-    before = store.addresses
-    assert store.full_blocks == store.block_table.shape[1] == blocks
-    step = decoding.Steps(model, cache, BATCH, 8)
-    for expected in (True, True, False):
-        step()
-        assert (store.addresses == before) is expected
 
 
 def test_dense_forward_attends_to_context_and_new_token():

@@ -1,4 +1,4 @@
-"""The operator benchmark: its inputs and its check, on the CPU through the references; the whole of it on a GPU."""
+"""The operator benchmark: its inputs and its check, on the CPU through the references; sweeps on a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from read_rows import read_rows
 pytest.importorskip("triton")
 
 from benchmarks.operators import run as module
-from benchmarks.operators import walk as walks
 from benchmarks.operators.check import check
 from benchmarks.operators.run import main
 from benchmarks.operators.sweep import differs, variants
-from benchmarks.operators.walk import WalkLayer
 from benchmarks.report import Report
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.tuning.layer_step import VERIFIED, Layer, Shape
+from hf_sparsekv.tuning.layer_step import Layer, Shape
 from hf_sparsekv.tuning.timing import Time
 
 pytestmark = pytest.mark.slow
@@ -53,21 +51,6 @@ def test_an_operator_that_does_nothing_fails_the_check(layer, part, monkeypatch)
         check(layer)
 
 
-def test_walks_pass_the_check(layer):
-    WalkLayer(Layer(LATENTS, torch.device("cpu"), seed=0), tokens=50).check()
-    walk = WalkLayer(layer, tokens=50)
-    walk.check()
-    assert (walk.found.count == 50).all()
-
-
-@pytest.mark.parametrize("part", ["score", "select", "attend"])
-def test_a_walk_that_leaves_something_out_fails_the_check(layer, part, monkeypatch):
-    walk = WalkLayer(layer, tokens=50)
-    monkeypatch.setattr(WalkLayer, part, lambda self, **given: None)
-    with pytest.raises(AssertionError):
-        walk.check()
-
-
 def test_inputs_are_what_a_store_would_hold(layer):
     """Physical blocks in allocation order, the ring as full as it gets, room for the new token only."""
     assert SHAPE.full_blocks == (300 - 35) // 16 == 16
@@ -99,47 +82,6 @@ def test_ways_to_run_an_operator_agree(layer, operator):
         assert not differs(got, first), name
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=["keys-values", "latents"])
-def test_all_figures_of_a_shape(shape, tmp_path, monkeypatch):
-    """Everything but the clocks: steps, parts and walks run; torch's baselines are made up."""
-
-    def captured(step, sets, **how):
-        for i in range(sets):
-            step(i)
-        return Time(5.0, 4.0, 6.0)
-
-    for place in (module, walks):
-        monkeypatch.setattr(place, "captured", captured)
-    for name in ("absorbed", "dense_torch"):
-        monkeypatch.setattr(module, name, lambda *args: {"slow": Time(9.0, 9.0, 9.0), "flash": Time(3.0, 2.0, 4.0)})
-    monkeypatch.setattr(walks, "TOKENS", (50, 100_000))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    path = tmp_path / "operator.csv"
-    layers = [Layer(shape, torch.device("cpu"), seed) for seed in range(2)]
-    with Report("operator", shape.case, path, None) as report:
-        module.measure(layers, report, rate=1e12)
-    assert report.close() == 0
-    assert len(report.left_out) == (shape is LATENTS), "heads of no known model are not expanded"
-    rows = {(row["variant"], row["metric"]): row for row in read_rows(path)}
-    whole = {variant for variant, metric in rows if metric == "attention_us"}
-    walked = {"progressive:tokens=50"}
-    methods = {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"}
-    methods |= {f"verify:{tokens}" for tokens in VERIFIED}
-    assert whole == {"limit", "limit:dense"} | methods | walked
-    assert {metric for variant, metric in rows if variant == "two_level"} == {
-        "attention_us", *(f"{part}_us" for part in module.parts([]))
-    }  # fmt: skip
-    assert {metric for variant, metric in rows if variant == "progressive:tokens=50"} == {
-        "attention_us", "score_us", "select_us", "attend_us"
-    }  # fmt: skip
-    assert rows["sdpa_best", "attention_us"]["value"] == "3"
-    assert [rows["two_level", "append_us"][name] for name in ("low", "value", "high")] == ["4", "5", "6"]
-    limit = float(rows["limit", "attention_us"]["value"])
-    assert limit == pytest.approx(1e-6 * shape.bytes_read("two_level"), rel=1e-4)
-
-
 @pytest.fixture
 def reported(tmp_path):
     """What a measurement reports: values by variant, and what failed."""
@@ -169,8 +111,8 @@ def test_sweeps_name_the_quickest_and_the_wrong(layer, monkeypatch, capsys, repo
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "operator.csv"
-    assert main(["--shapes", "1x16k", "--heads", "4x2", "--dim", "64", "--csv", str(path)]) == 0
+    command = f"--shapes 1x16k --heads 4x2 --dim 64 --sweep token_select mass_select --csv {path}"
+    assert main(command.split()) == 0
     rows = read_rows(path)
-    variants = {row["variant"] for row in rows if row["metric"] == "attention_us"}
-    assert {"two_level", "two_level:lag", "block_only", "token_only", "captured_dense", "sdpa_best"} <= variants
+    assert {row["metric"] for row in rows} == {"token_select_us", "mass_select_us"}
     assert all(float(row["value"]) > 0 for row in rows)

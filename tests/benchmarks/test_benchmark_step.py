@@ -10,7 +10,7 @@ from captured import imitated
 from models import build
 from read_rows import read_rows as rows
 
-from benchmarks import decoding, filling, kernels, shapes
+from benchmarks import decoding, filling, shapes
 from benchmarks import step as bench_step
 from benchmarks.baselines import VARIANTS, NotRun, make_cache
 from benchmarks.report import Report
@@ -53,40 +53,18 @@ def test_rows_are_written_after_each_variant_and_after_a_crash(tmp_path, capsys)
     assert found == ["fifth", "allocations", "0", "count", ""]
 
 
-def test_a_failing_variant_of_step_does_not_lose_the_others(tmp_path, monkeypatch):
-    path = tmp_path / "step.csv"
-    args = bench_step.arguments().parse_args(
-        ["--shapes", "1x200", "2x100", "--variants", "hf_dynamic", "two_level", "captured_dense", "--csv", str(path)]
-    )
-    model = build("llama", "sparsekv")
-
-    def measure(self, variant, batch, context):
-        if variant.name == "two_level":
-            raise RuntimeError("a kernel broke" if batch == 1 else "CUDA out of memory")
-        self.report.add("tpot_ms", [1.0, 2.0])
-
-    monkeypatch.setattr(bench_step.Bench, "measure", measure)
-    with Report("step", "tiny", path, 8) as report:
-        bench_step.run(bench_step.Bench(model, report, args), args, rate=1e12)
-    found = [(row["variant"].partition("+")[0], row["batch"]) for row in rows(path)]
-    assert found == [(name, batch) for batch in "12" for name in ("limit", "hf_dynamic", "captured_dense")]
-    assert len(report.failed) == len(report.left_out) == 1
-    expected = bench_step.limit_ms(shapes.weight_bytes(model), model.config, 1, 200, 4, 1e12)
-    assert float(rows(path)[0]["value"]) == pytest.approx(expected, rel=1e-4)
-
-
 SETTINGS = {"block_size": 16, "window": 16, "dense_layers": 0}
 
 
 def test_step_measures_all_that_it_names(stepped, monkeypatch):
-    """Everything but the clocks, in small: two captures of one shape, one of another, growth."""
+    """Everything but the clocks, in small: two captures of one shape, one of another."""
     monkeypatch.setattr(filling, "CALIBRATION", 256)
     model = build("gemma3", "sparsekv", max_position_embeddings=2048)
-    command = "--shapes 2x600 1x640 --tokens 6 --recapture --variants hf_dynamic hf_static two_level:lag"
+    command = "--shapes 2x600 1x640 --tokens 6 --variants hf_dynamic two_level:lag"
     found = stepped(model, command, "two_level", token_budget=32, num_blocks=2, **SETTINGS)
     count = Counter((row["variant"], row["batch"], row["metric"]) for row in found)
     assert set(count.values()) == {1}
-    always = "tpot_ms steps_ms step_ms capture_s growth_s recapture_s peak_gb generate_host_syncs"
+    always = "tpot_ms steps_ms step_ms capture_s peak_gb generate_host_syncs"
     always += " allocations allocations:seal host_syncs host_syncs:seal"
     first, second = ({metric for v, batch, metric in count if (v, batch) == ("two_level:lag", b)} for b in "21")
     assert first - second == {"capture_s:cold"}, "cold once in a process"
@@ -158,22 +136,6 @@ def test_the_step_that_is_repeated_is_the_same():
     assert cache.row_table.rows.lengths == (CONTEXT + 3,) * BATCH
 
 
-def test_step_prints_its_kernels(stepped, monkeypatch, capsys):
-    """Of a step that is made for it, of an offloaded cache, too."""
-    found, steps = [kernels.Kernel("attends", 0.0, 5.0)], []
-    monkeypatch.setattr(bench_step, "launched", lambda step: steps.append(step()) or found)
-    settings = {"token_budget": 32, "num_blocks": 2, **SETTINGS}
-    for offload in ("", " --offload"):
-        stepped(
-            build("llama", "sparsekv"),
-            f"--shapes 2x300 --variants two_level --kernels{offload}",
-            "two_level",
-            **settings,
-        )
-        assert "5.00 us more,     5.00 us attends" in capsys.readouterr().out
-    assert len(steps) == 2
-
-
 # ---------------------------------------------------------------------- on a GPU
 
 
@@ -183,12 +145,12 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path = tmp_path / "step.csv"
-    args = f"--model toy --shapes 1x16k --tokens 32 --recapture --csv {path}".split()
-    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded", "hf_static"]) == 0
+    args = f"--model toy --shapes 1x16k --tokens 32 --csv {path}".split()
+    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded"]) == 0
     found = {(row["variant"], row["metric"]) for row in rows(path)}
-    ours = "tpot_ms step_ms capture_s:cold capture_s growth_s recapture_s peak_gb"
+    ours = "tpot_ms step_ms capture_s:cold capture_s peak_gb"
     for metric in (*ours.split(), "allocations", "host_syncs", "generate_host_syncs"):
         assert ("two_level:lag+fused", metric) in found
-    for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
+    for variant in ("hf_dynamic", "hf_offloaded"):
         assert (variant, "tpot_ms") in found
     assert ("sdpa_best+fused", "step_ms") in found

@@ -7,7 +7,7 @@ import torch
 from caches import CACHES
 from models import model, prompt
 
-from benchmarks.drawn_lists import KEPT, Drawn, draw
+from benchmarks.drawn_lists import Drawn, draw
 from hf_sparsekv.attention import sparse_prompt
 
 
@@ -31,12 +31,3 @@ def test_prompts_attend_to_drawn_lists(density):
         assert 0.55 < first.density < 0.85
     else:
         assert first.density <= 0.5  # so much is always chosen
-
-
-def test_few_lists_are_kept():
-    drawn, args = Drawn(0.5), (torch.rand(1, 2), -1, 10**9)
-    for past in range(0, 64 * (KEPT + 3), 64):
-        pooled, exact = torch.rand(1, 2, 1, (past + 191) // 64), torch.rand(1, 2, 4, (past + 191) // 64)
-        one = drawn(pooled, exact, args[0], past, 128, args[2])
-        assert torch.equal(one[0], drawn(pooled, exact, args[0], past, 128, args[2])[0])
-    assert len(drawn.lists) == KEPT

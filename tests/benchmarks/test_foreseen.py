@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from caches import TIGHT, predictive, two_level
+from caches import TIGHT, predictive
 from captured import Imitation
 from models import build
 from read_rows import read_rows
@@ -29,35 +29,6 @@ def filled(cache, net, context: int = 400) -> SyntheticKV:
     for index, layer in enumerate(cache.sparse_layers):
         layer.fill(made.prompt_queries(index), *made.keys_values(index))
     return made
-
-
-# ---------------------------------------------------------------------- what is measured
-
-
-@pytest.mark.parametrize("method", ["predictive", "two_level"])
-def test_scores_are_those_of_caches(method):
-    net = build("qwen3", "sparsekv", num_hidden_layers=3)
-    cache = predictive(model_config=net.config, **TIGHT) if method == "predictive" else None
-    cache = cache or two_level(True, net.config, **TIGHT, level="token")
-    made = filled(cache, net)
-    layer, queries = cache.sparse_layers[1], made.queries(3)[:, 1, 0]
-    keys = made.keys_values(1)[0][0]
-    index = StoredIndex(cache.config, *fs.calibrate(cache.config, made.prompt_queries(1)[0], keys))
-    assert torch.equal(index.channels, layer.policy.labels.channels[0].long())
-    n = stored_blocks(cache.config, 400)
-    assert n == layer.store.full_blocks
-    index.store(keys, n - 5)  # in two parts
-    index.store(keys, n)
-    found = index.scores(queries)
-    for step, q in enumerate(queries):
-        ids = foresight.chosen_ids(layer, q[None])[0]
-        for head, chosen in enumerate(ids):
-            chosen = chosen[chosen >= 0]
-            best = fs.best(found[step, head], len(chosen)).nonzero().flatten()
-            assert torch.equal(chosen.long().sort().values, best)
-
-
-# ---------------------------------------------------------------------- the recording
 
 
 # ---------------------------------------------------------------------- imitated
@@ -136,38 +107,6 @@ def test_caches_choose_for_the_expected_queries(captured, monkeypatch):
     replayed.remove()
     assert not any({"attend", "foresee"} & set(vars(layer)) for layer in cache.sparse_layers)
     tap.remove()
-
-
-@pytest.mark.parametrize(
-    ("settings", "copies"),
-    [({"level": "two_level", "lag": True}, False), ({"offload": False}, False), ({}, True)],
-)
-def test_caches_that_expect_nothing(settings, copies):
-    """Where tokens are copied behind the step, consecutive steps are to overlap as recorded."""
-    net = build("qwen3", "sparsekv", num_hidden_layers=3)
-    settings = {"offload": True, **TIGHT, "level": "token", "lag": False} | settings
-    cache = two_level(model_config=net.config, **settings)
-    selection = foresight.selection_of(cache)
-    assert (selection is not None) == copies
-    if not copies:
-        return
-    made = filled(cache, net)
-    pairs = Pairs(made, selection)
-    queries = pairs.queries(24)
-    assert pairs.expected(queries) is None and not torch.equal(queries, made.queries(24))
-    replayed = ReplayedQueries(queries)
-    replayed.install(cache)
-    with torch.no_grad():
-        net(torch.full((1, 1), 5), past_key_values=cache)
-    now, wanted = foresight.achieved(cache, replayed, selection), foresight.recorded(cache, pairs)
-    assert now.step_overlap == pytest.approx(wanted.step_overlap, abs=0.2)
-    assert now.overlap is now.cosine is wanted.overlap is now.hit_rate is None
-    layers = cache.sparse_layers
-    rooms = [layer.policy.tokens.room / selection.chosen for layer in layers]
-    rates = [pairs.hit_rate(at, room) for at, room in enumerate(rooms)]
-    assert wanted.hit_rate == pytest.approx(np.mean(rates))
-    each = layers[0].store.heads * selection.chosen * layers[0].store.token_bytes
-    assert wanted.missed == pytest.approx(sum((1 - rate) * each for rate in rates))
 
 
 # ---------------------------------------------------------------------- rows

@@ -1,4 +1,4 @@
-"""Peers on the same prompts: the file of prompts, the loop that answers them, rows, their table and picture."""
+"""Peers on the same prompts: the file of prompts, the loop that answers them, rows, and their table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from benchmarks.peers import (
     answering,
     measuring,
-    picture,
     prompt_file,
     prompts,
     report,
@@ -153,9 +152,6 @@ def test_both_runs_append_rows_that_one_table_shows(tmp_path, capsys, monkeypatc
     assert full.startswith("| transformers:full | 0.0 | 0.0 |")
     assert default.startswith("| hf-sparsekv:default | 0.0 (1 of 2 tasks) | 0.0 (1 of 2 tasks) |")
     assert offloaded.startswith("| hf-sparsekv:offloaded | not run | not run |")
-    picture.main(["--csv", str(rows), "--out", str(tmp_path / "peers.svg")])
-    svg = (tmp_path / "peers.svg").read_text()
-    assert "transformers:full" in svg and "hf-sparsekv:default" not in svg, "a system that was asked a part is in it"
 
 
 def row(variant: str, metric: str, value: float, prompts: str = "aa", commit: str = "c1") -> dict:
@@ -183,5 +179,3 @@ def test_newest_rows_of_the_same_prompts_are_merged():
         ["b", "not run", "75.0 (1 of 2 tasks)", "12.3", "c1"],
     ]
     assert str(first) == "m, prompts of 16,384 tokens, GPU" and report.markdown({}) == report.NOTHING
-    with pytest.raises(ValueError, match="has a score and a cost"):
-        picture.draw(first, {"a": found[first]["a"]}, Path("nowhere.svg"))

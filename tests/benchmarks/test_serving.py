@@ -273,25 +273,3 @@ def test_a_sweep_ends_where_the_limits_are_broken(tiny, tmp_path, short):
     strict = run_serving(command.replace("0.01 4 8", "4 8").replace("1e5", "1e-6"), tiny, tmp_path)[len(rows) :]
     assert [float(row["value"]) for row in strict if row["metric"] == "goodput_rps"] == [0.0]
     assert not any("rate=8" in row["variant"] for row in strict)
-
-
-@pytest.mark.parametrize("system", ["sparse --budget 16", "working-set --budget 16"])
-def test_a_fixed_number_of_rows(system, tiny, tmp_path, short):
-    rows = run_serving(f"closed {system} --rows 1 2 --context 40 --tokens 24 --lead 8", tiny, tmp_path)
-    speeds = {row["batch"]: float(row["value"]) for row in rows if row["metric"] == "tokens_per_s"}
-    assert set(speeds) == {"1", "2"} and min(speeds.values()) > 0
-
-
-@pytest.mark.parametrize("system", ["dense", "offload --budget 16"])
-def test_a_full_system(system, tiny, tmp_path):
-    path, config = tmp_path / "trace.jsonl", TraceConfig(1e4, 0.02, 100, 1, 40, 0.2, 200, 0.0)
-    write_trace(path, config, make_trace(config))
-    rows = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
-    found = {row["metric"]: float(row["value"]) for row in rows}
-    assert "saturated:prompt=40:out=200:seed=1:s=0.2-1.2" in rows[0]["variant"]
-    # A row is taken anew as soon as its last step has been launched, a moment before its last token is heard.
-    assert found["tokens_per_s"] > 0 and 0 < found["rows"] < 3 and found["between_ms:p99"] > 0
-    assert 0 < found["rows_a_step"] <= 3 and found["steps"] * found["step_ms"] <= 1.2e3  # of that second alone
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # one request: none waits
-    few = run_serving(f"saturated {system} --trace {path} --warm 0.2 --seconds 1", tiny, tmp_path)
-    assert len(few) == len(rows)

@@ -113,20 +113,6 @@ def test_times_count_from_the_arrival_in_the_trace():
     assert found.queued == pytest.approx((1 / 3, 0.0, 0.98))
 
 
-def test_a_late_submission_is_the_systems_delay():
-    clock = Time()
-
-    class Slow(Known):
-        def submit(self, ids, sampling):
-            done = super().submit(ids, sampling)
-            clock.sleep(3.0)
-            return done
-
-    played = play(Slow(clock, 1.0, 0.5), [Request(0.0, 5, 1, 1), Request(1.0, 5, 1, 2)], VOCABULARY, clock=clock)
-    assert played[1].queued_s == pytest.approx(2.0)
-    assert played[1].ttft_s == pytest.approx(3.0)
-
-
 def test_what_fails_is_counted_and_told():
     clock = Time()
     requests = [Request(float(i), 5, 2, i) for i in range(4)]

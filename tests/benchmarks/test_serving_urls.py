@@ -16,8 +16,7 @@ import uvicorn
 from models import build
 from read_rows import read_rows
 
-from benchmarks.serving import ours, run, urls
-from benchmarks.serving.settings import Settings
+from benchmarks.serving import run, urls
 from benchmarks.serving.trace import QUESTION, TraceConfig, make_trace, read_trace, write_trace
 from hf_sparsekv import Engine, ServingConfig
 from hf_sparsekv.cli import loading
@@ -100,18 +99,6 @@ def test_prompts_with_the_same_beginning_go_to_the_same_server():
             places.setdefault(one.document, set()).add(server)
     assert len(places) >= 4 and all(len(found) == 1 for found in places.values())
     assert min(Counter(routed).values()) > 0.2 * len(requests)
-
-
-def test_flags_have_the_memory_of_the_settings(tiny_shape, capsys):
-    settings = Settings("tiny", tiny_shape, "bfloat16", 10**9, 2 * 10**9, 8, 4096)
-    flags = ours.serve_flags(settings, "segments", 512)
-    given = dict(zip(flags[:-1:2], flags[1::2]))
-    tokens, offload = ours.memory(settings, ours.RUNGS["segments"], ours.TokenConfig(token_budget=512))
-    assert flags[-1] == "--offload" and given["--device-kv"] == str(offload.device_pool)
-    assert given["--host-kv"] == str(2 * 10**9) and given["--batch-tokens"] == str(min(tokens, 8 * 4096))
-    assert ours.serve_flags(settings, "sparse")[-1] == "--no-offload"
-    assert run.main(["flags", "segments", "--context", "32k", "--host-gb", "100"]) == 0
-    assert "--context 32768 " in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- with servers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from fractions import Fraction
 
 import numpy as np
@@ -57,28 +56,3 @@ def test_selects_what_a_cache_selects():
         for token in range(40):
             net(torch.tensor([[token + 5]]), past_key_values=cache)
     assert checked == 80
-
-
-def test_pools():
-    """Two layers, two heads, ten blocks: one pool for all, and one a layer."""
-    rng = np.random.default_rng(2)
-    found = st.PoolStatistics(2, 2, 10, warm_up=1)
-    pools = {"all": (OrderedDict(), 20), 0: (OrderedDict(), 10), 1: (OrderedDict(), 10)}
-    hits, count = dict.fromkeys(pools, 0), dict.fromkeys(pools, 0)
-    for step in range(50):
-        for layer in range(2):
-            ids = np.stack([np.sort(rng.permutation(10)[:3]) for _ in range(2)])
-            found.add(layer, ids)
-            for head in range(2):
-                for block in ids[head].tolist():
-                    for name in ("all", layer):
-                        pool, capacity = pools[name]
-                        unit = (layer, head, block)
-                        if step:
-                            hits[name], count[name] = hits[name] + (unit in pool), count[name] + 1
-                        pool[unit] = True
-                        pool.move_to_end(unit)
-                        if len(pool) > capacity:
-                            pool.popitem(last=False)
-    assert found.shared(50) == pytest.approx(hits["all"] / count["all"])
-    assert found.by_layer(50) == pytest.approx([hits[0] / count[0], hits[1] / count[1]])

@@ -7,9 +7,8 @@ import io
 import numpy as np
 import pytest
 import torch
-from caches import FULL, TIGHT, two_level
-from captured import Imitation, same_counts
-from models import build, prompt
+from caches import FULL, two_level
+from models import build
 from rich.console import Console
 
 from benchmarks.synthetic.achieved import achieved
@@ -98,12 +97,6 @@ def filled(context: int = 400, **settings):
     return net, cache, made
 
 
-def generate(net, cache, replayed, context: int = 400) -> torch.Tensor:
-    inputs = prompt(1, context + 1)
-    go = {"do_sample": False, "max_new_tokens": 40}
-    return net.generate(**inputs, past_key_values=cache, stopping_criteria=[replayed], **go)[0, context + 1 :]
-
-
 def test_attends_with_the_buffer():
     _, cache, made = filled(**FULL)
     queries = made.queries(5)
@@ -120,35 +113,3 @@ def test_attends_with_the_buffer():
             )
             torch.testing.assert_close(found, expected)
         replayed.next()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"lag": False}, {"offload": True}], ids=["device", "host-lag"])
-def test_generate(settings):
-    """Eager and captured steps make the same text; another sequence makes another; without it, the model's own."""
-    texts, caches = [], []
-    for captured, seed in ((False, 0), (True, 0), (False, 1)):
-        net, cache, made = filled(**TIGHT, **settings)
-        made.seed += seed
-        replayed = ReplayedQueries(made.queries(64))
-        replayed.install(cache)
-        if captured:
-            runner = Imitation(net)
-            runner.install()
-        texts.append(generate(net, cache, replayed))
-        caches.append(cache)
-        assert replayed.step == 40
-        if captured:
-            assert runner.replays > 35 and runner.captures <= 4
-    assert torch.equal(texts[0], texts[1])
-    same_counts(*caches[:2])
-    assert not torch.equal(texts[0], texts[2])
-
-    net, cache, _ = filled(**TIGHT, **settings)
-    own = generate(net, cache, lambda ids, scores: torch.zeros(1, dtype=torch.bool))
-    net, cache, made = filled(**TIGHT, **settings)
-    replayed = ReplayedQueries(made.queries(4))
-    replayed.install(cache)
-    replayed.remove()
-    assert torch.equal(generate(net, cache, replayed), own)
-    assert not torch.equal(own, texts[0])

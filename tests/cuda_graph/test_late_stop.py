@@ -8,12 +8,12 @@ import pytest
 import torch
 from caches import ALL, FULL, ONE_EACH, TIGHT, two_level
 from captured import Event, Told, imitated, on_gpu
+from inside import runs_ahead
 from models import PAD, VOCAB, build, prompt
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from hf_sparsekv import StepMonitor, optimize, unoptimize
-from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.cuda_graph.late_stop import LateStop, LateStopping, defer, wait
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.telemetry.timing import TokenTimer
@@ -30,7 +30,7 @@ def late(monkeypatch):
         begin(self, *given)
 
     monkeypatch.setattr(LateStop, "__init__", begun)
-    monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
+    runs_ahead(monkeypatch)
     monkeypatch.setattr(torch, "Event", Event)
     return loops
 

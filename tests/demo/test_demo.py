@@ -29,36 +29,6 @@ def probe():
 # ---------------------------------------------------------------------- turns
 
 
-def test_equal_time_and_one_at_a_time():
-    turns, busy, clash = Turns(), threading.Lock(), []
-    lanes = [(Lane("a", threading.Event()), 0.001), (Lane("a", threading.Event()), 0.003)]
-    end = time.monotonic() + 0.6
-    done = {}
-
-    def work(lane: Lane, seconds: float) -> None:
-        turns.join(lane)
-        count = 0
-        while time.monotonic() < end:
-            turns.take(lane)
-            if not busy.acquire(blocking=False):
-                clash.append(lane)
-            time.sleep(seconds)
-            busy.release()
-            turns.give(lane, seconds)
-            count += 1
-        turns.leave(lane)
-        done[lane] = count
-
-    threads = [threading.Thread(target=work, args=pair) for pair in lanes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not clash
-    quick, slow = (done[lane] for lane, _ in lanes)
-    assert quick > 1.8 * slow, "equal time, so three times the steps (less what waking up costs)"
-
-
 def test_who_waits_can_be_stopped():
     turns = Turns()
     first, second = (Lane(name, threading.Event()) for name in "ab")
@@ -163,14 +133,6 @@ def test_several_rows_decode_one_lane_after_the_other(probe):
     assert not talks_of(session), "their memory is given back"
 
 
-def test_another_cache_uses_the_same_reading(probe):
-    session = Session(Turns())
-    run(session, probe, a_task(probe))
-    view, events = run(session, probe, a_task(probe, "progressive"))
-    assert view.reused
-    assert [event.follows for event in events if isinstance(event, Started)] == [False, False]
-
-
 def test_stop_comes_at_once_and_frees_the_memory(probe):
     session, task = Session(Turns()), a_task(probe, new_tokens=5000)
     kept, stopped_at = [], None
@@ -215,19 +177,6 @@ def test_a_listener_that_goes_away_ends_the_threads(probe):
         race.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("race-")]
     assert session.turns.runs == 0
-
-
-def test_a_slow_listener_makes_generation_wait(probe, monkeypatch):
-    from demo import race as module
-
-    monkeypatch.setattr(module, "_QUEUED", 8)
-    session, count = Session(Turns()), 0
-    with session.running():
-        for event in session.race(probe, a_task(probe, new_tokens=module._QUEUED * 2)):
-            if isinstance(event, Stepped) and not count:
-                time.sleep(0.5)
-            count += isinstance(event, Stepped)
-    assert count == module._QUEUED * 4
 
 
 def test_one_run_at_a_time_in_a_session(probe):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
 STARTED_WITHIN = 120  # seconds; it takes some eight, but a machine may be busy
 
 
@@ -188,160 +187,3 @@ def test_race_streams_draws_and_finds_the_needle(tab):
     assert read[1] < read[0], "the sparse cache reads less"
     assert re.match(r"Reads \d+ % of the context, same answer: both find the hidden fact\n", tab.text("verdict"))
     assert re.search(r"Time: \d+ ms a token, full attention \d+ ms", tab.text("verdict"))
-
-
-SIZES = [(1280, 800), (1440, 900), (1920, 1080), (390, 844)]
-
-
-def bottoms(tab, size: tuple[int, int], *names: str) -> list[float]:
-    """Where elements end below the window's top, at that size."""
-    tab.page.set_viewport_size({"width": size[0], "height": size[1]})
-    tab.page.wait_for_function(f"innerWidth == {size[0]}")
-    tab.page.evaluate("scrollTo(0, 0)")
-    time.sleep(0.3)  # the page is laid out anew
-    found = [tab.page.locator(f"#{name}").bounding_box() for name in names]
-    assert all(box and box["height"] > 10 for box in found), names
-    return [box["y"] + box["height"] for box in found]
-
-
-def test_button_and_verdict_are_seen_without_scrolling(tab):
-    """Of this race, which is the test's before this one."""
-    if not tab.status().startswith("Done"):
-        tab.number("new-tokens", 16)
-        tab.race()
-        tab.wait_status("Done")
-    for size in SIZES:
-        race, status, verdict = bottoms(tab, size, "race", "status", "verdict")
-        assert race < status < verdict <= size[1], size
-    tab.page.set_viewport_size(DESKTOP)
-
-
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_nothing_is_cut_off(tab, size):
-    """Of the page with a race's panes, plots and numbers."""
-    if not tab.status().startswith("Done"):
-        tab.number("new-tokens", 16)
-        tab.race()
-        tab.wait_status("Done")
-    tab.page.set_viewport_size(size)
-    tab.page.wait_for_function(f"innerWidth == {size['width']}")
-    time.sleep(0.5)  # the page is laid out anew
-    wide = tab.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert wide[0] <= wide[1], "the page is wider than the window"
-    outside = tab.page.evaluate(
-        """() => [...document.querySelectorAll('.gradio-container *')].filter(e => {
-            const box = e.getBoundingClientRect();
-            return box.width > 0 && box.height > 0 && getComputedStyle(e).visibility !== 'hidden'
-                && !e.closest('svg') && (box.right > innerWidth + 1 || box.left < -1);
-        }).map(e => e.outerHTML.slice(0, 120))"""
-    )
-    assert not outside
-
-
-def test_a_second_click_leaves_the_first_run_alone_and_a_second_question_reads_nothing_again(tab):
-    tab.number("new-tokens", 96)
-    tab.race()
-    tab.wait_status("Decoding")
-    assert tab.page.locator("#race").is_disabled()
-    tab.page.locator("#question textarea").press("Enter")  # another way to start a race
-    tab.page.wait_for_selector("text=running already")
-    assert "was read before" in tab.wait_status("Done")
-    assert tab.points() == (95, 95)
-    assert FOUND in tab.text("pane-dense") and FOUND in tab.text("pane-sparse")
-    assert tab.text("pane-sparse").count("ask ") >= 2, "it follows the first in the same pane"
-
-
-def test_stop_ends_at_once_and_the_next_race_is_right(tab):
-    tab.number("new-tokens", 1024)
-    tab.race()
-    tab.wait_status("Decoding")
-    while min(tab.points()) < 3:
-        time.sleep(0.1)
-    began = time.monotonic()
-    tab.page.click("#stop")
-    tab.wait_status("Stopped", seconds=10)
-    assert time.monotonic() - began < 5
-    time.sleep(1)  # what was on its way is drawn
-    drawn = tab.points()
-    time.sleep(1)
-    assert tab.points() == drawn, "nothing goes on behind the page"
-    tab.number("new-tokens", 16)
-    tab.race()
-    assert "took" in tab.wait_status("Done"), "the document's memory was given back, so it is read again"
-    assert FOUND in tab.text("pane-sparse")
-
-
-def test_two_tabs_at_once(tab, tabs):
-    two = tabs()
-    for each, depth in ((tab, 20), (two, 80)):  # both read a document that is new to them
-        each.number("depth", depth)
-        each.number("new-tokens", 96)
-    time.sleep(1)  # questions follow the depth
-    assert tab.page.input_value("#question textarea") != two.page.input_value("#question textarea")
-    tab.race()
-    two.race()
-    for each in (tab, two):
-        each.wait_status("Reading", "Decoding")
-    seen: list[tuple[int, int]] = []  # tokens drawn in both panes of each tab, while neither is done
-    while not any(each.status().startswith("Done") for each in (tab, two)):
-        seen.append((sum(tab.points()), sum(two.points())))
-        time.sleep(0.1)
-    grew = [b[0] > a[0] > 0 and b[1] > a[1] > 0 for a, b in itertools.combinations(seen, 2)]
-    assert any(grew), "both went on at the same time"
-    for each in (tab, two):
-        each.wait_status("Done")
-        assert each.points() == (95, 95)
-        assert FOUND in each.text("pane-dense") and FOUND in each.text("pane-sparse")
-
-
-def test_models_and_uploads_that_cannot_be_used_say_why(tabs, tmp_path):
-    tab = tabs()
-    tab.page.locator("#model input").fill("/no/such/model")
-    tab.page.locator("#model input").press("Enter")
-    tab.page.wait_for_selector("#status .error")
-    assert "there is no model in /no/such/model" in tab.status()
-    for name, content, message in (
-        ("english.txt", b"Plain words that the probe model has never seen. " * 20, "its own language"),
-        ("broken.pdf", b"%PDF-1.7 nothing that follows", "cannot be read as PDF"),
-        ("latin.txt", "caf\u00e9 ".encode("latin-1") * 50, "not UTF-8"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        tab = tabs()  # to load the page anew would end a stream, of which the page complains
-        tab.page.locator("#source label", has_text="Upload").click()
-        tab.page.locator("#upload input[type=file]").set_input_files(str(tmp_path / name))
-        tab.page.wait_for_selector(f"text={message}")
-        tab.race()
-        tab.page.wait_for_function("m => document.querySelector('#status .error')?.innerText.includes(m)", arg=message)
-
-
-def test_a_recording_plays_at_once_and_says_that_it_is_one(tabs):
-    tab = tabs()
-    began = time.monotonic()
-    tab.page.locator("#recorded button", has_text="CPU").click()  # those of a GPU are over in two seconds
-    tab.wait_status("Playing a recording")
-    assert time.monotonic() - began < 10
-    tab.page.wait_for_selector("#verdict .verdict")
-    for word in ("Recorded", "commit", "torch"):
-        assert word in tab.text("verdict")
-    assert tab.text("pane-dense").count("recorded") == 1
-    for size in SIZES:
-        assert max(bottoms(tab, size, "race", "verdict")) <= size[1], size
-    tab.page.set_viewport_size(DESKTOP)
-    tab.page.click("#stop")
-    tab.wait_status("The recording was stopped")
-
-
-def test_the_chat_reads_the_document_once(tabs):
-    tab = tabs()
-    tab.number("length", 1024)
-    time.sleep(1)  # the question follows the length
-    tab.page.locator("button[role=tab]", has_text="Chat").click()
-    for count in (1, 2):
-        tab.page.click("#ask")
-        tab.page.wait_for_selector(f"#asked tbody tr:nth-child({count}) td:nth-child(4):has-text('ms')")
-        tab.page.wait_for_selector("#heard:has-text('Ask again')")
-    rows = [tab.page.locator("#asked tbody tr").nth(i).locator("td").all_inner_texts() for i in range(2)]
-    assert re.fullmatch(r"read in [\d.]+ s", rows[0][1]) and rows[1][1] == "not read again"
-    first, second = (float(row[0].split()[0]) for row in rows)
-    assert second < first, "time to the first token of both questions"
-    assert len(tab.page.locator("#talk .bot").all_inner_texts()) >= 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[d
 
 from demo import documents
 from demo.language import Language
-from demo.models import PROBE, ModelError, Models, locate
+from demo.models import PROBE, Models
 
 
 @pytest.fixture(scope="module")
@@ -148,21 +146,3 @@ def test_a_chat_template_around_document_and_questions(small_model_dir):
     more = [*ids, *language.ids("Yes."), *language.question("How late?", False)]
     chat += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "How late?"}]
     assert tokenizer.decode(more) == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-
-
-@pytest.mark.small_model
-def test_plain_text_without_a_template(small_model_dir):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(small_model_dir)
-    tokenizer.chat_template = None
-    language = Language(tokenizer)
-    assert tokenizer.decode(language.question("Why?", True)) == "\n\nQuestion: Why?\nAnswer:"
-
-
-def test_names_of_models():
-    assert Path(locate(PROBE)).name == "probe-gqa"
-    assert locate("org/name") == "org/name"
-    for wrong in ("/no/such/place", "./nothing", " "):
-        with pytest.raises(ModelError):
-            locate(wrong)

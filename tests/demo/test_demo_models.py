@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
-from demos import a_task, entries_of, probe_model, run, tabs_of
+from demos import entries_of, tabs_of
 from typer.testing import CliRunner
 
 from demo import __main__ as command
@@ -25,7 +25,6 @@ from demo.desk import Desk
 from demo.language import Language
 from demo.models import PROBE, PROBE_PATH, SMALL, Loaded, ModelError, Models
 from demo.race import Session
-from demo.turns import Turns
 from hf_sparsekv.cli.app import app as cli
 
 CPU = torch.device("cpu")
@@ -157,23 +156,6 @@ def test_a_slow_download_takes_no_place(tmp_path, monkeypatch):
         assert isinstance(out[0], Loaded)
 
 
-def test_what_comes_from_the_hub_is_fetched_before_it_is_built(tmp_path, monkeypatch):
-    asked = []
-
-    def cached_file(path: str, name: str) -> str:
-        asked.append(name)
-        if name == "model.safetensors":
-            raise OSError("there is none")
-        return "index"
-
-    monkeypatch.setattr(models, "cached_file", cached_file)
-    monkeypatch.setattr(models, "get_checkpoint_shard_files", lambda path, index: asked.append((path, index)))
-    models._fetch(str(tmp_path))
-    assert not asked, "a directory has its files"
-    models._fetch("org/sharded")
-    assert asked == ["model.safetensors", "model.safetensors.index.json", ("org/sharded", "index")]
-
-
 def test_a_name_is_read_once_for_all_that_ask_at_once(tmp_path, monkeypatch):
     path, shared, real, read, made = str(a_copy(tmp_path / "a")), Models(CPU), Models._read, [], []
 
@@ -198,17 +180,6 @@ def test_a_name_is_read_once_for_all_that_ask_at_once(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------- how much is in memory
-
-
-def test_spellings_of_a_path_share_a_model(tmp_path, monkeypatch):
-    path = a_copy(tmp_path / "a")
-    (tmp_path / "link").symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    spellings = [str(path), f"{path}/", f"{tmp_path}/./a", f"{path}/../a", "./a", "a", "~/a", " ./link "]
-    shared = Models(CPU)
-    assert len({id(shared.load(name)) for name in spellings}) == 1
-    assert shared.load(PROBE) is shared.load(str(PROBE_PATH)), "the list's names are spellings, too"
 
 
 def test_two_models_are_in_memory_however_many_tabs_have_raced(tmp_path):
@@ -247,23 +218,6 @@ def test_a_model_that_cannot_be_loaded_keeps_no_place(tmp_path):
             shared.load(str(a_copy(tmp_path / name, hidden_size=64, num_attention_heads="8")))
     assert not [entry for entry in entries_of(shared).values() if entry.has_place or entry.runs or entry.users]
     shared.load(PROBE)
-
-
-def test_tokenizers_are_kept_of_few_models(tmp_path, slow):
-    _, asked = slow
-    shared = Models(CPU)
-    kept = shared.load(PROBE)
-    for number in range(models._LOOKED + 4):
-        shared.look(str(a_copy(tmp_path / str(number))))
-        with pytest.raises(ModelError):
-            shared.look(f"org/model-{number}/of/no/such/form")
-    assert len(entries_of(shared)) == models._LOOKED
-    assert shared.load(PROBE) is kept, "weights stay"
-    asked.clear()
-    shared.look(str(tmp_path / str(number)))
-    assert not asked
-    shared.look(str(tmp_path / "0"))
-    assert set(asked) == {str(tmp_path / "0")}
 
 
 def test_a_silent_tab_gives_its_memory_back(monkeypatch):
@@ -399,21 +353,6 @@ def test_what_nobody_expected_is_told_in_the_page(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.undo()
     assert "Done" in last(race(page, PROBE))
-
-
-def test_a_session_knows_its_model_weakly():
-    probe = probe_model()
-    own = Loaded("own", probe.model, probe.language)
-    session, gone = Session(Turns()), weakref.ref(own)
-    run(session, own, a_task(own))
-    assert session.memory_bytes()["device"] > 0
-    session.forget_lost()
-    assert session.memory_bytes()["device"] > 0, "its model is there"
-    del own
-    gc.collect()
-    assert gone() is None
-    session.forget_lost()
-    assert session.memory_bytes()["device"] == 0
 
 
 def test_a_gguf_file(tmp_path):

@@ -14,11 +14,11 @@ pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[d
 
 from demos import a_task, probe_model, run
 
-from demo import charts, panes, record, recording
+from demo import charts, record, recording
 from demo.desk import Desk
 from demo.race import Session
 from demo.turns import Turns
-from demo.view import LaneView, RaceView
+from demo.view import RaceView
 
 # ---------------------------------------------------------------------- what it looks like
 
@@ -79,30 +79,6 @@ def test_verdicts():
     assert "noise" in said(10, 10.1, stats=None)[1]
 
 
-@pytest.mark.parametrize(
-    ("answers", "marks"),
-    [
-        (("7", "7"), ("right'>the hidden fact: found", "right'>the hidden fact: found")),
-        (("7", "8"), ("right'>the hidden fact: found", "wrong'>the hidden fact: not found<")),
-        (("8", "7"), ("quiet'>the hidden fact: not found by the model<", "right'>the hidden fact: found")),
-        (
-            ("8", "8"),
-            (
-                "quiet'>the hidden fact: not found by the model<",
-                "quiet'>the hidden fact: not found by the model, nor here<",
-            ),
-        ),
-    ],
-)
-def test_panes_say_who_missed_the_fact(answers, marks):
-    view = a_view(10, 20)
-    view.wanted = "7"
-    for lane, answer in zip(view.lanes, answers):
-        lane.answer, lane.after = answer, "x"
-    for number, mark in enumerate(marks):
-        assert mark in panes.pane(view, number, [])
-
-
 def test_the_page_begins_with_how_a_recorded_race_ended():
     """One with text comes first; without recordings there is nothing but the button."""
     here = torch.device("cpu")
@@ -137,26 +113,6 @@ def test_model_output_is_text_and_not_html():
     for picture in (charts.line_plot(view), charts.numbers(view, {"<b>": "<i>"})):
         assert "<script>" not in picture
         assert "<i>" not in picture
-
-
-def test_one_very_slow_step_does_not_flatten_the_plot():
-    view = a_view(10, 20)
-    view.lanes[1].seconds[1] = 30.0
-    plot = charts.line_plot(view)
-    assert "1 slower ones lie above" in plot
-    assert 'data-dense="19"' in plot
-
-
-@pytest.mark.parametrize("top", [0.003, 0.7, 4.2, 17, 96, 1234])
-def test_ticks(top):
-    ticks = charts.axis_ticks(top)
-    assert 2 <= len(ticks) <= 7
-    assert ticks[0] == 0
-    assert ticks[-1] <= top
-
-
-def test_an_empty_lane_has_no_median():
-    assert LaneView().median_ms is None
 
 
 # ---------------------------------------------------------------------- commands

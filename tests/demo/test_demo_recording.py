@@ -6,7 +6,6 @@ import gc
 import json
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +25,6 @@ from demo.recording import RecordedLane, Recording, RecordingError
 from demo.turns import Turns
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.policies import crossover
-from hf_sparsekv.policies.measured import WalkStats
 
 CPU = torch.device("cpu")
 COMMAND = ["--model", "probe", "--length", "1k", "--new-tokens", "20", "--set", "mass=0.6"]
@@ -71,18 +69,6 @@ def test_a_file_holds_what_the_race_showed(path):
     assert path.stat().st_size < 50_000
 
 
-def test_layers_are_kept_together(path, tmp_path):
-    """What one layer has chosen is in none of the page's figures, and was most of a file."""
-    walks = (WalkStats(1, 4, 100, 0, 0.9, 0.8, (1, 3)), WalkStats(2, 2, 50, 1, 0.6, 0.5, (0, 2), 1, 0.7, 0.7, 0.65))
-    stats = replace(recording.read(path).lanes[1].totals, walks=walks, covered_mass=0.7)
-    lanes = tuple(RecordedLane("one", (5.0, 10.0), looks=((1, stats, None),), totals=stats) for _ in range(2))
-    recording.write(tmp_path / "kept.json", bare(lanes=lanes))
-    kept = recording.read(tmp_path / "kept.json").lanes[1]
-    assert kept.looks[0][1] == kept.totals and str(kept.totals) == str(stats)
-    (together,) = kept.totals.walks
-    assert together == WalkStats(-1, 6, 150, 1, pytest.approx(0.8), 0.5, (1, 5), 1, 0.7, 0.7, 0.65)
-
-
 def test_it_plays_by_each_lanes_own_clock():
     slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
     played = bare(lanes=(slow, quick))
@@ -91,16 +77,6 @@ def test_it_plays_by_each_lanes_own_clock():
     assert not played.view(0.105).ended and played.view(1.0).ended
     assert played.speed == 1.0
     assert bare((5.0, *[1e3] * 90)).speed == pytest.approx(3.0)
-
-
-def test_one_with_text_comes_first_then_those_that_gain_most(path, tmp_path):
-    slow, quick = RecordedLane("full attention", (5.0, *[20.0] * 9)), RecordedLane("sparse", (5.0, *[10.0] * 9))
-    (tmp_path / "c.json").write_bytes(path.read_bytes())
-    recording.write(tmp_path / "a.json", bare((5.0, *[10.0] * 9), title="even"))
-    recording.write(tmp_path / "b.json", bare(lanes=(slow, quick), title="twice"))
-    first, *others = recording.found(tmp_path)
-    assert first.question and [each.title for each in others] == ["twice", "even"]
-    assert others[0].gain == 2.0 and len(first.headline) <= 34
 
 
 def test_random_weights_are_said_to_say_nothing():
@@ -129,15 +105,6 @@ def test_damaged_files_are_told_and_get_no_button(path, tmp_path, capsys, damage
         recording.read(damaged)
     assert recording.found(tmp_path) == []
     assert "damaged.json" in capsys.readouterr().err
-
-
-def test_a_large_picture_keeps_its_darkest_blocks():
-    share = torch.zeros(3, 1100)
-    share[1, 1099] = 1.0
-    blocks = recording.BlockMap((0, 1, 2), share, 64, 1100 * 64)
-    back = recording.map_in(recording.map_out(blocks))
-    assert back.share.shape == (3, 367) and back.block_size == 192
-    assert back.share.nonzero().tolist() == [[1, 366]]
 
 
 def buttons(page) -> list[str]:

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from inside import runs_ahead
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e '.[demo]'")
 
 from captured import Event, imitated
-from demos import a_task, probe_model, run
+from demos import a_task, makers_of, probe_model, read_document, run
 from transformers import AutoModelForCausalLM
 
 from demo import race
@@ -25,7 +26,6 @@ from demo.stopwatch import Stopwatch
 from demo.turns import Turns
 from hf_sparsekv import SparseCache
 from hf_sparsekv.cache_name import generate_over
-from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.cuda_graph.late_stop import LateStop
 
 TOKENS = 24
@@ -68,8 +68,8 @@ def test_a_lane_runs_no_operator_that_generate_does_not(probe, monkeypatch):
     monkeypatch.setattr(race, "TURN", 1e9)
     task, session, looks = a_task(probe, new_tokens=TOKENS), Session(Turns()), []
     with session.running():
-        list(session._prefill(probe, task))  # the document, without an answer
-        caches = [make() for _, make in session._makers(probe, task)]
+        list(read_document(session, probe, task))  # the document, without an answer
+        caches = [make() for _, make in makers_of(session, probe, task)]
     found, stats = counted(probe, monkeypatch), SparseCache.stats
     ids = torch.tensor([[*task.context, *task.question]])
     go = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": probe.model.config.vocab_size}
@@ -91,7 +91,7 @@ def test_an_optimised_model_does_not_wait_for_its_tokens(probe, monkeypatch):
     """Its loop runs ahead in the race, and tokens, statistics and conversation are as if it did not."""
     loops, begin = [], LateStop.__init__
     monkeypatch.setattr(LateStop, "__init__", lambda self, *given: loops.append(self) or begin(self, *given))
-    monkeypatch.setattr(late_stop, "_runs_ahead", lambda device: True)
+    runs_ahead(monkeypatch)
     monkeypatch.setattr(torch, "Event", Event)
     task = a_task(probe, new_tokens=TOKENS, lanes=(1,))
     expected, _ = run(Session(Turns()), probe, task)

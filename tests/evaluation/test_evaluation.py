@@ -20,7 +20,6 @@ from hf_sparsekv_eval.measures import Measure, Record, bootstrap
 from hf_sparsekv_eval.prefix import Prefix, attention, can_share, forced_steps, greedy_rows, prefill
 from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.reference_policies import OracleConfig, OraclePolicy, PSAConfig, RandomConfig
-from hf_sparsekv_eval.samples import Sample, found_share
 
 SETTINGS = "block_size=16,window=16,max_draft=4,dense_layers=0,token_budget=32"
 TIGHT = f"two_level:{SETTINGS},calibration_tokens=32,num_blocks=4"
@@ -288,16 +287,10 @@ def test_runs_go_on_where_they_stopped(tmp_path) -> None:
     [
         ({"seed": 0}, {"seed": 1}, "then --seed 0, now --seed 1"),
         (
-            {"chat": True, "text": None},
-            {"chat": False, "text": "a.txt"},
-            "then --chat, now --no-chat; then no --text-file, ",
-        ),
-        (
             {"question_steps": 3, "chat": False},
             {"question_steps": 0},
             "then --no-chat, now no --chat; then --question-steps 3",
         ),
-        ({"model": "small"}, {"model": "large"}, "then model small, now model large"),
         ({"task": "agreement", "samples": 1}, {"task": "ruler", "seed": 0}, r"then task agreement, now task ruler\)"),
     ],
 )
@@ -338,11 +331,3 @@ def test_bootstrap_covers_the_mean() -> None:
     perplexity = Measure("perplexity", "nll", "tokens", exponential=True)
     value, drawn = bootstrap(np.array([2.0, 6.0]), np.array([2.0, 2.0]), perplexity)
     assert value == pytest.approx(np.exp(2)) and drawn.min() == pytest.approx(np.exp(1))
-
-
-def test_batches_hold_one_task_and_length() -> None:
-    def sample(task: str, index: int) -> Sample:
-        return Sample(task, 8, index, (1, 2), ("x",), 1, found_share)
-
-    groups = list(generation._groups([*(sample("a", i) for i in range(3)), sample("b", 0)], 2))
-    assert [[(s.task, s.index) for s in g] for g in groups] == [[("a", 0), ("a", 1)], [("a", 2)], [("b", 0)]]

@@ -11,10 +11,10 @@ from command_line import error, run
 from models import model, prompt
 from test_evaluation_tasks import letters, probe  # noqa: F401 (fixtures)
 
-from hf_sparsekv_eval import drift, generation, long_tasks, report, whole_table
+from hf_sparsekv_eval import drift, generation, long_tasks, report
 from hf_sparsekv_eval.cache_specs import parse_caches
 from hf_sparsekv_eval.long_tasks import FIELDS, JsonFields, Keywords, Literal
-from hf_sparsekv_eval.measures import Figure, Measure, Record
+from hf_sparsekv_eval.measures import Figure, Record
 from hf_sparsekv_eval.prefix import Prefix, greedy_rows, prefill
 from hf_sparsekv_eval.records import Results
 from hf_sparsekv_eval.samples import Sample, found, found_share
@@ -122,13 +122,6 @@ def test_dialogues_use_the_chat_template(letters) -> None:  # noqa: F811
     roles = re.findall(r"\[(user|assistant)\]", text)
     assert len(roles) > 12 and roles == ["user", "assistant"] * (len(roles) // 2)
     assert re.search(r"What time was that\?\[end\]\[assistant\]Your \w+'s \w+ arrives at$", text)
-
-
-def test_long_tasks_say_what_is_wrong(letters) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match="no task 'chain'; there are chain_2"):
-        long_tasks.make_sample(letters, "chain", 4096, 0)
-    with pytest.raises(ValueError, match="extract does not fit into 400 tokens"):
-        long_tasks.make_sample(letters, "extract", 400, 0)
 
 
 WHOLE = ' "Ilse Varga", "tons": 5410}'
@@ -263,11 +256,6 @@ def test_own_output_is_greedy_text_up_to_the_first_difference() -> None:
     assert figures["average", "full", "KL"] == 0
 
 
-def test_repetition_is_told() -> None:
-    assert drift.repeated(list(range(50))) == 0 and drift.repeated([1, 2]) == 0
-    assert drift.repeated([1, 2, 3, 4] * 20) > 0.9
-
-
 def test_long_output_prompts_ask_for_a_long_answer(letters) -> None:  # noqa: F811
     words = torch.arange(3, 80).repeat(40)
     assert drift.prompts(letters, words, 500, 2, chat=False)[1] == words[-501:-1].tolist()
@@ -360,21 +348,6 @@ def test_eval_all_on_a_probe_has_no_texts(probe, tmp_path) -> None:  # noqa: F81
     assert "texts, and a probe model knows no words" in error("eval", "tasks", probe, "--out", tmp_path / "o")
 
 
-def test_eval_all_says_what_is_wrong(tiny, text, tmp_path) -> None:
-    args = ("eval", "all", tiny, *text, "--out", tmp_path / "out")
-    assert "no part 'rulers' (did you mean 'ruler'?); there are ruler, needle" in error(
-        *args, "--only", "rulers", status=2
-    )
-    assert "give --longbench" in error(*args, "--only", "longbench", status=2)
-    assert "--only leaves it out" in error(*args, "--only", "text", "--longbench", tmp_path, status=2)
-    assert "unknown method" in error(*args, "--cache", "nothing", status=2)
-    assert "no family 'cwes'" in error(*args, "--families", "cwes", status=2)
-    assert "no chat template" in error(*args, "--chat")
-    assert "chain_2 does not fit into 300 tokens" in error(*args, "--lengths", "300", "--only", "tasks")
-    assert "longer text" in error(*args, "--lengths", "2000", "--tokens", "2000", "--only", "text")
-    assert not (tmp_path / "out").exists()
-
-
 def test_eval_tasks_and_output_have_commands(tiny, text, tmp_path) -> None:
     common = ("--cache", "full", *SPARSE)
     args = (
@@ -394,20 +367,6 @@ def test_eval_tasks_and_output_have_commands(tiny, text, tmp_path) -> None:
     args = ("--lengths", "200", "--tokens", "12", "--window", "4", "--out", tmp_path / "output")
     told = run("eval", "output", tiny, *args, *text, *common).stdout
     assert "| | 1-4 | 5-8 | 9-12 | average |" in told and "first difference" in told
-
-
-def test_default_caches_are_every_methods() -> None:
-    names = [spec.name for spec in whole_table.default_caches()]
-    assert names[0] == "full" and {"token", "progressive", "predictive", "streaming"} <= set(names)
-
-
-def test_colours_say_how_far_from_full_attention() -> None:
-    share, kl, ppl = Measure("score", "s", percent=True), Measure("KL", "k"), Measure("p", "n", exponential=True)
-    assert [report.loss(share, v, 1.0) for v in (1.0, 0.85, 0.2)] == [0, pytest.approx(0.5), 1]
-    assert [report.loss(kl, v, 0.0) for v in (0.0, 0.001, 1.0, 9.0)] == [0, 0, 1, 1]
-    assert report.loss(ppl, 9.0, 10.0) == 0 and report.loss(ppl, 12.0, 10.0) == pytest.approx(0.4)
-    assert report.loss(share, 0.0, 0.0) is None, "nothing to lose"
-    assert report.loss(Measure("attended", "a", percent=True), 0.1, 1.0) is None
 
 
 def test_reports_escape_names_and_draw_scores_by_length() -> None:

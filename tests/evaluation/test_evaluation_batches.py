@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from command_line import run
+from inside import short_pieces
 from models import model, prompt
 from test_evaluation_passes import LABELS, Letters
 
@@ -106,7 +107,7 @@ def test_a_batch_on_the_command_line_reads_in_bounded_passes(tiny, tmp_path, mon
     real, largest, found = loading.load, {}, {}
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 30)
-    monkeypatch.setattr(prefix, "_LEAST", 16)
+    short_pieces(monkeypatch, 16)
     monkeypatch.setattr(prefix, "PASS", 512)
     for batch in (1, 4):
 

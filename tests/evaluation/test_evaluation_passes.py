@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from command_line import SPARSE, run
+from inside import SHORTEST, short_pieces
 from models import build, model, prompt
 
 from hf_sparsekv.cli import running
@@ -78,7 +79,7 @@ def output(net, specs, results) -> None:
 def test_no_pass_is_larger_and_results_are_the_same(name: str, cache: str, task, monkeypatch) -> None:
     """From one prefill, or from one a cache (sliding or linear layers); eager attention for full attention."""
     net = model(name)
-    monkeypatch.setattr(prefix, "_LEAST", 16)
+    short_pieces(monkeypatch, 16)
     found, largest = [], []
     for most in (1 << 20, PASS):
         monkeypatch.setattr(prefix, "PASS", most)
@@ -104,7 +105,7 @@ def test_no_pass_is_larger_and_results_are_the_same(name: str, cache: str, task,
 def test_masks_are_bounded_too(name: str, rows: int, n: int, attention: str) -> None:
     columns = prefix.pass_columns(model(name), prefix.Prefix(torch.zeros(rows, n), [], None, None), attention)
     heads = model(name).config.num_attention_heads
-    assert columns >= prefix._LEAST and rows * columns <= prefix.PASS
+    assert columns >= SHORTEST and rows * columns <= prefix.PASS
     assert rows * columns * n * {"sdpa": 3, "eager": 8 * heads, "sparsekv": 0}[attention] <= 4 << 30
 
 

@@ -71,14 +71,6 @@ def test_damaged_lines_are_skipped_and_told(what: str, tmp_path) -> None:
         assert [r.index for r in results.records.values()] == [0, 2, 1]
 
 
-def test_many_damaged_lines_are_counted(tmp_path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    (tmp_path / "samples.jsonl").write_bytes(lines_of(*[b"?"] * 12, a_record(0)))
-    with pytest.warns(UserWarning, match=r"12 damaged lines skipped \(line 1 .*line 5 .*; and 7 more\)") as told:
-        Results(tmp_path, {}).close()
-    assert len(told) == 1 and "line 6" not in str(told[0].message)
-
-
 @pytest.mark.parametrize("cut", [1, 2, 30, 60])
 def test_a_line_that_was_cut_off_does_not_damage_the_next(cut: int, tmp_path) -> None:
     with Results(tmp_path, {}) as results:

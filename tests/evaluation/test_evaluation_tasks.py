@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error, run
+from inside import other_texts
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -61,11 +62,9 @@ def essay():
     text = " ".join(" ".join(rng.sample(words, 10)) + "." for _ in range(3000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ruler, "python_reference", lambda: text)
-        ruler._sentences.cache_clear()
-        ruler._words.cache_clear()
+        other_texts()
         yield
-    ruler._sentences.cache_clear()
-    ruler._words.cache_clear()
+    other_texts()
 
 
 def words_of(tokenizer, sample) -> str:

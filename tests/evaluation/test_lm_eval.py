@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from inside import short_pieces
 from test_evaluation_passes import passes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,7 +100,7 @@ def test_a_model_that_is_loaded_already_and_wrong_specs(tiny) -> None:
 def test_long_contexts_are_read_in_passes(tiny, cache, monkeypatch) -> None:
     """A batch of several lengths; no pass holds more tokens than evaluation's own, none a single column."""
     asked = [(CONTEXT + "pack my box " * i, {"until": ["."], "max_gen_toks": 8}) for i in range(3)]
-    monkeypatch.setattr(prefix, "_LEAST", 16)
+    short_pieces(monkeypatch, 16)
     said = []
     for most in (1 << 20, 256):
         monkeypatch.setattr(prefix, "PASS", most)

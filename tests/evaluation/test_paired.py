@@ -55,11 +55,3 @@ def test_nothing_is_said_of_what_cannot_be_known() -> None:
     (found,) = differences(alike, (SCORE, STEPPED), "full")
     assert (found.value, found.error, found.needed) == (0, 0, None)
     assert "| +0.00 | 0.00 | 3 | - |" in table([found])
-
-
-def test_lengths_and_measures_stay_apart() -> None:
-    held = []
-    for length, value in ((1000, "score"), (2000, "stepped")):
-        held += records("a", "full", (1, 1), value, length) + records("a", "ours", (1, 0), value, length)
-    found = differences(held, (SCORE, STEPPED), "full")
-    assert [(d.length, d.measure, d.samples) for d in found] == [(1000, "score", 2), (2000, "score in steps", 2)]

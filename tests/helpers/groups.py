@@ -10,7 +10,7 @@ FORKING = (
     "test_serve_command.py",
     "test_deploy.py",
     "test_main.py",
-    "test_soak.py",
+    "test_hostile_run.py",
     "test_kernels.py",
     "test_parallel.py",
 )

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from inside import grow, grow_of_pools, grows_by, sealed_pieces
 from lazy_copy_streams import Late, LazyCopyStream, chunks_of, imitate, logits
 from models import build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.kv import pool, sealing
+from hf_sparsekv.kv import pool
 from hf_sparsekv.offload import device_pool
 from hf_sparsekv.offload.copy_streams import CopyStream, CopyStreams
 from hf_sparsekv.policies.ahead.lag import LaggingBlockPolicy
@@ -28,7 +29,7 @@ from hf_sparsekv.policies.ahead.lag import LaggingBlockPolicy
 @pytest.fixture
 def lazy(monkeypatch):
     imitate(monkeypatch)
-    monkeypatch.setattr(sealing, "_SEAL_BYTES", 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
+    sealed_pieces(monkeypatch, 3 * 2 * 2 * 16 * 32 * 4)  # three blocks: a prompt is several pieces
     return LazyCopyStream.made
 
 
@@ -196,7 +197,7 @@ def test_a_page_table_grows_after_what_others_change_in_it(lazy):
     lazy[0].given += 1
     late.at = lazy[0].given
     pages.pool.busy_until(late)
-    store.pool._grow(store.pool.capacity + 40)
+    grow(store.pool, store.pool.capacity + 40)
     pages.enter(1)
     assert len(pages.table) == store.pool.capacity
     assert bool((pages.table == -1).all())
@@ -206,13 +207,13 @@ def test_memory_that_turns_out_not_to_be_pinnable(lazy, monkeypatch):
     """After some blocks have gone by a copy stream, when the pool grows."""
     ids = prompt(2, 300)["input_ids"]
     net, cache, stock = reference("llama"), two_level(**FULL), DynamicCache()
-    grow, pinned = pool.BlockPool._grow, [True]
+    pinned, own = [True], grow_of_pools()
 
     def fail(self, capacity):
-        grow(self, capacity)
+        own(self, capacity)
         pinned[0] = False
 
-    monkeypatch.setattr(pool.BlockPool, "_grow", fail)
+    grows_by(monkeypatch, fail)
     monkeypatch.setattr(pool.BlockPool, "direct", property(lambda self: self.host is not None and pinned[0]))
     plan = LaggingBlockPolicy.plan
     monkeypatch.setattr(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from inside import sealed_pieces
 from lazy_copy_streams import chunks_of, logits, slow
 from models import build, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig
-from hf_sparsekv.kv import sealing
 from hf_sparsekv.offload.copy_streams import CopyStream
 
 
@@ -34,7 +34,7 @@ def test_on_a_gpu(monkeypatch, name, sizes, late_lanes):
             slow(self, 20_000_000)
 
         monkeypatch.setattr(CopyStream, "__init__", late)
-    monkeypatch.setattr(sealing, "_SEAL_BYTES", 5 * 2 * 2 * 16 * 32 * 4)
+    sealed_pieces(monkeypatch, 5 * 2 * 2 * 16 * 32 * 4)
     ids = prompt(2, 760)["input_ids"].cuda()
     chunks = chunks_of(ids, *sizes)
     ours, net = build(name, "sparsekv").cuda(), build(name, reference(name).config._attn_implementation).cuda()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
 
 import psutil
 import pytest
 import torch
+from inside import cpus_are, machine_of
 
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.offload import host_limit, host_pages
@@ -23,8 +23,7 @@ def machine(tmp_path, monkeypatch):
     """A machine of files; MemTotal in GiB, present pages in GiB."""
 
     def make(total, files=None, present=None, vmstat=""):
-        monkeypatch.setattr(host_limit, "_ROOT", tmp_path)
-        monkeypatch.setattr(host_limit, "_budgets", weakref.WeakSet())  # of other tests' caches nothing is known
+        machine_of(monkeypatch, tmp_path)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": total << 30}))
         files = {**(files or {}), "proc/vmstat": vmstat}
         if present:
@@ -158,7 +157,7 @@ def test_limit_of_this_machine():
 def test_cpus_near_the_gpu(tmp_path, monkeypatch):
     gpu = type("Properties", (), {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(host_pages, "_own_cpus", lambda: set(range(6)))
+    cpus_are(monkeypatch, 6)
     nodes = tmp_path / "devices/system/node"
     for node, cpus in ((0, "0-1,4-5"), (1, "2-3,6-7")):
         (nodes / f"node{node}").mkdir(parents=True)

@@ -25,6 +25,7 @@ from host_memory import (
     intact,
     make_pool,
 )
+from inside import cpus_are, small_reservations
 
 from hf_sparsekv import SparseConfig
 from hf_sparsekv.kv.row_table import RowTable
@@ -88,8 +89,7 @@ def test_runs_do_not_cross_a_border(fake):
 
 
 def test_a_reservation_that_is_full_moves_once(fake, monkeypatch):
-    monkeypatch.setattr(host_pool, "_MIN_RESERVE", 0)
-    monkeypatch.setattr(host_pool, "_RESERVE_AHEAD", 2)
+    small_reservations(monkeypatch)
     budget = budget_of()
     blocks = make_pool(budget)
     for _ in range(60):
@@ -148,8 +148,7 @@ def test_a_touch_that_fails_changes_nothing(fake, monkeypatch):
 
 def test_one_of_many_touches_fails(monkeypatch):
     """The error comes when no thread is at work any more."""
-    monkeypatch.setattr(host_pages, "_TOUCH_PIECE", PAGE)
-    monkeypatch.setattr(host_pages, "_own_cpus", lambda: set(range(4)))
+    cpus_are(monkeypatch, 4, PAGE)
     done = []
 
     def sometimes(address, size):

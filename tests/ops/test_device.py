@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import facts_are_asked_again
 
 from hf_sparsekv.ops import _device
 from hf_sparsekv.ops._device import H200, SHARED, Gpu, programs
@@ -88,7 +89,7 @@ def test_facts_of_a_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=96 << 20))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(_device, "why_not", lambda device: "the GPU has no clusters")
-    _device._told.cache_clear()
+    facts_are_asked_again()
     try:
         found = _device.gpu(torch.device("cuda"))
         assert found == _device.gpu(torch.device("cuda", 3)) == Gpu(142, 96 << 20, 99 << 10, found.bandwidth)
@@ -96,7 +97,7 @@ def test_facts_of_a_driver(monkeypatch):
         told["mem_clock_rate"] = 0
         assert _device.gpu(torch.device("cuda", 4)).bandwidth is None
     finally:
-        _device._told.cache_clear()
+        facts_are_asked_again()
 
 
 @pytest.mark.gpu

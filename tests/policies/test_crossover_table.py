@@ -128,31 +128,6 @@ def test_guessed(monkeypatch, empty_table):
     assert limit(name, monkeypatch, facts=L40S) == 5000
 
 
-def steps_rule(dense: tuple[float, ...], sparse: tuple[float, ...]) -> Rule:
-    """Exact for whole steps of 34 sparse layers at 1 x 32k, 1 x 128k and 8 x 32k, in ms."""
-    shapes = ((1, 32 << 10), (1, 128 << 10), (8, 32 << 10))
-    lines = torch.tensor([[1.0, batch, -batch * tokens] for batch, tokens in shapes], dtype=torch.float64)
-    gains = torch.tensor([s - d for d, s in zip(dense, sparse)], dtype=torch.float64)
-    fixed, row, token = torch.linalg.solve(lines, gains).tolist()
-    return Rule(fixed / token * WIDTH, row / token)
-
-
-def test_the_guess_for_an_h100_is_what_was_measured_there(monkeypatch):
-    """Whole steps of an 8B model, commit 4ecdddd (dense ones of the H200: 351f7b9), two-level without and with lag.
-
-    The H200's are in benchmarks/results/step.csv, the H100's in docs/speed.md.
-    """
-    here, there = (5.41968, 8.90227, 13.7483), (7.23, 11.9, 18.5)
-    ours = {"two_level": (5.2016, 5.57706, 6.92781), "two_level:lag": (4.97664, 5.21389, 6.68109)}
-    theirs = {"two_level": (6.61, 7.09, 8.69), "two_level:lag": (6.39, 6.71, 8.46)}
-    monkeypatch.setitem(BUILT_IN, H200, {method: steps_rule(here, times) for method, times in ours.items()})
-    for method, times in theirs.items():
-        found, measured = crossover.guess(replace(H100, cuda_kernels=True), method), steps_rule(there, times)
-        assert found.fixed_bytes == pytest.approx(measured.fixed_bytes, rel=0.03)
-        assert found.row_tokens == pytest.approx(measured.row_tokens, rel=0.08)
-        assert found.tokens(1, WIDTH) == pytest.approx(measured.tokens(1, WIDTH), rel=0.03)
-
-
 # Whole steps of Qwen3-8B's shape on an H200 (d4a22ac), in ms: rows, tokens of each, dense, by need (90 % of the mass).
 STEPS = ((1, 32, 5.24, 4.82), (1, 128, 8.50, 5.89), (8, 32, 13.43, 7.48), (8, 64, 22.1, 9.85))
 

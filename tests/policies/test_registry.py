@@ -10,6 +10,7 @@ import pytest
 import torch
 from caches import CACHES, SMALL, TIGHT, generic
 from command_line import TEXT, error, run
+from inside import forget_method, own_methods
 from models import build, model, prompt
 from saved_files import feed, rewrite, same, saved, state, steps
 
@@ -32,7 +33,6 @@ from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.kv.state import Held
 from hf_sparsekv.persistence.configuration import free_fields
-from hf_sparsekv.policies import registry
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.registry import called, method_of, methods, names, register
 from hf_sparsekv.policies.selector import Selector
@@ -43,7 +43,7 @@ from hf_sparsekv_eval.cache_specs import known, parse_cache
 @pytest.fixture
 def empty_after(monkeypatch):
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    own_methods(monkeypatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def test_files_of_a_new_method(every_nth, tmp_path):
         SparseCache.load(path, config=StreamingConfig())
     with pytest.raises(ValueError, match=r"holds a SparseCache, which ProgressiveCache.load\(\) cannot make"):
         ProgressiveCache.load(path)
-    del registry._METHODS["every_nth"]
+    forget_method("every_nth")
     with pytest.raises(ValueError, match="an unknown method 'every_nth': import what registers it first"):
         SparseCache.load(path)
 

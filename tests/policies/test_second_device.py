@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from caches import predictive
+from inside import grow
 from models import model, prompt
 from oracle import TOLERANCE
 from test_predictive import TIGHT, PredictiveRace, decode
@@ -396,7 +397,7 @@ def test_a_captured_step_knows_where_the_other_device_keeps_its_blocks():
     decode(cache, steps=5)
     store = cache.sparse_layers[0].store
     before = store.addresses
-    store.replica.pool._grow(2 * store.replica.pool.capacity)
+    grow(store.replica.pool, 2 * store.replica.pool.capacity)
     assert store.addresses != before
 
 

@@ -18,12 +18,12 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from inside import own_methods
 from models import VOCAB, build, prompt
 
 import hf_sparsekv
 from benchmarks import readme
 from hf_sparsekv import OffloadedSparseCache, TokenConfig
-from hf_sparsekv.policies import registry
 from hf_sparsekv_eval.samples import Sample, found_share
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.import_module("hf_sparsekv_eval.cache_specs")  # registers yardsticks, once: they are to stay
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    own_methods(monkeypatch)
     torch.manual_seed(0)
     there = {"__name__": "docs", **NAMES[page]()}
     for block in BLOCKS:

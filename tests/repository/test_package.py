@@ -183,19 +183,6 @@ def test_the_wheel_works_without_optional_packages(wheel, tmp_path):
     assert done.stdout.strip().endswith("fine")
 
 
-def test_nobody_is_sent_to_an_index():
-    """The package is on none: extras are those of a checkout or of the repository's address."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    files += [
-        path
-        for folder in ("hf_sparsekv", "hf_sparsekv_eval", "demo", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    index = re.compile(r"pip install (?![^\n`]* @ git\+)[^\n`]*hf-sparsekv(\[|\b)")
-    wrong = [path for path in files if index.search(path.read_text())]
-    assert len(files) > 200 and not wrong, wrong
-
-
 def test_the_commit_is_the_package_s_own(tmp_path, monkeypatch):
     """Not that of a repository in whose virtual environment it happens to be installed."""
     from hf_sparsekv import results

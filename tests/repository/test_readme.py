@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import build
 
-from benchmarks import picture, readme, tables
+from benchmarks import picture, readme
 from benchmarks.baselines import VARIANTS, make_cache
 from hf_sparsekv import PredictiveConfig, SparseCache, TokenConfig, __version__, cache_source
 from hf_sparsekv.policies import crossover
@@ -25,7 +25,6 @@ TEXT = (ROOT / "README.md").read_text()
 SINCE = readme.DATA["since"]["defaults"][0]  # of the first row of today's defaults
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in DOCS)]
-FIRST = TEXT.partition("<details>")[0]
 
 
 def test_the_table_of_presets(monkeypatch):
@@ -91,25 +90,6 @@ def test_pictures_are_those_of_the_newest_rows(path):
     assert len(drawn) < 10_000 and "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_picture_has_the_figures_of_the_tables():
-    """Times of docs/speed.md, and the score of the same settings below it in README."""
-    left, right, _ = picture.panels()
-    *times, score = (*left, *right)
-    assert all(f"**{dict(panel.bars)['hf-sparsekv']:.1f}**" in readme.speed() for panel in times)
-    line = readme.models().splitlines()[2]
-    assert all(f"| {value:.1f} / " in line for _, value in score.bars) and score.note.partition(",")[0] in line
-    assert all(f"{value:.1f}" in picture.said() for _, value in score.bars)
-
-
-def test_the_first_screen_is_short():
-    assert len(FIRST.splitlines()) <= 90
-    code = re.search(r"```python\n(.*?)```", FIRST, re.S).group(1)
-    assert max(map(len, code.splitlines())) <= 80
-    for name, value in picture.needed():
-        assert name in FIRST.lower() or value in FIRST, f"the badges' text lacks {name}"
-    assert all(value.split()[0] in FIRST for _, value in picture.needed())
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     whole = re.sub(r"<!-- only on GitHub -->.*?<!-- /only on GitHub -->", "", (ROOT / page).read_text(), flags=re.S)
@@ -163,42 +143,3 @@ def test_the_snippet_shows_a_share_and_not_everything(monkeypatch):
     }
     assert below["8B"] < length / 2 and "below 15k tokens" in TEXT and below["8B"] // 1000 == 15
     assert "a model of 0.5B: 120k" in TEXT and below["0.5B"] // 10_000 == 12
-
-
-def test_the_ladder_is_of_the_newest_rows_of_each_seed(monkeypatch):
-    """What was measured again stands for all of what it was before.
-
-    Other tokens a step are another system. Other GPUs, kinds of traces, and sparse prompts are not in it.
-    """
-    gpu, output, most = readme.DATA["ladder"]["kind"]
-
-    def rows(system: str, seed: int, commit: str, context: int = 32768, gpu=gpu, out=output, **metrics) -> list[dict]:
-        of = {"case": tables.CASE, "device": gpu, "context": str(context), "commit": commit}
-        variant = f"{system}:gpu=24gb:rate=0.5:out={out}:most={most}:seed={seed}"
-        usual = {"requests": 9, "failed": 0, "ttft_s:mean": 1, "ttft_s:p99": 2, "between_ms:p50": 3}
-        usual |= {"between_ms:p99": 250, "queued_s:mean": 2, "tokens_per_s": 100}
-        named = {name.replace("__", ":"): value for name, value in metrics.items()}
-        return [{**of, "variant": variant, "metric": name, "value": str(n)} for name, n in (usual | named).items()]
-
-    made = [
-        *rows("dense", 1, "old", tokens_per_s=500, ttft_s__mean=7),
-        *rows("dense", 1, "new"),
-        *rows("dense", 2, "new", tokens_per_s=300, ttft_s__mean=3, queued_s__mean=2.1),
-        *rows("vllm", 1, "new", failed=5),
-        *rows("segments:budget=1024", 1, "new"),
-        *rows("segments:budget=2048", 1, "newer", tokens_per_s=900),
-        *rows("dense", 1, "newest", context=131072),
-        *rows("dense", 1, "newest", gpu="another GPU", tokens_per_s=700),
-        *rows("dense", 1, "newest", out=1, tokens_per_s=700),
-        *rows("segments:budget=1024:prompts=0.3", 1, "newest", tokens_per_s=700),
-    ]
-    monkeypatch.setattr(tables, "read", lambda name: made)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.ladder().splitlines()[2:]]
-    assert [line[:2] for line in lines] == [["32k", "0.5"]] * 3 + [["128k", "0.5"]]
-    found = [line[2:] for line in lines[:3]]
-    assert lines[3][2:5] == ["our engine, dense", "1", "100"]
-    assert found == [
-        ["vLLM 0.26.0", "1", "100 (5 of 9 not finished)", "", "", "", "no", "new"],
-        ["our engine, dense", "2", "200 (100 to 300)", "2.00 (1.00 to 3.00), 2.0", "3.0, 250", "2.05", "1 of 2", "new"],
-        ["+ layer segments (offloaded, as it comes)", "1", "100", "1.00, 2.0", "3.0, 250", "2.00", "yes", "new"],
-    ]

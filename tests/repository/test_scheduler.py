@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from grids import not_telling
 
-from tools import test_gpu
-
 HELPERS = Path(__file__).parents[1] / "helpers"
 DIES = """
 import os
@@ -47,14 +45,6 @@ def test_a_worker_that_dies(tmp_path, restarts, run):
     assert len(passed) == len(set(passed)), out
     assert "9" not in passed
     assert run is None or len(passed) == run, out
-
-
-@pytest.mark.parametrize(
-    ("gpu", "host", "cores", "workers"),
-    [(80, 128, 16, 15), (141, 128, 64, 25), (80, 512, 64, 22), (16, 32, 64, 4), (2, 4, 1, 1)],
-)
-def test_workers(gpu, host, cores, workers):
-    assert test_gpu.default_workers(gpu << 30, host << 30, cores) == workers
 
 
 @dataclass

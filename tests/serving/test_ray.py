@@ -23,6 +23,7 @@ import openai
 import psutil
 import pytest
 from models import build
+from ray_processes import free_port, replica_processes
 from starlette.testclient import TestClient
 from tokenizers_made import byte_level
 from waiting import wait_until
@@ -32,7 +33,6 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: `make test-ray` i
 import ray
 from ray import serve
 
-from benchmarks.replicas import free_port, replica_processes
 from hf_sparsekv.serving import ray as module
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

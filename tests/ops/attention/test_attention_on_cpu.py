@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda_on_cpu import COMPILER, CpuKernel, build
 from decode_cases import RATIO, Case, in_codes, in_pages
+from inside import kernel_is
 from places import Place
 from test_decode_clusters import CASES, CODED, PLAIN, WILD, wild
 
@@ -26,7 +27,7 @@ def attend(request, monkeypatch):
         sink = named["sink_logits"]
         kind = {"PAGED": int(pages is not None), "CODES": int(kv.dtype == torch.int8)}
         kernel = decode_kernel(q, kv.shape[2], q.shape[1] // kv.shape[1], request.param, sink, **kind)
-        monkeypatch.setattr(cluster, "_kernel", lambda *shape: kernel)
+        kernel_is(monkeypatch, cluster, lambda *shape: kernel)
         monkeypatch.setattr(cluster, "THREADS", 64)
         lists = {"attended": torch.full(args[5].shape[:2], 1000), "from_host": torch.full(args[5].shape[:2], 5)}
         want = {**{name: t.clone() for name, t in lists.items()}, "lse": torch.full(q.shape[:2], math.nan)}
@@ -176,7 +177,7 @@ def test_that_is_not_finite(what, coded, attend):
 
 def test_where_it_does_not_serve(monkeypatch):
     """Nothing is launched: Triton's kernels do these."""
-    monkeypatch.setattr(cluster, "_kernel", lambda *shape: pytest.fail("it would be launched"))
+    kernel_is(monkeypatch, cluster, lambda *shape: pytest.fail("it would be launched"))
     given = {"dk": 64, "dv": 64}
     unlike = [Case(), Case(**given, group=9), Case(dk=64, dv=32), Case(dk=96, dv=96), Case(dk=128, dv=64)]
     unlike += [Case(batch=1, heads=1, group=4, latents=True, dk=64, dv=64), Case(**given, block_size=24)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from cuda_on_cpu import COMPILER, build
+from inside import kernel_is
 from places import RATIO, Place
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class Runs:
     def __init__(self, device: str, monkeypatch) -> None:
         self.device, self.seed = device, 0
         if device == "cpu":
-            monkeypatch.setattr(lookup, "_kernel", self._build)
+            kernel_is(monkeypatch, lookup, self._build)
             monkeypatch.setattr(_device, "gpu_of", lambda t: replace(_device.H200, processors=self.processors))
         self.processors = 1
 
@@ -202,10 +203,6 @@ def test_replayed(rows, numbers):
     for _ in range(3):
         graph.replay()
         assert torch.equal(result, out + 1) and torch.equal(other, 2 * out)
-
-
-def test_warps_share_evenly():
-    assert [lookup._warps(units, 16) for units in (1, 8, 10, 16, 20, 43, 48, 56)] == [1, 8, 10, 16, 10, 15, 16, 14]
 
 
 def not_aligned(t: Tensor) -> Tensor:

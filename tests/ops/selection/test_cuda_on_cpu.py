@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_on_cpu import COMPILER, CpuKernel, build
+from inside import kernel_is
 from mass_parts import parts_of, whole
 from places import Place
 from test_label_scores import CASES, Case, check, not_aligned, on_cpu, rows_of
@@ -57,7 +58,7 @@ def select(request, clusters, monkeypatch):
     defined |= getattr(request, "param", {})
     kernel = build("hf_sparsekv.ops.selection.topk_select", "cluster.cu", name, **defined)
     monkeypatch.setattr(cluster, "THREADS", shape["THREADS"])
-    monkeypatch.setattr(cluster, "_kernel", lambda scores, config: (kernel, clusters))
+    kernel_is(monkeypatch, cluster, lambda scores, config: (kernel, clusters))
 
     def run(scores, k, *, blocks=None, block_size=0, rows=None, tokens=1, turns=1):
         found = []
@@ -137,7 +138,7 @@ def scores_of(given: dict, fill: bool, monkeypatch, warps: int | None = None, su
         defined |= {"SUMS": 1, "DIM": given["q"].shape[2]}
     kernel = build("hf_sparsekv.ops.selection.token_score", "labels.cu", "token_score_labels_kernel", **defined)
     monkeypatch.setattr(labels, "THREADS", 64)
-    monkeypatch.setattr(labels, "_kernel", lambda *shape: kernel)
+    kernel_is(monkeypatch, labels, lambda *shape: kernel)
     monkeypatch.setattr(CpuKernel, "resident", lambda self, threads, where: 1)
     if warps is not None:
         gpu = replace(_device.H200, processors=batch * heads * warps // 2)
@@ -231,7 +232,7 @@ def test_scores_of_few_tiles(tiles, monkeypatch, place):
 
 def test_codes_that_are_not_aligned(monkeypatch, place):
     given = not_aligned(Case().make(place))
-    monkeypatch.setattr(labels, "_kernel", None)
+    kernel_is(monkeypatch, labels, None)
     assert not labels.score_all(**given, out=torch.empty(3, 2, 640), fill=True)
 
 

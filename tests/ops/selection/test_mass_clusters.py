@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_on_cpu import COMPILER, build
+from inside import kernel_is
 from mass_parts import parts_of
 from places import Place
 from test_mass_select import CASES, Case, cpu
@@ -80,7 +81,7 @@ def on_cpu(monkeypatch, args, named, blocks, seed=0):
     shape |= {"BFLOAT16": int(q.dtype == torch.bfloat16), "SINK_BYTES": 4 if sink is None else sink.element_size()}
     kernel = build("hf_sparsekv.ops.selection.mass_select", "cluster.cu", "mass_select_cluster_kernel", **shape)
     kernel.seed = seed
-    monkeypatch.setattr(cluster, "_kernel", lambda *shape: kernel)
+    kernel_is(monkeypatch, cluster, lambda *shape: kernel)
     return select(args, named, blocks, parts=5 if seed else 70)
 
 
@@ -121,7 +122,7 @@ def test_what_is_no_number(monkeypatch):
 
 def test_where_it_does_not_serve(monkeypatch):
     """Nothing is launched: Triton's kernels do these."""
-    monkeypatch.setattr(cluster, "_kernel", lambda *shape: pytest.fail("it would be launched"))
+    kernel_is(monkeypatch, cluster, lambda *shape: pytest.fail("it would be launched"))
     for change in ("scores apart", "ids of 64 bits", "misaligned", "a large group", "no sums"):
         args, named = Case(group=9 if change == "a large group" else 3).make(Place("cpu", torch.float16))
         sums, (lists, n) = parts_of(args, named), (args[3].shape[:2], args[0].shape[-1])

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from captured import Imitation
+from inside import chosen_pieces, score_pieces
 from models import INDEXED, build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
@@ -21,7 +22,6 @@ from hf_sparsekv import (
     restore_mla,
     sparse,
 )
-from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.cache_name import over
 
@@ -63,8 +63,8 @@ def test_tokens_are_those_of_transformers_own_cache(name, offload, monkeypatch):
     assert stats.materialised == 0
     assert stats.sparse_calls == 2 * 19 * len(cache.layers)
     assert stats.attended_tokens == stats.sparse_calls * 2 * TOPK, "of each row what the indexer chooses, no more"
-    monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * (8 + 16) * 90)
-    monkeypatch.setattr(indices, "_BYTES", 50_000)
+    score_pieces(monkeypatch, 7 * 4 * 2 * (8 + 16) * 90)
+    chosen_pieces(monkeypatch, 50_000)
     cache.reset()
     assert torch.equal(net.generate(**INPUTS, **GO, prefill_chunk_size=40, **over(net, cache)), text)
     cache.reset()

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from hf_sparsekv import optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 # Each rank generates with its half of the heads, and alone with all of them.
 RANKS = """

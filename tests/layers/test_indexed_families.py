@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers as tf
 from captured import Imitation
+from inside import chosen_pieces, score_calls, score_pieces
 from models import INDEXED, REFERENCE, SHARING, build, dots3_note, minimax_m3, mistral_large4, prompt, qwen4_exp
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, SparseCache, TokenConfig
-from hf_sparsekv.attention import indexer, indices
 from hf_sparsekv.cache_name import over
 from hf_sparsekv.layers.indexed import IndexedLayer
 from hf_sparsekv.transformers_compat import SERVED
@@ -177,10 +177,9 @@ def test_blocks_of_heads(offload, monkeypatch):
     inputs = prompt(2, 90)
     expected = stock.generate(**inputs, **GO)
     assert torch.equal(net.generate(**inputs, **GO), expected), "with transformers' own cache"
-    pieces, piece = [], indexer._piece
-    monkeypatch.setattr(indexer, "_piece", lambda *given: pieces.append(given) or piece(*given))
-    monkeypatch.setattr(indexer, "_BYTES", 7 * 4 * 2 * (2 + 16) * 90)
-    monkeypatch.setattr(indices, "_BYTES", 11 * 8 * 2 * 2 * 90)
+    pieces = score_calls(monkeypatch)
+    score_pieces(monkeypatch, 7 * 4 * 2 * (2 + 16) * 90)
+    chosen_pieces(monkeypatch, 11 * 8 * 2 * 2 * 90)
     cache = new_cache(offload)
     cache.watch_blocks()
     assert torch.equal(net.generate(**inputs, **GO, **over(net, cache)), expected)

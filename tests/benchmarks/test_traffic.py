@@ -1,17 +1,14 @@
-"""The offload benchmark from its arguments to its rows and pictures, in small and without a GPU."""
+"""Bytes that cross the link and pages that were found, as the benchmarks count them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-import torch
 from models import build
-from read_rows import read_rows
 
-from benchmarks import baselines, offload, shapes, traffic
+from benchmarks import baselines, traffic
 from benchmarks.decoding import generate
 from benchmarks.filling import ReplayedSource, fill_layers
 from hf_sparsekv.policies.measured import PackStats
@@ -19,8 +16,7 @@ from hf_sparsekv.policies.measured import PackStats
 pytestmark = pytest.mark.slow
 
 SMALL = {"token_budget": 32, "num_blocks": 4, "block_size": 16, "window": 16, "max_draft": 4, "dense_layers": 1}
-BATCH, CONTEXT = 2, 440
-PREFILLED = ("hf_dynamic", "hf_offloaded", "two_level:lag+offload")
+CONTEXT = 440
 
 
 @pytest.fixture(autouse=True)
@@ -32,27 +28,6 @@ def small(monkeypatch):
         if "lag" in (variant.settings or {}) and name.startswith("two_level")
     }
     monkeypatch.setattr(baselines, "VARIANTS", {**baselines.VARIANTS, **changed})
-
-
-@pytest.fixture
-def bench(tmp_path):
-    """Runs parts on a tiny model; rows as ``{(variant, context): {metric: value}}`` beside the exit status."""
-    path = tmp_path / "offload.csv"
-
-    def run(*given):
-        given = [str(x) for x in given]
-        model = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
-        status = offload.main([*given, "--device", "cpu", "--csv", str(path)], model)
-        found = defaultdict(dict)
-        for row in read_rows(path):
-            found[row["benchmark"], row["variant"], int(row["context"])][row["metric"]] = float(row["value"])
-        return status, found
-
-    run.csv = path
-    return run
-
-
-# ---------------------------------------------------------------------- what crossed the link
 
 
 def test_traffic_by_hand(monkeypatch):
@@ -116,45 +91,3 @@ def test_step_reports_what_crossed_the_link(stepped):
         assert (usual, metric) in rows
     assert 0 < rows[capped, "hit_rate"] <= 1
     assert rows[capped, "missed_mb"] > 0
-
-
-# ---------------------------------------------------------------------- prefill
-
-
-def test_prefill(bench, capsys):
-    status, rows = bench("prefill", "--lengths", 300, "--chunks", 0, 150, 300, "--repeat", 1, "--caches", *PREFILLED)
-    assert status == 0
-    assert "hf_offloaded: not run: transformers' offloaded cache needs a CUDA device" in capsys.readouterr().out
-    variants = {variant for _, variant, _ in rows}
-    names = {"hf_dynamic", "two_level:lag+offload"}
-    assert variants == names | {f"{name}:chunk=150" for name in names}, "a chunk of 300 is the whole prompt"
-    ours = rows["prefill", "two_level:lag+offload:chunk=150", 300]
-    assert ours.keys() == {"prefill_s", "prefill_s:reused", "host_gb", "pool_gb"}
-
-
-@pytest.mark.parametrize("name", ["hf_dynamic", "two_level:lag", "two_level:lag+offload"])
-def test_chunks_read_the_same_prompt(name):
-    model = build("llama", "sparsekv")
-    baselines.prepare(model, baselines.find(name), fused=False)
-    ids = torch.randint(0, 90, (2, 300))
-    with torch.no_grad():
-        expected = model(ids, logits_to_keep=1).logits[:, -1]
-    for chunk in (0, 100, 128):
-        found = offload.prefill(model, baselines.make_cache(model, baselines.find(name), 300), ids, chunk)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-# ---------------------------------------------------------------------- on a GPU
-
-
-@pytest.mark.gpu
-def test_prompts_on_a_gpu(tmp_path, monkeypatch):
-    config = shapes.known_config("qwen3-0.6b")
-    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
-    monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
-    path = tmp_path / "offload.csv"
-    command = f"prefill --model toy --csv {path}"
-    command += " --lengths 4k --chunks 0 1k --repeat 1"
-    assert offload.main(command.split()) == 0
-    found = {f"{row['benchmark']} {row['metric']}" for row in read_rows(path)}
-    assert found >= {"prefill prefill_s", "prefill prefill_gb"}

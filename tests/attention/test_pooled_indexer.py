@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from captured import Imitation
+from inside import score_pieces
 from models import prompt
 from models import qwen4_exp as build
 from transformers import DynamicCache
@@ -53,7 +54,7 @@ class Keys:
 @pytest.mark.parametrize(("past", "new"), [(0, 3), (0, 50), (37, 1), (2, 1), (40, 23), (3, 1)])
 @pytest.mark.parametrize("holes", [None, (0, 9), "between"])
 def test_as_the_loop_over_rows_and_queries(past, new, holes, piece, monkeypatch):
-    monkeypatch.setattr(pooled_indexer, "_BYTES", piece)
+    score_pieces(monkeypatch, piece)
     monkeypatch.setattr(torch, "relu", torch.nn.functional.softplus)  # or several blocks score 0, and any may be chosen
     net, n = model("sdpa", *MIXED), past + new
     indexer = next(module for module in net.modules() if is_pooled(module))
