@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from hf_sparsekv import (
     OffloadConfig,
@@ -40,7 +40,7 @@ class Variant:
     Args:
         name: as in the rows.
         about: for ``--list``.
-        kind: ``dynamic`` or ``offloaded`` (caches of transformers), ``sdpa`` (no cache), ``ours``.
+        kind: ``dynamic``, ``static`` or ``offloaded`` (caches of transformers), ``sdpa`` (no cache), ``ours``.
         settings: of ours, fields of ``config``.
         config: of ours, its configuration's class.
         captured: of ours, decode steps are captured on a GPU.
@@ -81,6 +81,8 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("hf_dynamic", "DynamicCache and sdpa, eager", "dynamic"),
+        Variant("hf_static", "StaticCache and sdpa, eager", "static"),
+        Variant("hf_static_compile", "StaticCache, compiled by generate(): takes a minute to compile", "static"),
         Variant("hf_offloaded", "DynamicCache(offloading=True), eager", "offloaded"),
         Variant("sdpa_best", "the captured forward with torch's fastest dense attention", "sdpa"),
         Variant(
@@ -196,6 +198,8 @@ def check(variant: Variant, model, batch: int, context: int, host_bytes: int | N
         limit = host_bytes or int(0.8 * host_memory_limit())
         if need > limit:
             raise NotRun(f"{need / 1e9:.1f} GB of keys and values, {limit / 1e9:.1f} GB of host memory to use")
+    if variant.name == "hf_static_compile" and not on_gpu:
+        raise NotRun("generate() compiles on accelerators only: hf_static is the same uncompiled")
     if variant.kind == "sdpa" and not on_gpu:
         raise NotRun("only a CUDA device captures")
     if variant.second and variant.offload:
@@ -232,6 +236,8 @@ def make_cache(
         host_bytes, device_pool, kv_dtype: of ours, offloaded: see ``OffloadConfig``.
         budget: of ours, tokens that a step selects; None: what the variant says.
     """
+    if variant.kind == "static":
+        return StaticCache(config=model.config, max_cache_len=length)
     if not variant.ours:
         return DynamicCache(config=model.config, offloading=variant.kind == "offloaded")
     offload = None
@@ -263,6 +269,12 @@ def second_gpu(cache) -> torch.device | None:
 def chose_dense(cache) -> bool:
     """Whether the crossover made steps of a cache of ours dense."""
     return cache.stats().crossover_calls > 0
+
+
+def forget_compiled(model) -> None:
+    """Drop what generate() has compiled for this model, and the memory of its graphs."""
+    model.__dict__.pop("_compiled_call", None)
+    torch.compiler.reset()
 
 
 # ---------------------------------------------------------------------- the best dense attention of torch

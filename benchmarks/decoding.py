@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import time
 import warnings
 from collections import Counter
@@ -56,11 +57,13 @@ class Generated:
     Args:
         first_ms: to the first token, with the prefill if there was one.
         tpot_ms: of each later token, warm-up left out.
+        set_up_ms: what the tokens of the warm-up took beyond the usual: captures, compilation.
         tokens: the new ones, ``[batch, n]``.
     """
 
     first_ms: float
     tpot_ms: list[float]
+    set_up_ms: float
     tokens: torch.Tensor
 
 
@@ -73,6 +76,7 @@ def generate(
     prompt: int | None = None,
     sample: bool = False,
     eos: bool = False,
+    compiled: bool = False,
     each: Callable[[], None] | None = None,
 ) -> Generated:
     """Generate over a filled cache, or read a prompt first.
@@ -83,6 +87,7 @@ def generate(
         prompt: tokens to read.
         sample: draw from the 50 likeliest instead of taking the likeliest.
         eos: look for an end of the answer after each token, as real models do; it never comes.
+        compiled: let generate() compile the model if the cache allows it.
         each: called after each forward pass, the prompt's too.
     """
     length = prompt or int(cache.get_seq_length()) + 1
@@ -96,8 +101,13 @@ def generate(
         if each is not None:
             each()
 
+    def asked(input_ids, *_: object, **__: object):
+        passed()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
     torch.manual_seed(0)
-    hook = model.register_forward_hook(passed)  # a criterion of our own would make the loop wait for each token
+    # A criterion of our own would make the loop wait for each token; what is compiled would have to contain the hook.
+    hook = None if compiled else model.register_forward_hook(passed)
     clock.mark()
     try:
         out = model.generate(
@@ -106,15 +116,18 @@ def generate(
             **generate_over(cache),
             max_new_tokens=tokens,
             do_sample=sample,
+            stopping_criteria=[asked] if compiled else None,
             pad_token_id=0,
             eos_token_id=vocabulary if eos else None,
-            disable_compile=True,
+            disable_compile=not compiled,
         )
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
     first, *rest = clock.between()
     skip = min(WARM_UP, len(rest) // 2)
-    return Generated(first, rest[skip:], out[:, length:])
+    usual = statistics.median(rest[skip:]) if rest else 0.0
+    return Generated(first, rest[skip:], sum(rest[:skip]) - skip * usual, out[:, length:])
 
 
 class Steps:

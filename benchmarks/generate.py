@@ -21,7 +21,7 @@ from hf_sparsekv.results import device_name, versions
 from hf_sparsekv.tuning.shapes import SHAPES
 
 from .arguments import KNOWN, host_bytes, new_parser, parse_count, rows_file
-from .baselines import VARIANTS, Variant, check, chose_dense, find, make_cache, prepare
+from .baselines import VARIANTS, Variant, check, chose_dense, find, forget_compiled, make_cache, prepare
 from .decoding import free, generate
 from .filling import fill_cache
 from .report import Report
@@ -39,24 +39,31 @@ def measure(model, variant: Variant, report: Report, args: Namespace) -> None:
     room = args.context + 1 + args.new_tokens
     cache = make_cache(model, variant, room, limit)
     after = None if args.prefill else fill_cache(model, cache, args.batch, args.context, args.kv)
-    on_gpu = model.device.type == "cuda"
+    on_gpu, compiled = model.device.type == "cuda", variant.name == "hf_static_compile"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    found = generate(
-        model,
-        cache,
-        args.batch,
-        args.new_tokens,
-        prompt=args.context if args.prefill else None,
-        sample=args.sample,
-        eos=True,
-        each=after,
-    )
+    try:
+        found = generate(
+            model,
+            cache,
+            args.batch,
+            args.new_tokens,
+            prompt=args.context if args.prefill else None,
+            sample=args.sample,
+            eos=True,
+            compiled=compiled,
+            each=after,
+        )
+    finally:
+        if compiled:
+            forget_compiled(model)
     if variant.ours and chose_dense(cache):
         report.rename(variant.label(args.fused) + "+dense" + suffix(variant, args))
     report.add("tpot_ms", found.tpot_ms)
     if args.prefill:
         report.add("ttft_s", found.first_ms / 1e3, "s")
+    if compiled:
+        report.add("capture_s", found.set_up_ms / 1e3, "s")
     if on_gpu:
         report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
     if variant.ours:

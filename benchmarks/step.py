@@ -45,6 +45,7 @@ from .baselines import (
     check,
     chose_dense,
     find,
+    forget_compiled,
     make_cache,
     prepare,
     second_gpu,
@@ -78,7 +79,7 @@ from .shapes import (
 from .traffic import Meter
 
 DEFAULT = ("hf_dynamic", "sdpa_best", "captured_dense", "two_level", "two_level:lag", "block_only", "token_only")
-TOKENS = {"dynamic": 24, "offloaded": 14}  # at most: eager steps take long and vary little
+TOKENS = {"dynamic": 24, "static": 24, "offloaded": 14}  # at most: eager steps take long and vary little
 IN_A_ROW = 32  # steps
 COUNTED = 64  # steps: one of them seals a block
 SPARE = 256  # tokens beside those of --tokens: counted steps, captures
@@ -140,12 +141,23 @@ class Bench:
 
     def stock(self, variant: Variant, batch: int, context: int) -> None:
         """A cache of transformers."""
-        tokens = min(self.args.tokens, TOKENS[variant.kind])
-        cache, after = self.filled(variant, batch, context, None)
+        tokens, compiled = min(self.args.tokens, TOKENS[variant.kind]), variant.name == "hf_static_compile"
+        # As generate() would size it; masked room is read, too.
+        length = context + 1 + tokens + (0 if compiled else SPARE)
+        cache, after = self.filled(variant, batch, context, length)
         torch.cuda.reset_peak_memory_stats()
-        self.report.add("tpot_ms", generate(self.model, cache, batch, tokens).tpot_ms)
-        self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
-        self.report.add("generate_host_syncs", generate_syncs(self.model, cache, batch, 8, after), "count")
+        try:
+            found = generate(self.model, cache, batch, tokens, compiled=compiled)
+            self.report.add("tpot_ms", found.tpot_ms)
+            if compiled:
+                self.report.add("capture_s", found.set_up_ms / 1e3, "s")
+            self.report.add("peak_gb", torch.cuda.max_memory_allocated() / 1e9, "GB")
+            if not compiled:
+                syncs = generate_syncs(self.model, cache, batch, 8, after)
+                self.report.add("generate_host_syncs", syncs, "count")
+        finally:
+            if compiled:
+                forget_compiled(self.model)
 
     def eager(self, variant: Variant, batch: int, context: int) -> None:
         """A cache of ours whose steps are not captured."""
@@ -219,6 +231,7 @@ def arguments() -> ArgumentParser:
     add = parser.add_argument
     add("--layers", type=parse_count, help="the model's first layers only; its rows say so")
     add("--variants", nargs="+", default=list(DEFAULT), choices=list(VARIANTS), metavar="VARIANT")
+    add("--compile", action="store_true", help="also StaticCache compiled by generate(): about a minute")
     add("--offload", action="store_true", help="our caches keep full blocks in host memory")
     add("--crossover", action="store_true", help="attend densely where known to be as quick: +dense")
     add("--tokens", type=parse_count, default=160, help="tokens to generate")
@@ -231,7 +244,10 @@ def arguments() -> ArgumentParser:
 
 def variants(args: Namespace) -> list[Variant]:
     """The variants that the arguments ask for."""
-    return [find(name, args.offload, args.crossover) for name in args.variants]
+    names = list(args.variants)
+    if args.compile and "hf_static_compile" not in names:
+        names.append("hf_static_compile")
+    return [find(name, args.offload, args.crossover) for name in names]
 
 
 def run(bench: Bench, args: Namespace, rate: float) -> None:

@@ -91,6 +91,8 @@ def test_all_caches_hold_the_same(name):
     assert dynamic.get_seq_length() == CONTEXT + NEW
     everything = Variant("everything", "", settings={"token_budget": 4096, "dense_layers": 0})
     for variant, length in (
+        ("hf_static", None),
+        ("hf_static", CONTEXT + 100),
         (everything, None),
         ("captured_dense", None),
     ):

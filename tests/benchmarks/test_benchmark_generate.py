@@ -7,7 +7,7 @@ from read_rows import read_rows as rows
 
 from benchmarks import generate as bench_generate
 
-CACHES = ("hf_dynamic", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
+CACHES = ("hf_dynamic", "hf_static", "hf_offloaded", "two_level", "two_level:lag", "two_level:lag+offload")
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_generate(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "hf_offloaded: not run: transformers' offloaded cache needs a CUDA device" in out
     assert "6 steps over 1506 cached tokens" in out
-    assert "4 rows appended" in out
+    assert "5 rows appended" in out
     found = rows(path)
     assert [row["variant"] for row in found] == [name for name in CACHES if name != "hf_offloaded"]
     for row in found:

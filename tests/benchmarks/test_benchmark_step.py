@@ -60,7 +60,7 @@ def test_step_measures_all_that_it_names(stepped, monkeypatch):
     """Everything but the clocks, in small: two captures of one shape, one of another."""
     monkeypatch.setattr(filling, "CALIBRATION", 256)
     model = build("gemma3", "sparsekv", max_position_embeddings=2048)
-    command = "--shapes 2x600 1x640 --tokens 6 --variants hf_dynamic two_level:lag"
+    command = "--shapes 2x600 1x640 --tokens 6 --variants hf_dynamic hf_static two_level:lag"
     found = stepped(model, command, "two_level", token_budget=32, num_blocks=2, **SETTINGS)
     count = Counter((row["variant"], row["batch"], row["metric"]) for row in found)
     assert set(count.values()) == {1}
@@ -146,11 +146,11 @@ def test_step_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path = tmp_path / "step.csv"
     args = f"--model toy --shapes 1x16k --tokens 32 --csv {path}".split()
-    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded"]) == 0
+    assert bench_step.main([*args, "--variants", *bench_step.DEFAULT, "hf_offloaded", "hf_static"]) == 0
     found = {(row["variant"], row["metric"]) for row in rows(path)}
     ours = "tpot_ms step_ms capture_s:cold capture_s peak_gb"
     for metric in (*ours.split(), "allocations", "host_syncs", "generate_host_syncs"):
         assert ("two_level:lag+fused", metric) in found
-    for variant in ("hf_dynamic", "hf_offloaded"):
+    for variant in ("hf_dynamic", "hf_offloaded", "hf_static"):
         assert (variant, "tpot_ms") in found
     assert ("sdpa_best+fused", "step_ms") in found
