@@ -234,13 +234,16 @@ def serve(
 
 
 def _serve(model, model_id, listener, max_connections, options, settings, tensor_parallel) -> None:
-    from ..serving.engine import Engine
     from ..serving.garbage import set_aside
     from ..serving.http import create_app
     from ..serving.http.gate import is_loopback
     from ..serving.sampling import Sampling
     from ..serving.turns import short_turns
 
+    if tensor_parallel:
+        from ..serving.ranks import TensorParallelEngine as Engine
+    else:
+        from ..serving.engine import Engine
     config, offload, serving, dtype, device = settings
     api_key = options["api_key"]
     place = loading.pick_device(device)

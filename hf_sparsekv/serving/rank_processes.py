@@ -36,9 +36,8 @@ import torch.distributed as dist
 
 from ..config import OffloadConfig, SparseConfig
 from .config import ServingConfig
-from .engine import Engine
 from .loading import load
-from .ranks import RanksApart, follow
+from .ranks import RanksApart, TensorParallelEngine, follow
 
 HERE = "127.0.0.1"
 LOOPBACK = "lo"
@@ -146,7 +145,7 @@ class RankProcesses:
         """Call ``call`` when a child is lost, on another thread; or now, on this one, if a child is lost already."""
         self._lost.add_done_callback(lambda found: call(found.result()))
 
-    def engine(self) -> Engine:
+    def engine(self) -> TensorParallelEngine:
         """Wait for all ranks, load the model on each, and return the engine. To be called once.
 
         Raises:
@@ -155,11 +154,11 @@ class RankProcesses:
             TypeError, ValueError: as :class:`.Engine`.
         """
 
-        def make() -> Engine:
+        def make() -> TensorParallelEngine:
             _meet(self._store, 0, self.size, self.gpus)
             served = self.served
             tokenizer, model = load(served.model, served.dtype, "cuda" if self.gpus else "cpu", tensor_parallel=True)
-            return Engine(model, tokenizer, served.config, served.offload, served.serving)
+            return TensorParallelEngine(model, tokenizer, served.config, served.offload, served.serving)
 
         try:
             return self._unless_lost(make)

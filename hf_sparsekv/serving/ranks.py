@@ -1,6 +1,6 @@
 """An engine over the ranks of a tensor parallel model: rank 0 decides, and the others follow (torchrun).
 
-    with Engine(model, tokenizer, ...) as engine:  # rank 0
+    with TensorParallelEngine(model, tokenizer, ...) as engine:  # rank 0
         ...
     follow(model, ...)  # the others, with the same arguments; until the engine is closed
 
@@ -39,6 +39,7 @@ from ..config import OffloadConfig, SparseConfig
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
 from .config import ServingConfig
+from .engine import Engine
 from .garbage import set_aside
 from .opening import opened
 from .prefix import Channels
@@ -158,9 +159,18 @@ class SharedWork(Work):
 
     alone = False  # the other ranks are in the middle of the same pass
 
-    def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig, wire: Wire) -> None:
+    @staticmethod
+    def check(model: torch.nn.Module) -> None:
+        """Raise ValueError unless this is rank 0 of the model."""
+        ranks = ranks_of(model)
+        if ranks is None:
+            raise ValueError("this model is in one process: call hf_sparsekv.Engine()")
+        if ranks.rank != 0:
+            raise ValueError(f"this is rank {ranks.rank} of the model, whose engine is on rank 0: call follow() here")
+
+    def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig) -> None:
+        self.wire = Wire(ranks_of(model))
         super().__init__(model, rows, serving)
-        self.wire = wire
         self._notes: list[tuple[str, tuple, Any]] = []  # operation, arguments, result
         self._numbers = itertools.count()
         self._forgotten: deque[int] = deque()  # numbers of channels without references; any thread appends
@@ -258,6 +268,9 @@ class SharedWork(Work):
             self._waiting_for_tokens = False
             self.wire.ranks.send(self.tokens)
 
+    def watch(self, lost: Callable[[RuntimeError], None]) -> None:
+        self.wire.watch(lost)
+
     def failed(self) -> None:
         self.wire.bye(failed=True)
 
@@ -279,9 +292,16 @@ class FollowedWork(Work):
         )
     )
 
-    def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig, wire: Wire) -> None:
+    @staticmethod
+    def check(model: torch.nn.Module) -> None:
+        """Raise ValueError unless this is another rank than 0."""
+        ranks = ranks_of(model)
+        if ranks is None or ranks.rank == 0:
+            raise ValueError("follow() is for ranks 1, 2, ... of a tensor parallel model: make an engine here")
+
+    def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig) -> None:
+        self.wire = Wire(ranks_of(model))
         super().__init__(model, rows, serving)
-        self.wire = wire
         self._held: dict[int, Channels] = {}
         self._row = -1
 
@@ -355,6 +375,12 @@ class FollowedWork(Work):
         super().close()
 
 
+class TensorParallelEngine(Engine):
+    """An engine on rank 0 of a tensor parallel model. The other ranks call :func:`follow` with the same arguments."""
+
+    _work_type = SharedWork
+
+
 @torch.no_grad()
 def follow(
     model: PreTrainedModel,
@@ -374,14 +400,12 @@ def follow(
         TypeError, ValueError: as :class:`.Engine`.
         RanksApart: as :meth:`FollowedWork.follow`. The replica has to end.
     """
-    ranks = ranks_of(model)
-    if ranks is None or ranks.rank == 0:
-        raise ValueError("follow() is for ranks 1, 2, ... of a tensor parallel model: make an Engine here")
+    FollowedWork.check(model)
     with contextlib.ExitStack() as stack:
         made = opened(model, config, offload, serving, stack)
         stack.enter_context(set_aside())
-        wire = Wire(ranks)
-        work = FollowedWork(model, made.rows, made.serving, wire)
+        work = FollowedWork(model, made.rows, made.serving)
+        wire = work.wire
         stack.callback(work.segments.close)
         wire.watch(_end_process if lost is None else lost)
         device = torch.cuda.device(work.device) if work.device.type == "cuda" else contextlib.nullcontext()

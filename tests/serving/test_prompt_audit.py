@@ -108,7 +108,7 @@ from transformers.distributed import DistributedConfig
 from caches import SMALL
 from engines import greedy, ids_of, inside
 from hf_sparsekv import Engine, ServingConfig, TokenConfig
-from hf_sparsekv.serving.ranks import follow
+from hf_sparsekv.serving.ranks import TensorParallelEngine, follow
 
 dist.init_process_group("gloo")
 config = TokenConfig(**SMALL, prefill=0.4, prefill_below=0)
@@ -120,8 +120,8 @@ if dist.get_rank():
     os._exit(0)
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sparsekv")
 found = []
-for net in (whole, shard):
-    with Engine(net, None, config, None, serving) as engine:
+for kind, net in ((Engine, whole), (TensorParallelEngine, shard)):
+    with kind(net, None, config, None, serving) as engine:
         tokens = [engine.submit(ids_of(900, seed), greedy(3)).result(60).token_ids for seed in (1,)]
         while not engine.stats().prompts:
             engine.submit(ids_of(20, 1), greedy(2)).result(60)

@@ -25,8 +25,9 @@ from waiting import wait_until
 
 from hf_sparsekv import Engine
 from hf_sparsekv.cli.app import app
-from hf_sparsekv.serving.ranks import FollowedWork, RanksApart, SharedWork
-from hf_sparsekv.serving.work import Work
+from hf_sparsekv.serving import ranks as ranks_module
+from hf_sparsekv.serving import work
+from hf_sparsekv.serving.ranks import FollowedWork, RanksApart, SharedWork, TensorParallelEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ from models import prompt
 from hf_sparsekv import Engine, OffloadConfig, Sampling, ServingConfig, TokenConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.ranks import ranks_of
-from hf_sparsekv.serving.ranks import follow
+from hf_sparsekv.serving.ranks import TensorParallelEngine, follow
 
 path, gpus, spread = sys.argv[1], sys.argv[2:] == ["gpus"], DistributedConfig(tp_plan="auto")
 here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
@@ -81,8 +82,8 @@ asked = [(ids(n, n), Sampling(max_tokens=new, temperature=0)) for n, new in size
 asked += [(ids(40, 3), Sampling(max_tokens=15, seed=seed)) for seed in (5, 6)]
 asked += [(ids(90, 4), Sampling(max_tokens=10, temperature=0.7, top_p=0.9, repetition_penalty=1.2, seed=7))]
 
-def answers(net, config, offload):
-    with Engine(net, None, config, offload, serving) as engine:
+def answers(kind, net, config, offload):
+    with kind(net, None, config, offload, serving) as engine:
         left = engine.submit(ids(30, 1), Sampling(max_tokens=200, temperature=0))
         handles = [engine.submit(*one) for one in asked]
         for piece, _ in zip(left, range(3)):
@@ -103,9 +104,9 @@ def answers(net, config, offload):
     return found, list(again.token_ids), heads
 
 for config, offload, captured in kinds:
-    one, again, heads = answers(whole, config, offload)
+    one, again, heads = answers(Engine, whole, config, offload)
     begin(captured)
-    both, both_again, fewer = answers(shard, config, offload)
+    both, both_again, fewer = answers(TensorParallelEngine, shard, config, offload)
     assert both == one and both_again == again, (one, both, again, both_again)
     assert (heads, fewer) == (2, 1)
     if config is kinds[0][0]:
@@ -113,11 +114,12 @@ for config, offload, captured in kinds:
             given, new = torch.tensor([given], device=here), sampling.max_tokens
             row = whole.generate(given, max_new_tokens=new, do_sample=False)
             assert row[0, given.shape[1] :].tolist() == tokens
-try:
-    follow(shard)
-    raise AssertionError("rank 0 has the engine")
-except ValueError as error:
-    assert "make an Engine" in str(error)
+for wrong, says in ((follow, "make an engine here"), (Engine, "this is rank 0 of a tensor parallel model")):
+    try:
+        wrong(shard)
+        raise AssertionError("rank 0 has an engine of its own")
+    except ValueError as error:
+        assert says in str(error)
 print("rank 0 is done", flush=True)
 os._exit(0)
 """
@@ -242,7 +244,7 @@ def test_the_row_of_a_prompt_that_overtakes_is_noted(monkeypatch):
     leader._notes, leader._forgotten = [], deque()
     leader.wire = SimpleNamespace(send=sent.append)
     leader.rows = SimpleNamespace(cache=SimpleNamespace(row_table=SimpleNamespace(ids=SimpleNamespace(used=5))))
-    monkeypatch.setattr(Work, "overtake", lambda self, ids, blocks, channels: (3, logits))
+    monkeypatch.setattr(work.Work, "overtake", lambda self, ids, blocks, channels: (3, logits))
     assert leader.overtake([1, 2], np.zeros(0, dtype=np.int32), None) == (3, logits)
     assert [name for _, _, name, _ in sent] == ["overtake"] and leader._notes == [("overtook", (), 3)]
 
@@ -291,15 +293,21 @@ def test_the_command_needs_torchrun(model, monkeypatch):
     assert done.exit_code == 1 and "torchrun --nproc-per-node 2" in done.output
 
 
-def test_an_engine_is_on_rank_0(monkeypatch):
-    import hf_sparsekv.serving.engine as module
-
-    class Second:
-        rank, size = 1, 2
-
-    monkeypatch.setattr(module, "ranks_of", lambda model: Second())
-    with pytest.raises(ValueError, match="this is rank 1"):
-        Engine(build("llama", "sparsekv"))
+@pytest.mark.parametrize(
+    ("kind", "rank", "says"),
+    [
+        (Engine, 0, r"this is rank 0 .*TensorParallelEngine\(\)"),
+        (Engine, 1, r"this is rank 1 .*follow\(\)"),
+        (TensorParallelEngine, 1, r"this is rank 1 .*follow\(\)"),
+        (TensorParallelEngine, None, r"in one process: call hf_sparsekv.Engine\(\)"),
+    ],
+)
+def test_each_rank_is_told_what_to_call(kind, rank, says, monkeypatch):
+    ranks = None if rank is None else SimpleNamespace(rank=rank, size=2)
+    for module in (work, ranks_module):
+        monkeypatch.setattr(module, "ranks_of", lambda model: ranks)
+    with pytest.raises(ValueError, match=says):
+        kind(build("llama", "sparsekv"))
 
 
 def test_random_weights_of_a_shape_are_shared_by_the_ranks(port):
