@@ -57,7 +57,7 @@ def ray_serve(application, cpus: int, gpus: int = 0) -> Iterator[str]:
     before, port = dict(os.environ), free_port()
     os.environ.update(QUIET)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    os.environ.update({HINTS: "hf_sparsekv_ray.proxy:middlewares", "HF_SPARSEKV_ROUTE_BYTES": str(HEAD)})
+    os.environ.update({HINTS: "hf_sparsekv_serve.ray.proxy:middlewares", "HF_SPARSEKV_ROUTE_BYTES": str(HEAD)})
     import ray
     from ray import serve
 
@@ -86,7 +86,7 @@ def replicated(args: Namespace, rows: int, length: int) -> Iterator[str]:
     """Replicas of the model, as the arguments say; their address."""
 
     def application():
-        from hf_sparsekv.serving.ray import build
+        from hf_sparsekv_serve.ray.deployment import build
 
         serving = {"max_rows": rows, "max_length": length}
         settings = {"num_gpus": int(args.gpus), "num_cpus": 1, "offload": False, "replicas": args.replicas}

@@ -8,7 +8,7 @@
 
 One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open,
 no other code may call its model. A tensor parallel model has an engine of its own kind
-(:class:`hf_sparsekv.serving.ranks.TensorParallelEngine`).
+(:class:`hf_sparsekv_serve.ranks.TensorParallelEngine`).
 """
 
 from __future__ import annotations

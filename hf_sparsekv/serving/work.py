@@ -51,7 +51,7 @@ class Work:
         if (ranks := ranks_of(model)) is not None:
             name = "TensorParallelEngine" if ranks.rank == 0 else "follow"
             raise ValueError(
-                f"this is rank {ranks.rank} of a tensor parallel model: call hf_sparsekv.serving.ranks.{name}() here, "
+                f"this is rank {ranks.rank} of a tensor parallel model: call hf_sparsekv_serve.ranks.{name}() here, "
                 "with the same arguments"
             )
 
