@@ -25,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from hf_sparsekv.config import OffloadConfig, SparseConfig
 from hf_sparsekv.serving.config import ServingConfig
 
 from .loading import load
+from .process import end_after, ignore_signals
 from .ranks import RanksApart, TensorParallelEngine, follow
 
 HERE = "127.0.0.1"
@@ -251,23 +251,14 @@ def _meet(store: dist.Store, rank: int, size: int, gpus: bool) -> None:
 
 def child() -> NoReturn:
     """All of a child's life: what it serves comes in by stdin, where it is by its environment."""
-    for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 alone is told to end
-        signal.signal(one, signal.SIG_IGN)
+    ignore_signals()
     served: Served = pickle.load(sys.stdin.buffer)
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     gpus = bool(os.environ["CUDA_VISIBLE_DEVICES"])
-    try:
+
+    def work() -> None:
         _meet(dist.TCPStore(HERE, port, size, is_master=False), rank, size, gpus)
         model = load(served.model, served.dtype, "cuda" if gpus else "cpu", tensor_parallel=True)[1]
         follow(model, served.config, served.offload, served.serving)
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-    _leave(0)
 
-
-def _leave(code: int) -> NoReturn:
-    """End at once: groups of torch.distributed have threads that may outlive the interpreter, and abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_after(work)

@@ -44,7 +44,7 @@ from hf_sparsekv.serving.opening import opened
 from hf_sparsekv.serving.prefix import Channels
 from hf_sparsekv.serving.work import Work
 
-from .garbage import set_aside
+from .process import set_aside
 
 HEAD = 4096  # bytes of a message's first part; a second part has the rest of longer ones
 EVER = timedelta(days=365)  # timeout of a rank that waits for the next request

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +31,13 @@ from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
 from hf_sparsekv_cli import values
 from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
 
+from ..process import SIGNALS, end_after, ignore_signals, leave
+
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
-WARM_UP = 64  # tokens
 FAILED_S = 2  # how long /ready reports the loss of a rank before the replica ends
 GRACE_S = 10  # how long clients have to read the ends of their answers
 HURRY_S = 2  # the same, at the second signal
 OTHER_FILES = 256 + MOST_BYTES // PROCESS  # beside connections and rows: libraries, weights; compiled grammars
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # Options of serve, by what they are about.
 _of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
@@ -233,12 +232,10 @@ def serve(
 
 
 def _serve(model, model_id, listener, max_connections, options, settings, tensor_parallel) -> None:
-    from hf_sparsekv.serving.sampling import Sampling
 
-    from ..garbage import set_aside
     from ..http import create_app
     from ..http.gate import is_loopback
-    from ..turns import short_turns
+    from ..process import set_aside, short_turns, warm_up
 
     if tensor_parallel:
         from ..ranks import TensorParallelEngine as Engine
@@ -250,8 +247,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
     with messages.status(f"loading {model}"):
         tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
     with Engine(loaded, tokenizer, config, offload, serving) as engine:
-        length = max(1, min(WARM_UP, engine.max_length - 2))
-        engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+        warm_up(engine)
         app = create_app(engine, model_id, **options)
         server = server_of(app, engine, max_connections, serving.max_rows)
         with set_aside(), short_turns(), signals_heard(server):  # signals: before anybody is told that it listens
@@ -267,14 +263,14 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
                 note("anybody who reaches this machine may ask: no API key is set")
             _run(server, engine, listener, tensor_parallel)
     if tensor_parallel:
-        _leave(0 if engine.failed is None else 1)
+        leave(0 if engine.failed is None else 1)
 
 
 def _run(server, engine, listener, tensor_parallel: bool) -> None:
     """Serve until the server ends."""
     server.run(sockets=[listener])
     if tensor_parallel and engine.failed is not None:
-        _leave(1)  # everybody was told; to close the engine would wait for its step, and that for a rank that is gone
+        leave(1)  # everybody was told; to close the engine would wait for its step, and that for a rank that is gone
     engine.close()  # a signal may still come
 
 
@@ -323,15 +319,9 @@ def _follow(model, settings) -> NoReturn:
     from ..ranks import follow
 
     config, offload, serving, dtype, device = settings
-    for one in SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    ignore_signals()
     loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
-    try:
-        follow(loaded, config, offload, serving)
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-    _leave(0)
+    end_after(functools.partial(follow, loaded, config, offload, serving))
 
 
 def _end_with_ranks(engine, server) -> None:
@@ -342,14 +332,7 @@ def _end_with_ranks(engine, server) -> None:
     time.sleep(FAILED_S)
     server.should_exit = True
     time.sleep(GRACE_S)
-    _leave(1)  # the engine may wait for a rank that is gone, for ever
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process at once: groups of torch.distributed have threads that may outlive the interpreter, and abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(1)  # the engine may wait for a rank that is gone, for ever
 
 
 def server_of(app, engine, max_connections=2048, max_rows=32):
@@ -367,7 +350,7 @@ def server_of(app, engine, max_connections=2048, max_rows=32):
         def handle_exit(self, sig, frame) -> None:
             self.signals += 1
             if self.signals > 2:  # the second one did not end the server
-                _leave(128 + sig)
+                leave(128 + sig)
             what = self.drain if self.signals == 1 else self.stop
             threading.Thread(target=what, name=what.__name__, daemon=True).start()
 

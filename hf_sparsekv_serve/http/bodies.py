@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from hf_sparsekv.serving.sampling import shown
 
-from ..turns import step_aside
+from ..process import step_aside
 from .errors import ApiError
 from .scan import PIECE, Scan
 

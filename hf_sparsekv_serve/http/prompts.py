@@ -15,7 +15,7 @@ from typing import Any
 from hf_sparsekv.serving.request import Handle
 from hf_sparsekv.serving.sampling import shown
 
-from ..turns import step_aside
+from ..process import step_aside
 from . import schema
 from .engine import Engine
 from .errors import ApiError, told

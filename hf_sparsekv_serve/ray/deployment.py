@@ -31,22 +31,19 @@ from hf_sparsekv.config import OffloadConfig
 from hf_sparsekv.policies.token_config import TokenConfig
 from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
-from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats
 
-from ..garbage import set_aside
 from ..http import create_app
 from ..http.app import MAX_ANSWER, MAX_BODY
 from ..http.metrics import COUNTS, NOW, PREFIX
 from ..loading import load
+from ..process import set_aside, short_turns, warm_up
 from ..rank_processes import RankProcesses, Served
 from ..ranks import RanksApart
-from ..turns import short_turns
 from .router import PrefixRouter
 from .scaling import ByRows, Fitting
 
 KEY = "HF_SPARSEKV_API_KEY"  # in the replicas' environment: arguments can be read in Ray's state
-WARM_UP = 64  # tokens
 RETRY_AFTER_S = 5.0
 LOST_S = 2.0  # from the loss of a rank to the replica's end: answers fail, and health checks report why
 
@@ -178,8 +175,7 @@ class Replica:
             self._engine = Engine(model, tokenizer, config, offload, serving)
         self._fitting = Fitting(serving.max_rows)
         self._exported = Exported()
-        length = max(1, min(WARM_UP, self._engine.max_length - 2))
-        self._engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
+        warm_up(self._engine)
         self._aside = contextlib.ExitStack()
         self._aside.enter_context(set_aside())
         self._aside.enter_context(short_turns())

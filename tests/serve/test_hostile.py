@@ -22,7 +22,7 @@ from waiting import wait_until
 
 from benchmarks.serving import attacks, hostile
 from hf_sparsekv_serve.http import create_app
-from hf_sparsekv_serve.turns import ASIDE, step_aside
+from hf_sparsekv_serve.process import ASIDE, step_aside
 
 
 class Honest:

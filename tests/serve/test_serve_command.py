@@ -326,7 +326,7 @@ def test_a_second_signal_tells_those_who_wait_and_ends_soon(tiny):
 def test_a_third_signal_ends_what_hangs(monkeypatch):
     """What the second one has asked for does not come to its end: the process ends at once."""
     left, closing, go = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(module, "_leave", left.append)
+    monkeypatch.setattr(module, "leave", left.append)
     with FakeEngine(byte_level(), step_s=0.005) as engine:
         monkeypatch.setattr(engine, "close", lambda: closing.set() or go.wait(10))
         server = module.server_of(create_app(engine, "m"), engine)
@@ -366,7 +366,7 @@ def test_a_lost_rank_is_not_waited_for(monkeypatch):
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(module, "_leave", leave)
+    monkeypatch.setattr(module, "leave", leave)
     with pytest.raises(SystemExit, match="1"):
         module._run(Ended(), Ended(), None, True)
 

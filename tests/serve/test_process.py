@@ -11,7 +11,7 @@ from engines import SERVING
 from models import build
 
 from hf_sparsekv import Engine, TokenConfig
-from hf_sparsekv_serve.garbage import set_aside
+from hf_sparsekv_serve.process import set_aside
 
 
 class Ring:
