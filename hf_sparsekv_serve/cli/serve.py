@@ -1,22 +1,14 @@
-"""``hf-sparsekv serve``."""
+"""``hf-sparsekv serve``: its options, and what is served by them."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import importlib.util
 import logging
-import os
-import signal
 import socket
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -25,30 +17,32 @@ from hf_sparsekv.attention import flash_4
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli import options as opt
 from hf_sparsekv.cli.output import CommandError, messages, note
+from hf_sparsekv.config import OffloadConfig, SparseConfig
 from hf_sparsekv.gguf_file import is_gguf
-from hf_sparsekv.serving.config import MOST_ROWS
-from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
-from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
+from hf_sparsekv.serving.config import MOST_ROWS, ServingConfig
+from hf_sparsekv_cli import checks, values
 
-from ..process import SIGNALS, end_after, ignore_signals, leave
+from ..process import end_after, ignore_signals, leave, set_aside, short_turns, warm_up
+from . import torchrun
+
+if TYPE_CHECKING:
+    from hf_sparsekv.serving.engine import Engine
+
+    from .server import Server
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
-FAILED_S = 2  # how long /ready reports the loss of a rank before the replica ends
-GRACE_S = 10  # how long clients have to read the ends of their answers
-HURRY_S = 2  # the same, at the second signal
-OTHER_FILES = 256 + MOST_BYTES // PROCESS  # beside connections and rows: libraries, weights; compiled grammars
 
 # Options of serve, by what they are about.
 _of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
 _of_server = functools.partial(typer.Option, rich_help_panel="Server")
 
 
-@opt.takes(opt.DecodingOptions)
-def serve(
-    model: opt.Model,
-    host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1",
-    port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000,
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server. Each field is an option."""
+
+    host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1"
+    port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000
     api_key: Annotated[
         str | None,
         _of_server(
@@ -57,17 +51,17 @@ def serve(
             help="That clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     model_id: Annotated[
         str | None,
         _of_server(
             help="The name that clients ask for; default: MODEL, of a directory or file its name.", show_default=False
         ),
-    ] = None,
-    max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB",
+    ] = None
+    max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB"
     max_connections: Annotated[
         int, _of_server(min=1, help="At a time; those without a request make room for others.")
-    ] = 2048,
+    ] = 2048
     allow_host: Annotated[
         list[str] | None,
         _of_server(
@@ -76,7 +70,7 @@ def serve(
             "on a loopback address without a key. Several times, or '*' for any.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     cors_origin: Annotated[
         list[str] | None,
         _of_server(
@@ -84,17 +78,27 @@ def serve(
             help="Of web pages that a browser lets ask this server, as https://chat.example.org. Several times, or *.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     ignore_unknown_fields: Annotated[
         bool,
         _of_server(
             "--ignore-unknown-fields", help="Leave out what requests have and this server does not know, as chat_id."
         ),
-    ] = False,
+    ] = False
     log_requests: Annotated[
         bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
-    ] = False,
-    max_rows: Annotated[int, _of_requests(min=1, max=MOST_ROWS, help="That decode together.")] = 32,
+    ] = False
+    tensor_parallel: Annotated[
+        bool,
+        _of_server("--tensor-parallel", help="Spread the model over the GPUs that torchrun has started processes for."),
+    ] = False
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of requests and their memory. Each field is an option."""
+
+    max_rows: Annotated[int, _of_requests(min=1, max=MOST_ROWS, help="That decode together.")] = 32
     context: Annotated[
         int | None,
         _of_requests(
@@ -103,7 +107,7 @@ def serve(
             help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     batch_tokens: Annotated[
         int | None,
         _of_requests(
@@ -112,31 +116,31 @@ def serve(
             help="Of all running requests together, with the longest answers they asked for; default: what fits.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     max_answer: Annotated[
         int,
         _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
-    ] = 4096,
+    ] = 4096
     max_waiting: Annotated[
         int,
         _of_requests(min=0, help="Requests that may wait; more are refused (429). 0: whatever cannot start at once."),
-    ] = 256,
+    ] = 256
     max_wait_s: Annotated[
         float | None,
         _of_requests(
             min=0, help="Seconds that a request may be expected to wait (429); default: any.", show_default=False
         ),
-    ] = None,
+    ] = None
     prefill_ms: Annotated[
         float,
         _of_requests(min=0.1, help="Of the GPU's time for prompts between two steps."),
-    ] = 20.0,
+    ] = 20.0
     prefix_cache: Annotated[
         bool,
         _of_requests(
             "--prefix-cache/--no-prefix-cache", help="Keep blocks for prompts that begin alike, while there is room."
         ),
-    ] = True,
+    ] = True
     device_kv: Annotated[
         str | None,
         _of_requests(
@@ -144,7 +148,7 @@ def serve(
             help="GPU memory for copies of chosen tokens; default: what the cache takes by itself.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     host_kv: Annotated[
         str | None,
         _of_requests(
@@ -152,271 +156,165 @@ def serve(
             help="Host memory for keys and values; default: 80 % of the machine's or container's.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     exact: Annotated[
         bool, _of_requests("--exact", help='Give full attention\'s answers, unless one asks "exact": false.')
-    ] = False,
+    ] = False
     flash_attention_4: Annotated[
         bool,
         _of_requests("--flash-attention-4", help="Read prompts by FlashAttention 4 (the extra `flash`), on an H100."),
-    ] = False,
+    ] = False
+
+    def config(self) -> ServingConfig:
+        """Limits and scheduling of the engine."""
+        return ServingConfig(
+            max_rows=self.max_rows,
+            max_length=self.context,
+            max_tokens=self.batch_tokens,
+            max_waiting=self.max_waiting,
+            max_wait_s=self.max_wait_s,
+            prefill_ms=self.prefill_ms,
+            prefix_cache=self.prefix_cache,
+            exact=self.exact,
+            flash_attention_4=self.flash_attention_4,
+        )
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model and how an engine serves it, the same on every rank.
+
+    Attributes:
+        model, dtype, place, tensor_parallel: as :func:`.loading.load` takes them.
+        config, offload, serving: as :class:`.Engine` takes them.
+    """
+
+    model: str
+    dtype: torch.dtype | None
+    place: torch.device
+    tensor_parallel: bool
+    config: SparseConfig
+    offload: OffloadConfig | None
+    serving: ServingConfig
+
+    def engine(self) -> Engine:
+        """Load the model on rank 0, and open its engine."""
+        from hf_sparsekv.serving.engine import Engine
+
+        from ..ranks import TensorParallelEngine
+
+        with messages.status(f"loading {self.model}"):
+            tokenizer, model = self._load()
+        kind = TensorParallelEngine if self.tensor_parallel else Engine
+        return kind(model, tokenizer, self.config, self.offload, self.serving)
+
+    def follow(self) -> NoReturn:
+        """Load the model on another rank, and do as rank 0 says until it ends."""
+        from ..ranks import follow
+
+        ignore_signals()
+        model = self._load()[1]
+        end_after(functools.partial(follow, model, self.config, self.offload, self.serving))
+
+    def _load(self):
+        return loading.load(self.model, self.dtype, self.place, self.tensor_parallel)
+
+
+@opt.takes(opt.DecodingOptions)
+@opt.takes(RequestOptions, "requests")
+@opt.takes(ServerOptions, "server")
+def serve(
+    model: opt.Model,
     cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
     dtype: opt.DTypeOption = opt.DType.auto,
     device: opt.Device = "auto",
-    tensor_parallel: Annotated[
-        bool,
-        _of_server("--tensor-parallel", help="Spread the model over the GPUs that torchrun has started processes for."),
-    ] = False,
     *,
+    server: ServerOptions,
+    requests: RequestOptions,
     options: opt.DecodingOptions,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
     _check_installed()
+    device_kv, host_kv = requests.device_kv, requests.host_kv
     asked = {"offload": options.offload, "device_kv": device_kv, "host_kv": host_kv, "kv_dtype": options.kv_dtype}
-    exact_requests({**asked, "exact": exact, "tensor_parallel": tensor_parallel})
-    rank = _rank() if tensor_parallel else 0
-    served(cache.value, options.max_length, api_key, model_id)
+    checks.exact_requests({**asked, "exact": requests.exact, "tensor_parallel": server.tensor_parallel})
+    rank = torchrun.rank() if server.tensor_parallel else 0
+    checks.served(cache.value, options.max_length, server.api_key, server.model_id)
     config = options.config(cache)
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
     place = loading.pick_device(device)
     options = opt.placed(cache, config, options)
-    from hf_sparsekv.serving.config import ServingConfig
-
-    serving = ServingConfig(
-        max_rows=max_rows,
-        max_length=context,
-        max_tokens=batch_tokens,
-        max_waiting=max_waiting,
-        max_wait_s=max_wait_s,
-        prefill_ms=prefill_ms,
-        prefix_cache=prefix_cache,
-        exact=exact,
-        flash_attention_4=flash_attention_4,
-    )
-    if flash_attention_4:
+    serving = requests.config()
+    if serving.flash_attention_4:
         try:
             flash_4.check()  # first: a model takes minutes to load
         except (ImportError, RuntimeError) as error:
             raise CommandError(f"--flash-attention-4: {error}") from error
-    origins(cors_origin)
-    if log_requests:
+    checks.origins(server.cors_origin)
+    if server.log_requests:
         _log_requests()
-    host_kept(options.offload, device_kv, host_kv)
-    device_bytes, host_bytes, body = sizes(device_kv, host_kv, max_body)
+    checks.host_kept(options.offload, device_kv, host_kv)
+    device_bytes, host_bytes, body = checks.sizes(device_kv, host_kv, server.max_body)
     offload = opt.offload_config(options, device_pool=device_bytes, max_host_bytes=host_bytes)
-    if tensor_parallel:
-        _begin_ranks(place)
+    served = ServedModel(model, opt.torch_dtype(dtype), place, server.tensor_parallel, config, offload, serving)
+    if server.tensor_parallel:
+        torchrun.begin(place)
         if rank:
-            _follow(model, (config, offload, serving, dtype, device))
-    listener = _listen(host, port)  # first: report a taken port before the model is loaded
+            served.follow()
+    application = {
+        "model_id": server.model_id or served_name(model),
+        "api_key": server.api_key,
+        "max_body": body,
+        "max_answer": requests.max_answer,
+        "allowed_hosts": tuple(server.allow_host or ()),
+        "cors_origins": tuple(server.cors_origin or ()),
+        "ignore_unknown_fields": server.ignore_unknown_fields,
+    }
+    listener = _listen(server.host, server.port)  # first: report a taken port before the model is loaded
     try:
-        _serve(
-            model,
-            model_id or served_name(model),
-            listener,
-            max_connections,
-            {
-                "api_key": api_key,
-                "max_body": body,
-                "max_answer": max_answer,
-                "allowed_hosts": tuple(allow_host or ()),
-                "cors_origins": tuple(cors_origin or ()),
-                "ignore_unknown_fields": ignore_unknown_fields,
-            },
-            (config, offload, serving, dtype, device),
-            tensor_parallel,
-        )
+        _serve(served, listener, server.max_connections, application)
     finally:
         listener.close()
 
 
-def _serve(model, model_id, listener, max_connections, options, settings, tensor_parallel) -> None:
-
+def _serve(served: ServedModel, listener: socket.socket, max_connections: int, application: dict[str, Any]) -> None:
+    """Load the model and serve it until a signal ends that; ``application``: arguments of :func:`.create_app`."""
     from ..http import create_app
-    from ..http.gate import is_loopback
-    from ..process import set_aside, short_turns, warm_up
+    from .server import Server, signals_heard
 
-    if tensor_parallel:
-        from ..ranks import TensorParallelEngine as Engine
-    else:
-        from hf_sparsekv.serving.engine import Engine
-    config, offload, serving, dtype, device = settings
-    api_key = options["api_key"]
-    place = loading.pick_device(device)
-    with messages.status(f"loading {model}"):
-        tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
-    with Engine(loaded, tokenizer, config, offload, serving) as engine:
+    with served.engine() as engine:
         warm_up(engine)
-        app = create_app(engine, model_id, **options)
-        server = server_of(app, engine, max_connections, serving.max_rows)
+        server = Server(create_app(engine, **application), engine, max_connections, served.serving.max_rows)
         with set_aside(), short_turns(), signals_heard(server):  # signals: before anybody is told that it listens
-            if tensor_parallel:
-                threading.Thread(target=_end_with_ranks, args=(engine, server), name="ranks", daemon=True).start()
+            if served.tensor_parallel:
+                torchrun.watch(engine, server)
             listener.listen(2048)
-            address, port = listener.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            note(f"{model_id}: up to {engine.max_length:,} tokens a request, {serving.max_rows} rows, {config.brief()}")
-            keyed = "" if api_key is None else " (with an API key)"
-            note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
-            if api_key is None and not is_loopback(address):
-                note("anybody who reaches this machine may ask: no API key is set")
-            _run(server, engine, listener, tensor_parallel)
-    if tensor_parallel:
+            brief = f"{served.serving.max_rows} rows, {served.config.brief()}"
+            note(f"{application['model_id']}: up to {engine.max_length:,} tokens a request, {brief}")
+            _tell_address(listener, application["api_key"])
+            _run(server, engine, listener, served.tensor_parallel)
+    if served.tensor_parallel:
         leave(0 if engine.failed is None else 1)
 
 
-def _run(server, engine, listener, tensor_parallel: bool) -> None:
+def _run(server: Server, engine: Engine, listener: socket.socket, tensor_parallel: bool) -> None:
     """Serve until the server ends."""
     server.run(sockets=[listener])
     if tensor_parallel and engine.failed is not None:
-        leave(1)  # everybody was told; to close the engine would wait for its step, and that for a rank that is gone
+        leave(1)  # all clients were told; to close the engine would wait for its step, and that for a lost rank
     engine.close()  # a signal may still come
 
 
-def _rank() -> int:
-    """This process's number among those that torchrun has started."""
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]
-    except (KeyError, ValueError):
-        rank, size = 0, 1
-    if size < 2:
-        raise CommandError(
-            "--tensor-parallel needs a process for each GPU: torchrun --nproc-per-node 2 -m hf_sparsekv serve MODEL "
-            "--tensor-parallel"
-        )
-    return rank
+def _tell_address(listener: socket.socket, api_key: str | None) -> None:
+    from ..http.gate import is_loopback
 
-
-def _begin_ranks(place: torch.device) -> None:
-    """Let the processes find each other."""
-    import torch.distributed as dist
-
-    from ..rank_processes import INTERFACES, LOOPBACK
-
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]  # no other machine needs to reach them
-    if alone and sys.platform == "linux":  # elsewhere the interface has another name
-        for name in INTERFACES:
-            os.environ.setdefault(name, LOOPBACK)
-    if place.type == "cpu":
-        if torch.cuda.is_available():  # where transformers would put its shares of the model
-            raise CommandError("--tensor-parallel takes the GPUs that are there: leave --device out")
-        dist.init_process_group("gloo")
-        return
-    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if place.index is not None or here.index >= torch.cuda.device_count():
-        raise CommandError(
-            "--tensor-parallel takes a GPU for each process of a machine: leave --device out, and start as many "
-            f"processes as GPUs (torch sees {torch.cuda.device_count()})"
-        )
-    torch.cuda.set_device(here)
-    dist.init_process_group("nccl", device_id=here)
-
-
-def _follow(model, settings) -> NoReturn:
-    """All ranks but 0: do as rank 0 says, which alone is told to end."""
-    from ..ranks import follow
-
-    config, offload, serving, dtype, device = settings
-    ignore_signals()
-    loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
-    end_after(functools.partial(follow, loaded, config, offload, serving))
-
-
-def _end_with_ranks(engine, server) -> None:
-    """A replica that has lost a rank ends, so that another one can be started."""
-    while engine.failed is None:
-        time.sleep(0.2)
-    note(f"the engine has failed, and this process ends: {engine.failed}")
-    time.sleep(FAILED_S)
-    server.should_exit = True
-    time.sleep(GRACE_S)
-    leave(1)  # the engine may wait for a rank that is gone, for ever
-
-
-def server_of(app, engine, max_connections=2048, max_rows=32):
-    """uvicorn's server, but the first signal lets running requests finish, and the second one cancels them.
-
-    Its own signal handlers are left out. They are set only while it runs, and a signal may come earlier or later.
-    """
-    import uvicorn
-
-    from ..http.connections import protocol
-
-    class Server(uvicorn.Server):
-        signals = 0  # received so far
-
-        def handle_exit(self, sig, frame) -> None:
-            self.signals += 1
-            if self.signals > 2:  # the second one did not end the server
-                leave(128 + sig)
-            what = self.drain if self.signals == 1 else self.stop
-            threading.Thread(target=what, name=what.__name__, daemon=True).start()
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        def drain(self) -> None:
-            stats = engine.stats()
-            left = stats.running + stats.waiting + stats.held + stats.prefilling
-            note(f"draining: {left} requests are left, no more are taken; once more to stop at once")
-            engine.drain()
-            self.should_exit = True
-
-        def stop(self) -> None:
-            """Whoever waits is told that it ends; who does not take that in time is left."""
-            self.config.timeout_graceful_shutdown = HURRY_S
-            engine.close()
-            self.should_exit = True
-            time.sleep(HURRY_S)
-            self.force_exit = True  # it may have begun to wait before
-
-    # Hides errors of clients that were cut off: their tasks are cancelled, and uvicorn would show where.
-    logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
-    options = {"log_level": "warning", "access_log": False, "ws": "none", "lifespan": "off", "server_header": False}
-    connections = affordable_connections(max_connections, max_rows)
-    options |= {"http": protocol(connections), "proxy_headers": False}
-    return Server(uvicorn.Config(app, **options, timeout_graceful_shutdown=GRACE_S))
-
-
-def affordable_connections(asked: int, rows: int) -> int:
-    """As many as this process may have files for, which are raised as far as it may.
-
-    Args:
-        rows: most answers at a time; each may have a file, for its grammar's process.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return asked
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    other = OTHER_FILES + rows
-    needed = asked + other
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < needed:
-            note(f"{asked} connections need {needed} open files, and this process may have {soft} (ulimit -n)")
-            return max(1, soft - other)
-    return asked
-
-
-def _no_cancellation(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-    return not isinstance(error, asyncio.CancelledError)
-
-
-@contextlib.contextmanager
-def signals_heard(server) -> Iterator[None]:
-    """Signals go to the server. If one has come, no more are heard afterwards: the process is about to end."""
-    before = {one: signal.signal(one, server.handle_exit) for one in SIGNALS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, signal.SIG_IGN if server.signals else handler)
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    keyed = "" if api_key is None else " (with an API key)"
+    note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
+    if api_key is None and not is_loopback(address):
+        note("anybody who reaches this machine may ask: no API key is set")
 
 
 def _log_requests() -> None:

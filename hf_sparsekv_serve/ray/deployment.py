@@ -166,6 +166,7 @@ class Replica:
         self._args = Deployed(**args)
         config, offload, serving = self._args.engine_arguments()
         self._ranks: RankProcesses | None = None
+        self._engine: Engine
         if self._args.tensor_parallel > 1:
             served = Served(self._args.model, self._args.dtype, config, offload, serving)
             self._ranks = RankProcesses(self._args.tensor_parallel, served, bool(self._args.num_gpus))

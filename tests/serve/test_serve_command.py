@@ -30,6 +30,9 @@ from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.app import app
 from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
 from hf_sparsekv_serve.cli import serve as module
+from hf_sparsekv_serve.cli import server as server_module
+from hf_sparsekv_serve.cli import torchrun
+from hf_sparsekv_serve.cli.server import SIGNALS, Server, signals_heard
 from hf_sparsekv_serve.http import create_app
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +109,7 @@ def generated(path: Path, prompt: str, tokens: int) -> str:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_first_signal_drains_and_the_second_stops(signals, capfd):
     with FakeEngine(byte_level(), step_s=0.005) as engine, socket.create_server(("127.0.0.1", 0)) as listener:
-        server = module.server_of(create_app(engine, "m"), engine)
+        server = Server(create_app(engine, "m"), engine)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         wait_until(lambda: server.started)
@@ -200,7 +203,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     given = {}
 
     def serve(*args) -> None:
-        given.update(zip(("model", "id", "listener", "connections", "options", "settings"), args))
+        given.update(zip(("served", "listener", "connections", "application"), args))
 
     monkeypatch.setattr(module, "_serve", serve)
     args = ["--port", "0", "--max-rows", "3", "--context", "2k", "--batch-tokens", "8k", "--max-waiting", "5"]
@@ -209,8 +212,9 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
         str(tiny), *args, "--no-prefix-cache", "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k"
     )
     assert done.exit_code == 0, done.output
-    assert (given["id"], given["connections"]) == ("tiny-llama", 2048)
-    assert given["options"] == {
+    assert given["connections"] == 2048
+    assert given["application"] == {
+        "model_id": "tiny-llama",
         "api_key": "k",
         "max_body": 1000,
         "max_answer": 4096,
@@ -218,7 +222,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
         "cors_origins": (),
         "ignore_unknown_fields": False,
     }
-    config, offload, serving, _, _ = given["settings"]
+    config, offload, serving = given["served"].config, given["served"].offload, given["served"].serving
     assert (config.token_budget, config.num_blocks) == (64, 4)
     assert offload == OffloadConfig(device_pool=1 << 30, max_host_bytes=2_000_000_000)
     assert (serving.max_rows, serving.max_length, serving.max_tokens) == (3, 2048, 8192)
@@ -226,11 +230,12 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     assert not serving.prefix_cache and not serving.flash_attention_4
     monkeypatch.setattr(module.flash_4, "check", lambda: None)
     run(str(tiny), "--port", "0", "--flash-attention-4")
-    assert given["settings"][2].flash_attention_4
+    assert given["served"].serving.flash_attention_4
     names = ("--allow-host", "a.example", "--allow-host", "b.example")
     run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", *names)
-    assert (given["id"], given["options"]["api_key"], given["settings"][1]) == ("mine", None, None)
-    assert (given["connections"], given["options"]["allowed_hosts"]) == (7, ("a.example", "b.example"))
+    application = given["application"]
+    assert (application["model_id"], application["api_key"], given["served"].offload) == ("mine", None, None)
+    assert (given["connections"], application["allowed_hosts"]) == (7, ("a.example", "b.example"))
     assert module.served_name("small") == "small" and module.served_name("org/model") == "org/model"
 
 
@@ -240,18 +245,18 @@ def test_there_are_files_for_as_many_connections_as_may_be(monkeypatch, capsys):
     limits = [(100, 5000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
-    other = module.OTHER_FILES + 32
+    other = server_module.OTHER_FILES + 32
     assert other >= MOST_BYTES // PROCESS + 32  # processes of grammars, and one a row
-    assert module.affordable_connections(2048, 32) == 2048 and limits[-1] == (2048 + other, 5000)
+    assert server_module.affordable_connections(2048, 32) == 2048 and limits[-1] == (2048 + other, 5000)
     limits.append((100, 1024))
-    assert module.affordable_connections(2048, 32) == 1024 - other and limits[-1] == (1024, 1024)
+    assert server_module.affordable_connections(2048, 32) == 1024 - other and limits[-1] == (1024, 1024)
     assert "this process may have 1024 (ulimit -n)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypatch):
     found = []
 
-    class Server:
+    class Standing:
         signals = 0
 
         def handle_exit(self, sig, frame) -> None: ...
@@ -259,7 +264,7 @@ def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypa
         def run(self, sockets) -> None:
             found.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(module, "server_of", lambda *_: Server())
+    monkeypatch.setattr(server_module, "Server", lambda *_: Standing())
     done = run(str(tiny), "--port", "0", "--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload")
     assert done.exit_code == 0, done.output
     assert found[0] > 100_000 and gc.get_freeze_count() == 0
@@ -326,10 +331,10 @@ def test_a_second_signal_tells_those_who_wait_and_ends_soon(tiny):
 def test_a_third_signal_ends_what_hangs(monkeypatch):
     """What the second one has asked for does not come to its end: the process ends at once."""
     left, closing, go = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(module, "leave", left.append)
+    monkeypatch.setattr(server_module, "leave", left.append)
     with FakeEngine(byte_level(), step_s=0.005) as engine:
         monkeypatch.setattr(engine, "close", lambda: closing.set() or go.wait(10))
-        server = module.server_of(create_app(engine, "m"), engine)
+        server = Server(create_app(engine, "m"), engine)
         engine.submit([1, 2, 3], Sampling(max_tokens=900, ignore_eos=True))
         for _ in range(2):
             server.handle_exit(signal.SIGTERM, None)
@@ -343,12 +348,12 @@ def test_a_third_signal_ends_what_hangs(monkeypatch):
 def test_handlers_are_as_before_when_no_signal_has_come():
     with FakeEngine(byte_level()) as engine:
         server, before = (
-            module.server_of(create_app(engine, "m"), engine),
-            [signal.getsignal(one) for one in module.SIGNALS],
+            Server(create_app(engine, "m"), engine),
+            [signal.getsignal(one) for one in SIGNALS],
         )
-        with module.signals_heard(server):
-            assert [signal.getsignal(one) for one in module.SIGNALS] == [server.handle_exit] * 2
-        assert [signal.getsignal(one) for one in module.SIGNALS] == before
+        with signals_heard(server):
+            assert [signal.getsignal(one) for one in SIGNALS] == [server.handle_exit] * 2
+        assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
 def test_a_lost_rank_is_not_waited_for(monkeypatch):
@@ -390,7 +395,7 @@ def test_ranks_of_one_machine_listen_on_loopback(world, given, expected, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = lambda backend: found.append((backend, os.environ.get("GLOO_SOCKET_IFNAME")))  # noqa: E731
     monkeypatch.setattr(torch.distributed, "init_process_group", asked)
-    module._begin_ranks(torch.device("cpu"))
+    torchrun.begin(torch.device("cpu"))
     assert found == [("gloo", expected)]
     assert os.environ.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if expected else None)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
