@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import pickle
 import sys
 import threading
@@ -44,7 +43,7 @@ from hf_sparsekv.serving.opening import opened
 from hf_sparsekv.serving.prefix import Channels
 from hf_sparsekv.serving.work import Work
 
-from .process import set_aside
+from .process import leave, set_aside
 
 HEAD = 4096  # bytes of a message's first part; a second part has the rest of longer ones
 EVER = timedelta(days=365)  # timeout of a rank that waits for the next request
@@ -423,5 +422,5 @@ def follow(
 
 
 def _end_process(error: RanksApart) -> None:
-    print(f"hf-sparsekv: {error}", file=sys.stderr, flush=True)
-    os._exit(1)  # the main thread may wait in a collective, which nothing else ends
+    print(f"hf-sparsekv: {error}", file=sys.stderr)
+    leave(1)  # the main thread may wait in a collective, which nothing else ends

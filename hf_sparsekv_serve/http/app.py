@@ -151,7 +151,7 @@ class _Api:
         self._prompts = Prompts(engine, model_id, max_answer, ignore_unknown)
         self._texts = TokenTexts(engine.tokenizer, engine.eos)
         self._created = int(time.time())
-        self._threads: tuple[anyio.CapacityLimiter, anyio.CapacityLimiter] | None = None
+        self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(SUBMITTING)
         self._registry = registry(engine.stats, lambda: engine.ready)
         about = "Answers to HTTP requests, by endpoint and status."
         self._answered = Counter(PREFIX + "http_requests", about, ["path", "status"], registry=self._registry)
@@ -222,8 +222,6 @@ class _Api:
     ) -> tuple[schema.Asked, ToolReader | None, Answers]:
         """Read a body and submit what it asks for. On return nothing keeps the body: answers may take long."""
         scan = Scan(self._engine.max_length)
-        if self._threads is None:  # belongs to the loop
-            self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(SUBMITTING)
         handles: list[Handle] = []
         try:
             async with self._bodies.read(request, scan) as body:

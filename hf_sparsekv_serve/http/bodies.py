@@ -35,12 +35,7 @@ class Bodies:
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
         self._held = 0  # bytes of bodies, beside what each may have
-        self._limiter: anyio.CapacityLimiter | None = None
-
-    def _one_at_a_time(self) -> anyio.CapacityLimiter:
-        if self._limiter is None:  # belongs to the loop
-            self._limiter = anyio.CapacityLimiter(1)
-        return self._limiter
+        self._one_at_a_time = anyio.CapacityLimiter(1)
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, scan: Scan) -> AsyncIterator[bytes]:
@@ -76,7 +71,7 @@ class Bodies:
                     if len(part) <= INLINE:
                         scan.feed(part)
                     else:
-                        await anyio.to_thread.run_sync(_look, scan, part, limiter=self._one_at_a_time())
+                        await anyio.to_thread.run_sync(_look, scan, part, limiter=self._one_at_a_time)
                     parts.append(part)
                 except ApiError as error:
                     refused, parts = error, []

@@ -68,10 +68,6 @@ class EngineCollector(Collector):
         self._stats = stats
         self._ready = ready
 
-    def describe(self) -> list[Metric]:
-        """Nothing: a registry need not ask the engine when this is added."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """All of them."""
         stats = self._stats()
@@ -123,6 +119,6 @@ def histogram(name: str, about: str, samples: Samples) -> HistogramMetricFamily:
 
 def registry(stats: Callable[[], EngineStats], ready: Callable[[], bool]) -> CollectorRegistry:
     """A registry of its own for one engine."""
-    made = CollectorRegistry(auto_describe=False)
+    made = CollectorRegistry()  # without `auto_describe`: adding the collector does not ask the engine
     made.register(EngineCollector(stats, ready))
     return made
