@@ -76,7 +76,7 @@ test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this 
 
 test-ray: $(INSTALLED)  ## replicas under a local Ray, one of which is killed; Ray is installed by this
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
-	$(BIN)/python -m pytest tests/serving/test_ray.py tests/repository/test_deploy.py
+	$(BIN)/python -m pytest tests/serve/test_ray.py tests/repository/test_deploy.py
 
 test-newest: $(NEWEST_STAMP)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python tools/check_versions.py constraints-newest.txt

@@ -12,7 +12,7 @@ from models import prompt
 
 from hf_sparsekv import gguf_file
 from hf_sparsekv.cli import loading
-from hf_sparsekv.serving.loading import load as load_replica
+from hf_sparsekv_serve.loading import load as load_replica
 
 pytest.importorskip("gguf")
 CPU = torch.device("cpu")

@@ -245,9 +245,9 @@ def small(folder: Path) -> str:
 
 def holds(size: int, tries: int = 3) -> list[tuple[str, float]]:
     """Milliseconds for which each body keeps other threads from running, the longest first."""
-    from hf_sparsekv.serving.http import schema
-    from hf_sparsekv.serving.http.errors import ApiError
-    from hf_sparsekv.serving.http.scan import PIECE, Scan
+    from hf_sparsekv_serve.http import schema
+    from hf_sparsekv_serve.http.errors import ApiError
+    from hf_sparsekv_serve.http.scan import PIECE, Scan
 
     def check(content: bytes, parse) -> None:
         scan = Scan(131_072)

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from hf_sparsekv.results import device_name, versions
-from hf_sparsekv.serving.garbage import set_aside
+from hf_sparsekv_serve.process import set_aside
 
 from ..arguments import rows_file
 from ..baselines import NotRun

@@ -11,6 +11,7 @@ from hf_sparsekv_cli.ending import ending
 from hf_sparsekv_cli.names import HELP, NAME, Group
 from hf_sparsekv_eval.cli.evaluate import app as evaluate
 from hf_sparsekv_eval.cli.lm_eval import lm_eval
+from hf_sparsekv_serve.cli.serve import serve
 
 from ..version import __version__
 from . import output
@@ -22,7 +23,6 @@ from .fetch import fetch
 from .generate import generate
 from .options import spelling
 from .plan import plan
-from .serve import serve
 
 app = typer.Typer(
     name=NAME,

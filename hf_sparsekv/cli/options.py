@@ -198,9 +198,9 @@ def _with_own(group: type) -> type:
     return make_dataclass(group.__name__, added.values(), bases=(group,), frozen=True)
 
 
-def takes(group: type) -> Callable[[Callable], Callable]:
-    """Give a command the fields of a dataclass as options; it gets them as one, as ``options``."""
-    group = _with_own(group)
+def takes(group: type, name: str = "options") -> Callable[[Callable], Callable]:
+    """Give a command the fields of a dataclass as options; it gets them as one, as its argument ``name``."""
+    group = _with_own(group) if issubclass(group, CacheOptions) else group
     hints = get_type_hints(group, include_extras=True)
     shared = [
         inspect.Parameter(
@@ -211,12 +211,12 @@ def takes(group: type) -> Callable[[Callable], Callable]:
 
     def decorate(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
-        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "options"]
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]
 
         @functools.wraps(command)
         def run(**given):
-            options = group(**{field.name: given.pop(field.name) for field in fields(group)})
-            return command(**given, options=options)
+            taken = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            return command(**given, **{name: taken})
 
         run.__signature__ = signature.replace(parameters=[*own, *shared])
         return run

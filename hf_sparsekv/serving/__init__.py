@@ -1,4 +1,4 @@
-"""Continuous batching over one sparse cache: the engine, and an HTTP server (:mod:`hf_sparsekv.serving.http`)."""
+"""Continuous batching over one sparse cache: the engine. :mod:`hf_sparsekv_serve` has a server for it."""
 
 from .config import ServingConfig
 from .request import Busy, Closed, Handle, Logprob, Output, Piece

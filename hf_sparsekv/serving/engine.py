@@ -7,8 +7,8 @@
         answers = [handle.result().text for handle in handles]
 
 One thread owns the model and the GPU (:mod:`.loop`); any thread may submit, read and cancel. While an engine is open,
-no other code may call its model. With tensor parallelism the engine runs on rank 0, and the other ranks follow
-(:mod:`.ranks`).
+no other code may call its model. A tensor parallel model has an engine of its own kind
+(:class:`hf_sparsekv_serve.ranks.TensorParallelEngine`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
-from ..ranks import ranks_of
 from .config import ServingConfig
 from .grammar import Grammars
 from .in_flight import Request
 from .loop import Loop
 from .opening import opened
-from .ranks import SharedWork, Wire
 from .request import Busy, Closed, Handle, Output, Piece
 from .sampling import Sampling
 from .stats import EngineStats
@@ -62,6 +60,8 @@ class Engine:
         ValueError: the model, the method or a value is not supported; the message says why.
     """
 
+    _work_type: type[Work] = Work  # an engine over several processes has another one
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -70,12 +70,7 @@ class Engine:
         offload: OffloadConfig | bool | None = None,
         serving: ServingConfig | None = None,
     ) -> None:
-        ranks = ranks_of(model)
-        if ranks is not None and ranks.rank != 0:
-            raise ValueError(
-                f"this is rank {ranks.rank} of a tensor parallel model, whose engine is on rank 0: call "
-                "hf_sparsekv.serving.ranks.follow() here, with the same arguments"
-            )
+        self._work_type.check(model)
         self._refused: Counter[str] = Counter()
         self._closing = threading.Lock()
         self._ids = itertools.count(1)
@@ -86,11 +81,7 @@ class Engine:
             self.max_length, self.vocabulary, self._blocks = made.max_length, made.vocabulary, made.blocks
             self._limit = made.limit
             self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, self.eos)
-            wire = None if ranks is None else Wire(ranks)
-            if wire is None:
-                work = Work(model, made.rows, made.serving)
-            else:
-                work = SharedWork(model, made.rows, made.serving, wire)
+            work = self._work_type(model, made.rows, made.serving)
             stack.callback(work.close)  # if what follows fails; the loop closes it, too, and once is enough
             self._grammars = Grammars(tokenizer, self.vocabulary, self.eos)
             stack.callback(self._grammars.close)
@@ -98,8 +89,7 @@ class Engine:
             self._stack = stack.pop_all()
         self._cache, self._rows, self._intake = made.cache, made.rows, self._loop.intake
         self._loop.start()
-        if wire is not None:
-            wire.watch(self._loop.lost)
+        work.watch(self._loop.lost)
 
     def __enter__(self) -> Engine:
         return self

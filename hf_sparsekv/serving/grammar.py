@@ -202,7 +202,7 @@ class Grammars:
             if token < vocabulary:
                 self._end.numpy().view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
         self._few = threading.Semaphore(COMPILING)
-        # Processes inherit a thread's priority. Submitting threads step aside (:mod:`.turns`), and masks must not.
+        # Processes inherit a thread's priority. A server's submitting threads have a low one, and masks must not.
         self._starter = ThreadPoolExecutor(1, "hf-sparsekv-grammars")
         self._starter.submit(int)  # or it starts with the first task, from the thread that submits it
         self._lock = threading.Lock()  # guards the attributes below

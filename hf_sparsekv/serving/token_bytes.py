@@ -1,6 +1,6 @@
 """The bytes that a tokenizer's tokens stand for.
 
-Apart from :mod:`.grammar` and :mod:`.http.logprobs`, which both need them.
+Apart from :mod:`.grammar`, because a server's log probabilities need them, too.
 """
 
 from __future__ import annotations

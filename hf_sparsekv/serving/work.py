@@ -1,12 +1,12 @@
 """The loop's operations on the model, its rows and the tokens of the next step: all work on the GPU.
 
-The loop decides, and this carries it out. So a loop can serve a tensor parallel model whose other ranks repeat the same
-operations (:mod:`.ranks`).
+The loop decides, and this carries it out. So a subclass can serve a tensor parallel model, whose other ranks repeat the
+same operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..cuda_graph.prompts import paused_passes
 from ..exact_mode.clock import Clock
 from ..layers.cache_state import CacheState
 from ..layers.sparse_prompt import least_new
+from ..ranks import ranks_of
 from ..row_batch import RowBatch, positions
 from ..row_batch.verifying import verify
 from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
@@ -44,6 +45,16 @@ class Work:
     """
 
     alone = True
+
+    @staticmethod
+    def check(model: torch.nn.Module) -> None:
+        """Raise ValueError for a model of several ranks."""
+        if (ranks := ranks_of(model)) is not None:
+            name = "TensorParallelEngine" if ranks.rank == 0 else "follow"
+            raise ValueError(
+                f"this is rank {ranks.rank} of a tensor parallel model: call hf_sparsekv_serve.ranks.{name}() here, "
+                "with the same arguments"
+            )
 
     def __init__(self, model: torch.nn.Module, rows: RowBatch, serving: ServingConfig) -> None:
         self.model, self.rows, self.serving = model, rows, serving
@@ -255,6 +266,9 @@ class Work:
         """Called when :attr:`tokens` has been written after a step or a join."""
 
     # ------------------------------------------------------------------ the end
+
+    def watch(self, lost: Callable[[RuntimeError], None]) -> None:
+        """Call ``lost`` if another process ends that the operations need. Here there is none."""
 
     def failed(self) -> None:
         """Called when a step has failed, after which cached state cannot be relied on."""

@@ -20,7 +20,7 @@ from benchmarks.serving import run, urls
 from benchmarks.serving.trace import QUESTION, TraceConfig, make_trace, read_trace, write_trace
 from hf_sparsekv import Engine, ServingConfig
 from hf_sparsekv.cli import loading
-from hf_sparsekv.serving.http import create_app
+from hf_sparsekv_serve.http import create_app
 
 VOCABULARY = 97
 

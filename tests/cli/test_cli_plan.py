@@ -11,9 +11,9 @@ from command_line import error, run
 import hf_sparsekv
 from hf_sparsekv import Engine, OffloadedSparseCache, SparseCache
 from hf_sparsekv.cli import options as opt
-from hf_sparsekv.serving.rank_processes import Served
 from hf_sparsekv.tuning.shapes import SHAPES
 from hf_sparsekv_cli import values
+from hf_sparsekv_serve.rank_processes import Served
 
 
 @pytest.mark.quick

@@ -10,10 +10,11 @@ import pytest
 from command_line import error, run
 
 from hf_sparsekv import ServingConfig
-from hf_sparsekv.cli import generate, loading, output, plan, serve
+from hf_sparsekv.cli import generate, loading, output, plan
 from hf_sparsekv.cli.options import ENGINE, spelling
 from hf_sparsekv.serving.config import MOST_ROWS
 from hf_sparsekv_eval.cli.evaluate import needle
+from hf_sparsekv_serve.cli import serve
 
 SERVE, GENERATE, PLAN = serve.serve, generate.generate, plan.plan
 

@@ -9,6 +9,11 @@ CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% endif %}"
 )
+TOOL_CHAT = """{{ tools | tojson if tools }}{% if not messages %}<tool_call>{"arguments": 1}</tool_call>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 WORDS = ("the", " the", " of", "ing", " cat", "é", "日", "本", "don", "'t", "  ", "\n\n")
 
 

@@ -14,7 +14,7 @@ import yaml
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from hf_sparsekv.cli.app import app as command
-from hf_sparsekv.serving.http import create_app
+from hf_sparsekv_serve.http import create_app
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -52,7 +52,7 @@ def test_both_files_for_ray_deploy_the_same():
 def test_ray_takes_its_file():
     from ray.serve.schema import ServeDeploySchema
 
-    from hf_sparsekv.serving.ray import Deployed
+    from hf_sparsekv_serve.ray.deployment import Deployed
 
     (config,) = documents("serve.yaml")
     (application,) = ServeDeploySchema(**config).applications
@@ -66,7 +66,7 @@ def test_ray_takes_its_file():
 def test_ray_takes_its_file_of_replicas_with_two_gpus():
     from ray.serve.schema import ServeDeploySchema
 
-    from hf_sparsekv.serving.ray import build
+    from hf_sparsekv_serve.ray.deployment import build
 
     (config,) = documents("serve-tensor-parallel.yaml")
     (application,) = ServeDeploySchema(**config).applications

@@ -31,7 +31,7 @@ OPTIONAL = (
     "ray",
 )
 
-PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_ray")
+PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_serve")
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
@@ -119,7 +119,8 @@ def test_wheel_contents(wheel):
         scripts = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
     sources = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*.py")}
     assert sources <= names
-    assert {"hf_sparsekv/py.typed", "hf_sparsekv_eval/py.typed", "hf_sparsekv_eval/data/longbench.json"} <= names
+    assert {f"{name}/py.typed" for name in PACKAGES if name != "hf_sparsekv_cli"} <= names
+    assert "hf_sparsekv_eval/data/longbench.json" in names
     assert "hf_sparsekv_cli/arguments.json" in names
     assert {n.partition("/")[0] for n in names} == {*PACKAGES, names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)

@@ -10,12 +10,11 @@ import pytest
 from caches import FULL, SMALL
 from http_server import openai_client, serving
 from models import build
-from test_http import TOOL_CHAT
-from tokenizers_made import MADE, byte_level, slow, word_pieces
+from tokenizers_made import MADE, TOOL_CHAT, byte_level, slow, word_pieces
 
 from hf_sparsekv import Engine, Sampling, ServingConfig, TokenConfig
-from hf_sparsekv.serving.http import create_app
 from hf_sparsekv.serving.token_bytes import token_bytes
+from hf_sparsekv_serve.http import create_app
 
 try:
     import llguidance

@@ -46,10 +46,10 @@ from hf_sparsekv import Engine, Sampling, ServingConfig, TokenConfig
 from hf_sparsekv.serving import grammar as grammar_module
 from hf_sparsekv.serving import grammar_worker
 from hf_sparsekv.serving.grammar import Constraint, Grammars
-from hf_sparsekv.serving.http import create_app
-from hf_sparsekv.serving.http.prompts import LARGE
 from hf_sparsekv.serving.request import Busy, Closed, NotFollowed
 from hf_sparsekv.serving.sampling import MAX_GRAMMAR
+from hf_sparsekv_serve.http import create_app
+from hf_sparsekv_serve.http.prompts import LARGE
 
 pytest.importorskip("llguidance")
 

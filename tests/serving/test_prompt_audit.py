@@ -1,4 +1,4 @@
-"""Sparse prompts of an engine: pieces, prefixes that are found again, ranks; and their audit, summed over requests."""
+"""Sparse prompts of an engine: pieces, prefixes that are found again; and their audit, summed over requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from caches import SMALL
 from engines import greedy, ids_of, inside, quiet
 from models import build
-from test_tensor_parallel import Ranks, model, port  # noqa: F401 (fixtures)
 from waiting import wait_until
 
 from hf_sparsekv import Engine, OffloadConfig, ServingConfig, SparseCache, TokenConfig
@@ -98,47 +97,3 @@ def test_prompts_that_would_all_be_exact():
         Engine(net, None, config, None, serving),
     ):
         pass
-
-
-RANKS = """
-import os, sys
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
-from caches import SMALL
-from engines import greedy, ids_of, inside
-from hf_sparsekv import Engine, ServingConfig, TokenConfig
-from hf_sparsekv.serving.ranks import follow
-
-dist.init_process_group("gloo")
-config = TokenConfig(**SMALL, prefill=0.4, prefill_below=0)
-serving = ServingConfig(max_rows=2, max_length=1000, chunk=1000)
-spread = DistributedConfig(tp_plan="auto")
-shard = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=spread, attn_implementation="sparsekv")
-if dist.get_rank():
-    follow(shard, config, None, serving)
-    os._exit(0)
-whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="sparsekv")
-found = []
-for net in (whole, shard):
-    with Engine(net, None, config, None, serving) as engine:
-        tokens = [engine.submit(ids_of(900, seed), greedy(3)).result(60).token_ids for seed in (1,)]
-        while not engine.stats().prompts:
-            engine.submit(ids_of(20, 1), greedy(2)).result(60)
-        found.append((tokens, engine.stats().prompts, inside(engine).cache.sparse_layers[0].q_heads))
-(one, alone, heads), (both, together, fewer) = found
-assert one == both and (heads, fewer) == (4, 2)
-assert len(alone) == len(together) == 2
-for a, b in zip(alone, together):
-    assert (a.layer, a.visible, a.choices) == (b.layer, b.visible, b.choices)
-    assert len(b.heads) == 4 and abs(a.covered - b.covered) < 1e-2 and 0 < b.density < 1
-    assert all(abs(x - y) < 2e-2 for x, y in zip(a.densities, b.densities)), (a, b)
-os._exit(0)
-"""
-
-
-def test_two_ranks_tell_of_all_heads(model, tmp_path, port):  # noqa: F811
-    (tmp_path / "answers.py").write_text(RANKS)
-    with Ranks([str(tmp_path / "answers.py"), str(model)], port) as ranks:
-        codes = ranks.ends(0, 120), ranks.ends(1, 20)
-        assert codes == (0, 0), ranks.said

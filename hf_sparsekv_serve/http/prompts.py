@@ -1,0 +1,172 @@
+"""Submits the requests of a parsed body: chat templates, tokenising, and limits of length.
+
+All of it runs on a thread, apart from the event loop, because it takes long with a long prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from hf_sparsekv.serving.request import Handle
+from hf_sparsekv.serving.sampling import shown
+
+from ..process import step_aside
+from . import schema
+from .engine import Engine
+from .errors import ApiError, told
+from .fields import EFFORT, MAX_NAME, MOST_TOLD
+from .messages import check_history
+from .scan import Scan
+from .tools import ToolReader
+
+READING = 4  # threads that parse bodies, apply templates and tokenise at a time
+LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
+LIKELY = 8  # bytes a token: a text of more than this times the context is tokenised in pieces first
+COUNTED = 1 << 16  # characters of a piece: some tokenizers make four tokens of one
+# Settings that an engine refuses, and the fields that clients have for them.
+FIELDS = {
+    "logit_bias": "logit_bias",
+    "json_schema": "response_format",
+    "grammar": "tool_choice",
+    "exact": "exact",
+}
+CUT = 16  # tokens that a piece may have more because it is cut out
+
+
+class Prompts:
+    """Submits what a body asks for. Any thread may call it.
+
+    Args:
+        engine: serves the requests.
+        model_id: the name that clients ask for.
+        max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
+        ignore_unknown: leave unknown fields out.
+    """
+
+    def __init__(self, engine: Engine, model_id: str, max_answer: int | None, ignore_unknown: bool = False) -> None:
+        self._engine = engine
+        self._model_id = model_id
+        self._max_answer = max_answer
+        self._ignore_unknown = ignore_unknown
+        # Both are free while a schema is compiled: others need not wait for it.
+        self._reading, self._reading_large = threading.Semaphore(READING), threading.Semaphore(1)
+
+    def submit(
+        self,
+        body: bytes,
+        scan: Scan,
+        parse: Callable[[dict[str, Any], Scan, bool], schema.Asked],
+        handles: list[Handle],
+    ) -> tuple[schema.Asked, ToolReader | None]:
+        """Parse, tokenise and submit, on a thread. Appends to ``handles``.
+
+        Returns:
+            What is asked, without its texts: answers may take long, and many wait.
+        """
+        step_aside()
+        with contextlib.ExitStack() as reading:
+            if len(body) > LARGE:
+                reading.enter_context(self._reading_large)
+            reading.enter_context(self._reading)
+            fields = schema.loads(body)
+            schema.check_model(fields, self._model_id)
+            asked, tools = parse(fields, scan, self._ignore_unknown), None
+            self._check_count(len(asked.prompts or (None,)), asked.n)
+            try:
+                if asked.messages is not None:
+                    asked = self._with_known(asked)
+                    prompts, default = [self._rendered(asked)], self._max_answer
+                    if "tools" in asked.template:
+                        tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
+                    if asked.calls is not None and tools is not None:
+                        asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
+                else:
+                    prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
+                reading.close()
+                for prompt in prompts:
+                    for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
+                        handles.append(self._engine.submit(prompt, sampling))
+            except ValueError as error:
+                usual = "messages" if asked.messages is not None else "prompt"
+                name, _, rest = str(error).partition(" ")
+                field = FIELDS.get(name)
+                raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
+            except RuntimeError as error:
+                raise told(error) from error
+        return replace(asked, prompts=None, messages=None, template={}, calls=None), tools
+
+    def _check_count(self, prompts: int, each: int) -> None:
+        """Raise 400 for more answers than ever fit the queue; 429 would make the client try again."""
+        most = max(1, self._engine.max_waiting)
+        if prompts * each > most:
+            name, what = ("prompt", f"{prompts:,} prompts") if each == 1 else ("n", f"{prompts * each:,} answers")
+            message = f"{name} asks for {what}: {most:,} may wait here at a time. Send them in several requests"
+            raise ApiError(400, message, name)
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._engine.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
+        return self._tokens(prompt, "prompt")
+
+    def _tokens(self, text: str, field: str, **options: Any) -> list[int]:
+        """The ids of a text, which is made of ``field``. All tokenising is here, so that no text is too long for it."""
+        self._check_length(text, field)
+        return self._engine.tokenizer(text, verbose=False, **options)["input_ids"]
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Raise 400 for a text with far more tokens than the context.
+
+        Tokenising it whole takes some hundred bytes a token: 8 MiB of text for a context of 1,000 tokens took 1.1 GB.
+        """
+        most, tokens = self._engine.max_length, 0
+        if (len(text) if text.isascii() else len(text.encode())) <= LIKELY * most:
+            return
+        for at in range(0, len(text), COUNTED):
+            ids = self._engine.tokenizer(text[at : at + COUNTED], add_special_tokens=False, verbose=False)["input_ids"]
+            tokens += max(0, len(ids) - CUT)
+            if tokens > most:
+                why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
+                raise ApiError(400, why, field)
+
+    def _with_known(self, asked: schema.Asked) -> schema.Asked:
+        """A conversation without the variables that its template does not know, if that may be; or 400."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            return asked
+        source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
+        unknown = [name for name in asked.template if name != "tools" and name not in source]
+        if not unknown:
+            return asked
+        if self._ignore_unknown:
+            left_out = set(unknown)  # there may be thousands
+            template = {name: value for name, value in asked.template.items() if name not in left_out}
+            first = unknown[: max(0, MOST_TOLD - len(asked.ignored))]
+            where = [name if name == EFFORT else f"chat_template_kwargs.{name[:MAX_NAME]}" for name in first]
+            return replace(asked, template=template, ignored=(*asked.ignored, *where))
+        why = "is not known to this model's chat template, which would leave it out"
+        if EFFORT in unknown:
+            instead = 'have a variable to turn reasoning off: chat_template_kwargs {"enable_thinking": false}'
+            raise ApiError(400, f"{EFFORT} {why}. Some templates {instead}", EFFORT, "unsupported_parameter")
+        message = f"chat_template_kwargs: {shown(unknown[0])} {why}"
+        raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
+
+    def _rendered(self, asked: schema.Asked) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
+        check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
+        if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
+            self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
+        try:
+            options = {"add_generation_prompt": True, "tokenize": False}
+            text = tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
+        except Exception as error:  # templates raise whatever they like
+            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return self._tokens(text, "messages", add_special_tokens=False)
