@@ -1,51 +1,24 @@
-"""What full collections of garbage leave out."""
+"""The end of a process that does nothing but serve."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+import subprocess
+import sys
 
 import pytest
-from caches import FULL, SMALL
-from engines import SERVING
-from models import build
 
-from hf_sparsekv import Engine, TokenConfig
-from hf_sparsekv_serve.process import set_aside
+ENDS = """
+from hf_sparsekv_serve.process import end_after
 
+def follows():
+    {body}
 
-class Ring:
-    """Refers to itself: only a collection frees it."""
-
-    def __init__(self) -> None:
-        self.itself = self
+end_after(follows)
+"""
 
 
-def test_collections_leave_out_what_was_there():
-    before = Ring()
-    with set_aside():
-        during = Ring()
-        gone = weakref.ref(before), weakref.ref(during)
-        del before, during
-        gc.collect()
-        assert gone[0]() is not None
-        assert gone[1]() is None
-    gc.collect()
-    assert gone[0]() is None
-
-
-def test_what_fails_within_ends_it():
-    with pytest.raises(RuntimeError, match="meanwhile"), set_aside():
-        assert gc.get_freeze_count() > 0
-        raise RuntimeError("meanwhile")
-    assert gc.get_freeze_count() == 0
-
-
-def test_an_engine_leaves_the_process_as_it_is():
-    """Caches and models that are dropped beside it are to go."""
-    before = Ring()
-    with Engine(build("llama", "sparsekv"), None, TokenConfig(**SMALL, **FULL), None, SERVING):
-        gone = weakref.ref(before)
-        del before
-        gc.collect()
-        assert gone() is None
+@pytest.mark.parametrize(("body", "code"), [("pass", 0), ("raise RuntimeError('lost')", 1), ("raise SystemExit", 1)])
+def test_its_exit_code_says_whether_it_has_failed(body, code):
+    """A supervisor starts a process again that ends with another code than 0."""
+    ended = subprocess.run([sys.executable, "-c", ENDS.format(body=body)], capture_output=True, text=True)
+    assert ended.returncode == code and ("lost" in ended.stderr) == ("lost" in body)

@@ -275,3 +275,13 @@ def test_the_cpu_is_not_taken_where_there_are_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="hide them with CUDA_VISIBLE_DEVICES="):
         module.RankProcesses(2, module.Served("m"), gpus=False)
+
+
+def test_a_child_that_cannot_be_started_is_told_at_once(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(module.subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(OSError, match="no more processes"):
+        module.RankProcesses(2, module.Served("m"), gpus=False)
