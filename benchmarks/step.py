@@ -33,11 +33,11 @@ from collections.abc import Callable
 
 import torch
 
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.fusion.fuse import why_not
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.results import device_name, versions
+from hf_sparsekv_config.sparse import SparseConfig
 
 from . import foresight
 from .arguments import host_bytes, new_parser, parse_count, rows_file

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig, checked, with_changes
+
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
@@ -26,7 +28,6 @@ from .bookkeeping.notices import Notices
 from .bookkeeping.passes import LinearPasses
 from .bookkeeping.replayed import Replays
 from .bookkeeping.row_changes import check_crop, crop_recent, forget, held_rows, join_layers, map_rows
-from .config import OffloadConfig, SparseConfig, checked, with_changes
 from .kv.forward_pass import Pass
 from .kv.pool import BlockPool
 from .kv.row_table import RowTable

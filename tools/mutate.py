@@ -33,8 +33,13 @@ from pathlib import Path
 
 import mutations
 
-PACKAGES = "hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_ray"
-TESTS_OF = {"hf_sparsekv_cli": "cli", "hf_sparsekv_eval": "evaluation", "hf_sparsekv_ray": "serving"}
+PACKAGES = "hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_config", "hf_sparsekv_eval", "hf_sparsekv_ray"
+TESTS_OF = {
+    "hf_sparsekv_cli": "cli",
+    "hf_sparsekv_config": "cli",
+    "hf_sparsekv_eval": "evaluation",
+    "hf_sparsekv_ray": "serving",
+}
 LEFT_OUT = ".git", ".venv*", ".whl", "build", "dist", ".*_cache", ".hypothesis"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..attention.indexer import take_pieces
 from ..attention.mla import absorb_mla, caller, calling_model, passes_on
 from ..attention.pooled_indexer import take_pooled
-from ..config import SparseConfig
 from ..layers.indexed import IndexedLayer
 from ..policies.indexed import chooses
 from ..untraced import untraced

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -17,20 +16,17 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import torch
-import typer
 
-from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import exact_requests, host_kept, origins, served, sizes
+from hf_sparsekv_cli import options as opt
+from hf_sparsekv_cli.checks import sizes
 
 from ..attention import flash_4
 from ..gguf_file import is_gguf
-from ..serving.config import MOST_ROWS
 from ..serving.grammar import MOST_BYTES, PROCESS
 from . import loading
-from . import options as opt
 from .output import CommandError, messages, note
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
@@ -41,172 +37,47 @@ HURRY_S = 2  # the same, at the second signal
 OTHER_FILES = 256 + MOST_BYTES // PROCESS  # beside connections and rows: libraries, weights; compiled grammars
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# Options of serve, by what they are about.
-_of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
-_of_server = functools.partial(typer.Option, rich_help_panel="Server")
 
-
-@opt.takes(opt.DecodingOptions)
 def serve(
-    model: opt.Model,
-    host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1",
-    port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        _of_server(
-            envvar="HF_SPARSEKV_API_KEY",
-            show_envvar=False,
-            help="That clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
-            show_default=False,
-        ),
-    ] = None,
-    model_id: Annotated[
-        str | None,
-        _of_server(
-            help="The name that clients ask for; default: MODEL, of a directory or file its name.", show_default=False
-        ),
-    ] = None,
-    max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB",
-    max_connections: Annotated[
-        int, _of_server(min=1, help="At a time; those without a request make room for others.")
-    ] = 2048,
-    allow_host: Annotated[
-        list[str] | None,
-        _of_server(
-            metavar="NAME",
-            help="A name of this server, beside localhost and IP addresses, that clients may ask it by; of a server "
-            "on a loopback address without a key. Several times, or '*' for any.",
-            show_default=False,
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        _of_server(
-            metavar="ORIGIN",
-            help="Of web pages that a browser lets ask this server, as https://chat.example.org. Several times, or *.",
-            show_default=False,
-        ),
-    ] = None,
-    ignore_unknown_fields: Annotated[
-        bool,
-        _of_server(
-            "--ignore-unknown-fields", help="Leave out what requests have and this server does not know, as chat_id."
-        ),
-    ] = False,
-    log_requests: Annotated[
-        bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
-    ] = False,
-    max_rows: Annotated[int, _of_requests(min=1, max=MOST_ROWS, help="That decode together.")] = 32,
-    context: Annotated[
-        int | None,
-        _of_requests(
-            parser=values.parse_tokens,
-            metavar="TOKENS",
-            help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
-            show_default=False,
-        ),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None,
-        _of_requests(
-            parser=values.parse_tokens,
-            metavar="TOKENS",
-            help="Of all running requests together, with the longest answers they asked for; default: what fits.",
-            show_default=False,
-        ),
-    ] = None,
-    max_answer: Annotated[
-        int,
-        _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
-    ] = 4096,
-    max_waiting: Annotated[
-        int,
-        _of_requests(min=0, help="Requests that may wait; more are refused (429). 0: whatever cannot start at once."),
-    ] = 256,
-    max_wait_s: Annotated[
-        float | None,
-        _of_requests(
-            min=0, help="Seconds that a request may be expected to wait (429); default: any.", show_default=False
-        ),
-    ] = None,
-    prefill_ms: Annotated[
-        float,
-        _of_requests(min=0.1, help="Of the GPU's time for prompts between two steps."),
-    ] = 20.0,
-    prefix_cache: Annotated[
-        bool,
-        _of_requests(
-            "--prefix-cache/--no-prefix-cache", help="Keep blocks for prompts that begin alike, while there is room."
-        ),
-    ] = True,
-    device_kv: Annotated[
-        str | None,
-        _of_requests(
-            metavar="SIZE",
-            help="GPU memory for copies of chosen tokens; default: what the cache takes by itself.",
-            show_default=False,
-        ),
-    ] = None,
-    host_kv: Annotated[
-        str | None,
-        _of_requests(
-            metavar="SIZE",
-            help="Host memory for keys and values; default: 80 % of the machine's or container's.",
-            show_default=False,
-        ),
-    ] = None,
-    exact: Annotated[
-        bool, _of_requests("--exact", help='Give full attention\'s answers, unless one asks "exact": false.')
-    ] = False,
-    flash_attention_4: Annotated[
-        bool,
-        _of_requests("--flash-attention-4", help="Read prompts by FlashAttention 4 (the extra `flash`), on an H100."),
-    ] = False,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
-    dtype: opt.DTypeOption = opt.DType.auto,
-    device: opt.Device = "auto",
-    tensor_parallel: Annotated[
-        bool,
-        _of_server("--tensor-parallel", help="Spread the model over the GPUs that torchrun has started processes for."),
-    ] = False,
     *,
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_id: str | None,
+    max_body: str,
+    max_connections: int,
+    allow_host: list[str] | None,
+    cors_origin: list[str] | None,
+    ignore_unknown_fields: bool,
+    log_requests: bool,
+    max_answer: int,
+    device_kv: str | None,
+    host_kv: str | None,
+    cache: opt.CacheKind,
+    dtype: opt.DType,
+    device: str,
+    tensor_parallel: bool,
+    engine: opt.EngineOptions,
     options: opt.DecodingOptions,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
     _check_installed()
-    asked = {"offload": options.offload, "device_kv": device_kv, "host_kv": host_kv, "kv_dtype": options.kv_dtype}
-    exact_requests({**asked, "exact": exact, "tensor_parallel": tensor_parallel})
     rank = _rank() if tensor_parallel else 0
-    served(cache.value, options.max_length, api_key, model_id)
-    config = options.config(cache)
+    config, serving = options.config(cache), engine.config()
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
     place = loading.pick_device(device)
-    options = opt.placed(cache, config, options)
-    from ..serving.config import ServingConfig
-
-    serving = ServingConfig(
-        max_rows=max_rows,
-        max_length=context,
-        max_tokens=batch_tokens,
-        max_waiting=max_waiting,
-        max_wait_s=max_wait_s,
-        prefill_ms=prefill_ms,
-        prefix_cache=prefix_cache,
-        exact=exact,
-        flash_attention_4=flash_attention_4,
-    )
-    if flash_attention_4:
+    options = loading.placed(config, options)
+    if serving.flash_attention_4:
         try:
             flash_4.check()  # first: a model takes minutes to load
         except (ImportError, RuntimeError) as error:
             raise CommandError(f"--flash-attention-4: {error}") from error
-    origins(cors_origin)
     if log_requests:
         _log_requests()
-    host_kept(options.offload, device_kv, host_kv)
     device_bytes, host_bytes, body = sizes(device_kv, host_kv, max_body)
-    offload = opt.offload_config(options, device_pool=device_bytes, max_host_bytes=host_bytes)
+    offload = options.offload_config(device_pool=device_bytes, max_host_bytes=host_bytes)
     if tensor_parallel:
         _begin_ranks(place)
         if rank:
@@ -245,7 +116,7 @@ def _serve(model, model_id, listener, max_connections, options, settings, tensor
     api_key = options["api_key"]
     place = loading.pick_device(device)
     with messages.status(f"loading {model}"):
-        tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), place, tensor_parallel)
+        tokenizer, loaded = loading.load(model, loading.torch_dtype(dtype), place, tensor_parallel)
     with Engine(loaded, tokenizer, config, offload, serving) as engine:
         length = max(1, min(WARM_UP, engine.max_length - 2))
         engine.submit([0] * length, Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)).result()
@@ -322,7 +193,7 @@ def _follow(model, settings) -> NoReturn:
     config, offload, serving, dtype, device = settings
     for one in SIGNALS:
         signal.signal(one, signal.SIG_IGN)
-    loaded = loading.load(model, opt.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
+    loaded = loading.load(model, loading.torch_dtype(dtype), loading.pick_device(device), tensor_parallel=True)[1]
     try:
         follow(loaded, config, offload, serving)
     except BaseException:

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..attention.handle import AttendingCache
-from ..config import SparseConfig
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from ..config import OffloadConfig, SparseConfig
-from ..policies.ahead.predictive_config import BY_LAYER
+from hf_sparsekv_config.predictive import BY_LAYER
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 from .filed_cache import FiledCache

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows

@@ -1,6 +1,7 @@
 """Continuous batching over one sparse cache: the engine, and an HTTP server (:mod:`hf_sparsekv.serving.http`)."""
 
-from .config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
+
 from .request import Busy, Closed, Handle, Logprob, Output, Piece
 from .sampling import Sampling
 from .stats import EngineStats, Samples

@@ -34,8 +34,9 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config import OffloadConfig, SparseConfig
-from .config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from .engine import Engine
 from .loading import load
 from .ranks import RanksApart, follow

@@ -35,10 +35,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..ranks import Ranks, ranks_of
 from ..row_batch import RowBatch
-from .config import ServingConfig
 from .garbage import set_aside
 from .opening import opened
 from .prefix import Channels

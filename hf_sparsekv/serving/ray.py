@@ -27,12 +27,12 @@ from ray import serve
 from ray.serve import Application, metrics
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+from hf_sparsekv_config.tokens import TokenConfig
 from hf_sparsekv_ray.router import PrefixRouter
 from hf_sparsekv_ray.scaling import ByRows, Fitting
 
-from ..config import OffloadConfig
-from ..policies.token_config import TokenConfig
-from .config import ServingConfig
 from .engine import Engine
 from .garbage import set_aside
 from .http import create_app

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..option_checks import is_int, require
+from hf_sparsekv_config.options import is_int, require
 
 MAX_STOPS = 4  # as OpenAI's API
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
 from ..attention.pooled_indexer import is_pooled
 from ..bookkeeping.indexers import check_options, chosen_tokens, in_blocks
 from ..cache_name import over
-from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
 from ..policies.indexed import chooses, needs
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
-from ..policies.token_config import TokenConfig
 from ..predictor.channels import first_layer
 
 # The only implementation of a mixture of experts that neither reads values nor requires a dtype.

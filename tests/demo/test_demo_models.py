@@ -26,7 +26,7 @@ from demo.language import Language
 from demo.models import PROBE, PROBE_PATH, SMALL, Loaded, ModelError, Models
 from demo.race import Session
 from demo.turns import Turns
-from hf_sparsekv.cli.app import app as cli
+from hf_sparsekv_cli.app import app as cli
 
 CPU = torch.device("cpu")
 

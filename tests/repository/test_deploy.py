@@ -13,8 +13,8 @@ import yaml
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from hf_sparsekv.cli.app import app as command
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv_cli.app import app as command
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -11,13 +11,13 @@ import weakref
 import pytest
 from tokenizers_made import byte_level
 
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.in_flight import Request
 from hf_sparsekv.serving.output import Teller
 from hf_sparsekv.serving.request import Busy, Closed, Handle, Output, Piece, merged
 from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import Counts, SampleCounter, Samples
 from hf_sparsekv.serving.text import Detokenizer
+from hf_sparsekv_config.serving import ServingConfig
 
 pytestmark = pytest.mark.quick
 

@@ -28,9 +28,9 @@ from waiting import wait_until
 from hf_sparsekv import OffloadConfig, Sampling
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli import serve as module
-from hf_sparsekv.cli.app import app
 from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
 from hf_sparsekv.serving.http import create_app
+from hf_sparsekv_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 

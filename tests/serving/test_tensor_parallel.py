@@ -24,9 +24,9 @@ from tokenizers_made import byte_level
 from waiting import wait_until
 
 from hf_sparsekv import Engine
-from hf_sparsekv.cli.app import app
 from hf_sparsekv.serving.ranks import FollowedWork, RanksApart, SharedWork
 from hf_sparsekv.serving.work import Work
+from hf_sparsekv_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
