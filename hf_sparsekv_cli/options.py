@@ -59,12 +59,10 @@ def wrong(error: ValueError, options: Mapping[str, str]) -> typer.BadParameter:
 
 def option(config: type, field: str, **more: Any) -> Any:
     """A field of a configuration as an option of typer: its type, and as help the field's docstring."""
-    types = [one for one in declared(config)[field] if one.kind not in (NoneType, Callable)]
-    kind: Any = types[0].kind
-    if any(one.kind is PathLike for one in types):
-        kind = Path
-    elif kind is str and types[0].choices:
-        kind = Enum(field, {one: one for one in types[0].choices}, type=str)
+    types = [one for one in declared(config)[field] if one.kind is not NoneType]
+    kind: Any = Path if any(one.kind is PathLike for one in types) else types[0].kind
+    if kind is str and types[0].choices:
+        kind = Enum(field, {choice: choice for one in types for choice in one.choices}, type=str)
     return Annotated[kind | None, typer.Option(help=help_of(config, field), **more)]
 
 

@@ -11,9 +11,10 @@ import functools
 import inspect
 import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
@@ -32,6 +33,19 @@ def guess(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the one of ``known`` that a wrong name resembles; empty if none does."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+DIGITS = 80  # of an integer that an error quotes
+_QUOTED = reprlib.Repr()
+_QUOTED.maxstring = _QUOTED.maxother = 80
+_QUOTED.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: briefly, whatever its size."""
+    if isinstance(value, int) and abs(value) >= 10**DIGITS:  # converting it takes quadratic time, or fails
+        return f"an integer of more than {DIGITS} digits"
+    return _QUOTED.repr(value)
 
 
 # ---------------------------------------------------------------------- types
@@ -65,18 +79,11 @@ class Number:
         noun = "an integer" if kind is int else "a number"
         unit = f" ({self.unit})" if self.unit else ""
         if self.high < math.inf:
-            ends = "(" if self.above else "[", ")" if self.below else "]"
-            return f"{noun} in {ends[0]}{self.low}, {self.high}{ends[1]}{unit}"
+            low, high = (f"{end:g}" if isinstance(end, float) else end for end in (self.low, self.high))
+            return f"{noun} in {'(' if self.above else '['}{low}, {high}{')' if self.below else ']'}{unit}"
         if kind is int and self.low == 1:
             return f"a positive integer{unit}"
         return f"{noun} {'>' if self.above else '>='} {self.low}{unit}" if self.low > -math.inf else f"{noun}{unit}"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """The values that an ``int`` or ``str`` can have, as the second argument of ``Annotated``."""
-
-    values: tuple[Any, ...]
 
 
 Positive = Annotated[int, Number(1)]
@@ -120,8 +127,7 @@ def alternatives(hint: Any) -> list[Alternative]:
         return [one for part in args for one in alternatives(part)]
     if origin is Annotated:
         bounds = next((one for one in args[1:] if isinstance(one, Number)), None)
-        choices = next((one.values for one in args[1:] if isinstance(one, OneOf)), ())
-        return [Alternative(one.kind, bounds, choices or one.choices) for one in alternatives(args[0])]
+        return [replace(one, bounds=bounds) for one in alternatives(args[0])]
     if origin is Literal:
         return [Alternative(type(args[0]), choices=args)]
     return [Alternative(NoneType if hint is None else origin or hint)]
@@ -154,7 +160,7 @@ def check_value(name: str, value: object, types: list[Alternative]) -> None:
     told = f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
     known = [choice for one in types for choice in one.choices if isinstance(choice, str)]
     hint = guess(value, known) if isinstance(value, str) else ""
-    raise ValueError(f"{name} must be {told}{hint}, got {value!r}")
+    raise ValueError(f"{name} must be {told}{hint}, got {shown(value)}")
 
 
 def check_names(config: type, names: Iterable[str]) -> None:

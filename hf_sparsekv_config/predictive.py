@@ -6,24 +6,32 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
 from .labels import FIXED, LabelConfig
-from .options import Count, Number, OneOf, require
+from .options import Count, Number, require
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
-BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
+ByLayer = Literal["layer", "layer:in_delta", "layer:in", "own"]
 # Predictions from earlier steps' queries. Measured on the small real model: docs/studies/predicted-queries.md.
-PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
-PREDICTOR = "assembled_ridge"
+EarlierQueries = Literal["last", "ridge", "ridge_softmax", "assembled", "assembled_ridge"]
+BY_LAYER, PREDICTORS = get_args(ByLayer), get_args(EarlierQueries)
+PREDICTOR: EarlierQueries = "assembled_ridge"
 WINDOW, EPSILON = 16, 0.1
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
 Window = Annotated[int, Number(1, MAX_WINDOW)]
 Epsilon = Annotated[float, Number(MIN_EPSILON)]
-Predictor = Annotated[str, OneOf((*BY_LAYER, *PREDICTORS))]
-EarlierQueries = Annotated[str, OneOf(PREDICTORS)]
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """A predictor that is made already, see :mod:`hf_sparsekv.predictor.query`."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|xla|npu|mtia|meta)(:\d+)?"
 
 
@@ -70,7 +78,7 @@ class PredictiveConfig(LabelConfig):
     )
 
     dense_layers: int = 2
-    predictor: Predictor | Callable[..., Any] | None = None
+    predictor: ByLayer | EarlierQueries | Callable[..., Any] | Predictor | None = None
     predictor_window: Window = WINDOW
     predictor_epsilon: Epsilon = EPSILON
     start_length: Count = 0
@@ -110,7 +118,7 @@ class PredictiveConfig(LabelConfig):
         return self.tail is not None and not on_second_device(self)
 
     @property
-    def prediction(self) -> str | Callable[..., Any]:
+    def prediction(self) -> str | Callable[..., Any] | Predictor:
         """What :attr:`predictor` stands for."""
         if self.predictor is not None:
             return self.predictor

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from .options import Count, Number, OneOf, Options, Positive, Share, guess, require
+from .options import Count, Number, Options, Positive, Share, guess, require
 
 Config = TypeVar("Config", bound="SparseConfig")
 Bytes = Annotated[int, Number(0, unit="bytes")]
@@ -53,7 +53,7 @@ class SparseConfig(Options):
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length", "prefill", "prefill_below")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
-    block_size: Annotated[int, OneOf((16, 32, 64, 128))] = 64
+    block_size: Literal[16, 32, 64, 128] = 64
     sinks: Count = 4
     window: Positive = 64
     dense_layers: Count = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -114,7 +115,7 @@ class CustomPredictor:
 
 
 def make_predictor(
-    predictor: str | Predict = PREDICTOR, window: int = WINDOW, epsilon: float = EPSILON
+    predictor: Any = PREDICTOR, window: int = WINDOW, epsilon: float = EPSILON
 ) -> QueryPredictor | CustomPredictor:
     """A predictor by its name, or of a user's function.
 
@@ -129,5 +130,5 @@ def make_predictor(
     if isinstance(predictor, QueryPredictor | CustomPredictor):
         return predictor
     if isinstance(predictor, str):
-        return QueryPredictor(predictor, window, epsilon)
+        return QueryPredictor(predictor, window, epsilon)  # type: ignore[arg-type]  # which it checks
     return CustomPredictor(predictor, window)

@@ -123,7 +123,7 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ),
         ({"predictor": "layer", "cache_rank": "cuda:1"}, "chooses within a step, which cache_rank='cuda:1' cannot"),
         ({"predictor": "own", "cache_rank": "cpu"}, "leave predictor out, which takes 'assembled_ridge' there"),
-        ({"predictor": 3}, "a function or None, got 3"),
+        ({"predictor": 3}, "a function, a Predictor or None, got 3"),
         ({"predictor_window": 0}, "predictor_window must be an integer"),
         ({"predictor_epsilon": 0}, "predictor_epsilon must be"),
         ({"start_length": -1}, "start_length must be an integer >= 0"),
