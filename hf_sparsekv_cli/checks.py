@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import typer
 
-from . import values
 from .options import CacheKind, CacheOptions
 
 SEEDS = -(2**63), 2**64 - 1  # that torch takes
@@ -67,15 +66,6 @@ def served(cache: CacheKind, options: CacheOptions, api_key: str | None, model_i
         "--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out",
     )
     _require(model_id is None or bool(model_id.strip()), "--model-id is empty: give a name, or leave it out")
-
-
-def sizes(device_kv: str | None, host_kv: str | None, max_body: str) -> tuple[int | None, int | None, int]:
-    """``serve``'s sizes in bytes."""
-    memory = {"--device-kv": device_kv, "--host-kv": host_kv}
-    device, host = (None if given is None else values.memory(name, given) for name, given in memory.items())
-    body = values.memory("--max-body", max_body, 1000, "MiB")
-    _require(body > 0, "--max-body is nothing: no request would be taken")
-    return device, host, body
 
 
 def origins(given: Sequence[str] | None) -> None:

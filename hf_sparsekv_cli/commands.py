@@ -88,10 +88,20 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: DTypeOption = DType.auto,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="For example 24GiB; default: that of this machine's GPU, if it has one.")
+        int | None,
+        typer.Option(
+            parser=values.parse_memory,
+            metavar="SIZE",
+            help="For example 24GiB; default: that of this machine's GPU, if it has one.",
+        ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
+        int | None,
+        typer.Option(
+            parser=values.parse_memory,
+            metavar="SIZE",
+            help="For example 128GiB; default: 80 % of this machine's or container's.",
+        ),
     ] = None,
     cache: Annotated[CacheKind, typer.Option("--cache", help="Cache whose memory is planned.")] = CacheKind.token,
     serve: Annotated[
@@ -110,9 +120,6 @@ def plan(
     checks.planned(cache)
     options.config(cache)
     checks.coded(options)
-    for name, given in (("--gpu-memory", gpu_memory), ("--host-memory", host_memory)):
-        if given:
-            values.memory(name, given)
     if gpus > 1 and not serve:
         raise typer.BadParameter("is of a server: add --serve", param_hint="--gpus")
 

@@ -37,7 +37,9 @@ def serve(
             help="The name that clients ask for; default: MODEL, of a directory or file its name.", show_default=False
         ),
     ] = None,
-    max_body: Annotated[str, _of_server(metavar="SIZE", help="Largest body of a request.")] = "16MiB",
+    max_body: Annotated[
+        int, _of_server(parser=values.parse_body, metavar="SIZE", help="Largest body of a request.")
+    ] = "16MiB",  # type: ignore[assignment]
     max_connections: Annotated[
         int, _of_server(min=1, help="Most connections at a time; those without a request make room for others.")
     ] = 2048,
@@ -73,16 +75,18 @@ def serve(
         _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
     ] = 4096,
     device_kv: Annotated[
-        str | None,
+        int | None,
         _of_requests(
+            parser=values.parse_memory,
             metavar="SIZE",
             help=help_of(OffloadConfig, "device_pool"),
             show_default=False,
         ),
     ] = None,
     host_kv: Annotated[
-        str | None,
+        int | None,
         _of_requests(
+            parser=values.parse_memory,
             metavar="SIZE",
             help=help_of(OffloadConfig, "max_host_bytes"),
             show_default=False,
@@ -111,4 +115,3 @@ def serve(
     if engine.exact and tensor_parallel:
         raise typer.BadParameter("--exact is not for tensor parallel models: leave --tensor-parallel out")
     checks.origins(cors_origin)
-    checks.sizes(device_kv, host_kv, max_body)

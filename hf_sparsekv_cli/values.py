@@ -33,12 +33,20 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def memory(option: str, text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
+def parse_memory(text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
     """A size of memory in bytes; a number alone below ``least`` is a ``unit`` forgotten, but for 0."""
     size_in_bytes = parse_bytes(text)
     alone = re.fullmatch(r"[\d.]+", text.strip())
     if alone and 0 < float(text) < least:
-        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}", param_hint=option)
+        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}")
+    return size_in_bytes
+
+
+def parse_body(text: str) -> int:
+    """``serve --max-body`` in bytes."""
+    size_in_bytes = parse_memory(text, 1000, "MiB")
+    if not size_in_bytes:
+        raise typer.BadParameter("no request would be taken")
     return size_in_bytes
 
 

@@ -187,7 +187,9 @@ class Options:
 def described(config: type, name: str) -> str:
     """What the docstring of a class, or of a base class, says about a field: the first sentence, and what None is."""
     for kind in config.__mro__:
-        entry = re.search(rf"^( +){name}: (.*?)(?=\n\1\S|\n\n|\Z)", inspect.getdoc(kind) or "", re.M | re.S)
+        entry = re.search(
+            rf"^( +)(?:\w+, )*{name}(?:, \w+)*: (.*?)(?=\n\1\S|\n\n|\Z)", inspect.getdoc(kind) or "", re.M | re.S
+        )
         if entry:
             text = " ".join(entry[2].split())
             first = re.match(r".+?[^\s.]\.(?=\s|$)", text)

@@ -9,7 +9,6 @@ import torch
 import typer
 from rich.table import Table
 
-from hf_sparsekv_cli import values
 from hf_sparsekv_cli.options import CacheKind, CacheOptions, DType
 from hf_sparsekv_config.labels import reads
 from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
@@ -31,8 +30,8 @@ def plan(
     context: int,
     batch: int,
     dtype: DType,
-    gpu_memory: str | None,
-    host_memory: str | None,
+    gpu_memory: int | None,
+    host_memory: int | None,
     cache: CacheKind,
     serve: bool,
     gpus: int,
@@ -43,11 +42,11 @@ def plan(
     The exit status is 1 if nothing fits.
     """
     config = options.config(cache)
-    gpu = values.memory("--gpu-memory", gpu_memory) if gpu_memory else detected_gpu()
-    host = values.memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
+    gpu = detected_gpu() if gpu_memory is None else gpu_memory
+    host = int(0.8 * host_memory_limit()) if host_memory is None else host_memory
     owners = Owners(
-        "as given" if gpu_memory else _this_gpu(),
-        "as given" if host_memory else "80 % of this machine's or container's",
+        _this_gpu() if gpu_memory is None else "as given",
+        "80 % of this machine's or container's" if host_memory is None else "as given",
     )
     model_config = _config(model)
     shape = model_shape(model_config, torch_dtype(dtype))
@@ -80,14 +79,14 @@ def plan(
         raise CommandError(f"nothing fits: {_shortage(lacks, gpu, host, host_memory)}")
 
 
-def _more_host(given: str | None) -> str:
+def _more_host(given: int | None) -> str:
     """Advice if host memory does not suffice."""
     if given is not None:
-        return f"give more than --host-memory {given}"
+        return f"give a --host-memory of more than {size(given)}"
     return "give --host-memory, as 256GiB, if it is for another machine (default: 80 % of this one's memory)"
 
 
-def _shortage(lacks: Shortage, gpu: int, host: int, given: str | None) -> str:
+def _shortage(lacks: Shortage, gpu: int, host: int, given: int | None) -> str:
     """Which memory is too small, by how much, and what to do."""
     if lacks.offloaded:
         text = (

@@ -21,7 +21,6 @@ from typing import NoReturn
 import torch
 
 from hf_sparsekv_cli import options as opt
-from hf_sparsekv_cli.checks import sizes
 
 from ..attention import flash_4
 from ..gguf_file import is_gguf
@@ -45,15 +44,15 @@ def serve(
     port: int,
     api_key: str | None,
     model_id: str | None,
-    max_body: str,
+    max_body: int,
     max_connections: int,
     allow_host: list[str] | None,
     cors_origin: list[str] | None,
     ignore_unknown_fields: bool,
     log_requests: bool,
     max_answer: int,
-    device_kv: str | None,
-    host_kv: str | None,
+    device_kv: int | None,
+    host_kv: int | None,
     cache: opt.CacheKind,
     dtype: opt.DType,
     device: str,
@@ -76,8 +75,7 @@ def serve(
             raise CommandError(f"--flash-attention-4: {error}") from error
     if log_requests:
         _log_requests()
-    device_bytes, host_bytes, body = sizes(device_kv, host_kv, max_body)
-    offload = options.offload_config(device_pool=device_bytes, max_host_bytes=host_bytes)
+    offload = options.offload_config(device_pool=device_kv, max_host_bytes=host_kv)
     if tensor_parallel:
         _begin_ranks(place)
         if rank:
@@ -91,7 +89,7 @@ def serve(
             max_connections,
             {
                 "api_key": api_key,
-                "max_body": body,
+                "max_body": max_body,
                 "max_answer": max_answer,
                 "allowed_hosts": tuple(allow_host or ()),
                 "cors_origins": tuple(cors_origin or ()),

@@ -136,7 +136,7 @@ def eight_billion(tmp_path_factory):
 
 LONG = ("--context", "128k", "--batch", 4, "--offload")
 ROOMY, CODES = ("--host-memory", "256GiB"), ("--kv-dtype", "int8")
-NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", "give --host-memory, as 256GiB"
+NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give a --host-memory of more than", "give --host-memory, as 256GiB"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give more than --host-memory", 
             (*LONG, "--gpu-memory", "80GiB", "--host-memory", "40GiB"),
             "sparse does not fit (host memory 30.00 GiB too small), dense does not",
             "no preset fits",
-            (NOTHING, "host memory of 40.00 GiB is", f"{MORE_HOST} 40GiB"),
+            (NOTHING, "host memory of 40.00 GiB is", f"{MORE_HOST} 40.00 GiB"),
         ),
         # Codes take half of the host memory that presets do.
         (

@@ -52,7 +52,7 @@ WRONG_USAGE = [
     (["plan", "x", "--context", "3k", "--dtype", "bf16"], "--dtype': 'bf16' is not one of 'auto', 'float32'"),
     (["plan", "x", "--context", "3k", "--dtype", "bf16"], ": did you mean bfloat16? (hf-sparsekv plan --help)"),
     (["generate", "x", "--cache", "full"], ": did you mean dense? (hf-sparsekv generate --help)"),
-    (["plan", "x", "--context", "3k", "--gpu-memory", "80", "GiB"], "write sizes in one word, as 80GiB"),
+    (["serve", "x", "--max-body", "2000", "KiB"], "write sizes in one word, as 80KiB"),
     (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
     (
         ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],

@@ -158,7 +158,7 @@ def run(*args: str, **env: str):
         (["--context", "x"], "is no length"),
         (["--api-key", " "], "is empty"),
         (["--token-budget", "0"], "--token-budget"),
-        (["--max-rows", "0"], "greater than or equal to 1"),
+        (["--max-rows", "0"], "an integer in [1, 4096], got 0"),
         (["--port", "70000"], "65535"),
     ],
 )
