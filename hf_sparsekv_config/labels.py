@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from .options import Positive, Share, require
 from .sparse import SparseConfig
@@ -34,7 +34,7 @@ class LabelConfig(SparseConfig):
     mass: Share | None = None
     token_reduce: Reduce = "max"
     label_channels: Positive | None = None
-    label_bits: Literal[4, 16] = 4
+    label_bits: Annotated[int, Literal[4, 16]] = 4
     channel_file: str | PathLike[str] | None = None
     channel_importance: Importance = "spread"
     calibration_tokens: Positive = 256

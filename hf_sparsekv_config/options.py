@@ -121,13 +121,14 @@ class Alternative:
 
 
 def alternatives(hint: Any) -> list[Alternative]:
-    """The types that an annotation allows."""
+    """The types that an annotation allows; ``Annotated`` may name bounds or, as ``Literal``, the choices."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return [one for part in args for one in alternatives(part)]
     if origin is Annotated:
-        bounds = next((one for one in args[1:] if isinstance(one, Number)), None)
-        return [replace(one, bounds=bounds) for one in alternatives(args[0])]
+        if isinstance(args[1], Number):
+            return [replace(one, bounds=args[1]) for one in alternatives(args[0])]
+        return alternatives(args[1] if get_origin(args[1]) in (Literal, Union, UnionType) else args[0])
     if origin is Literal:
         return [Alternative(type(args[0]), choices=args)]
     return [Alternative(NoneType if hint is None else origin or hint)]

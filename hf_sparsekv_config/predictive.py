@@ -16,7 +16,7 @@ ByLayer = Literal["layer", "layer:in_delta", "layer:in", "own"]
 # Predictions from earlier steps' queries. Measured on the small real model: docs/studies/predicted-queries.md.
 EarlierQueries = Literal["last", "ridge", "ridge_softmax", "assembled", "assembled_ridge"]
 BY_LAYER, PREDICTORS = get_args(ByLayer), get_args(EarlierQueries)
-PREDICTOR: EarlierQueries = "assembled_ridge"
+PREDICTOR = "assembled_ridge"
 WINDOW, EPSILON = 16, 0.1
 MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
 MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
@@ -78,7 +78,7 @@ class PredictiveConfig(LabelConfig):
     )
 
     dense_layers: int = 2
-    predictor: ByLayer | EarlierQueries | Callable[..., Any] | Predictor | None = None
+    predictor: Annotated[str, ByLayer | EarlierQueries] | Callable[..., Any] | Predictor | None = None
     predictor_window: Window = WINDOW
     predictor_epsilon: Epsilon = EPSILON
     start_length: Count = 0

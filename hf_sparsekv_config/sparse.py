@@ -53,7 +53,7 @@ class SparseConfig(Options):
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length", "prefill", "prefill_below")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
-    block_size: Literal[16, 32, 64, 128] = 64
+    block_size: Annotated[int, Literal[16, 32, 64, 128]] = 64
     sinks: Count = 4
     window: Positive = 64
     dense_layers: Count = 1
@@ -118,7 +118,7 @@ class OffloadConfig(Options):
     max_host_bytes: Annotated[int, Number(1, unit="bytes")] | None = None
     device_pool: Bytes | FreeShare | None = None
     keep_dense: bool = True
-    kv_dtype: Literal["int8"] | None = None
+    kv_dtype: Annotated[str, Literal["int8"]] | None = None
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:

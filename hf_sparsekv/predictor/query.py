@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ class QueryPredictor:
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors.
     """
 
-    name: EarlierQueries = PREDICTOR
+    name: Annotated[str, EarlierQueries] = PREDICTOR
     window: Window = WINDOW
     epsilon: Epsilon = EPSILON
 
@@ -130,5 +130,5 @@ def make_predictor(
     if isinstance(predictor, QueryPredictor | CustomPredictor):
         return predictor
     if isinstance(predictor, str):
-        return QueryPredictor(predictor, window, epsilon)  # type: ignore[arg-type]  # which it checks
+        return QueryPredictor(predictor, window, epsilon)
     return CustomPredictor(predictor, window)
