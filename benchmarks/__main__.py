@@ -8,7 +8,7 @@ import sys
 import torch
 
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv.option_names import guess
+from hf_sparsekv_config.options import guess
 
 # name -> module, whether it needs a GPU, what it measures
 BENCHMARKS = {

@@ -18,8 +18,8 @@ import typer
 
 from hf_sparsekv.cli.loading import pick_device
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv.option_names import guess
 from hf_sparsekv.tuning.shapes import SHAPES
+from hf_sparsekv_config.options import guess
 
 from . import RESULTS
 from .shapes import parse_model, parse_shape

@@ -23,8 +23,8 @@ from hf_sparsekv import (
 from hf_sparsekv.attention.mla import is_mla
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.offload.host_limit import host_memory_limit
-from hf_sparsekv.option_names import guess
 from hf_sparsekv.policies.registry import called, methods
+from hf_sparsekv_config.options import guess
 
 from .shapes import cached_token, kv_bytes, text_config, windows
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.layers.sparse_layer import SparseLayer
+from hf_sparsekv_config.sparse import SparseConfig
 
 from .shapes import cached_token, head_dim, latent_dims, query_dim, text_config, windows
 

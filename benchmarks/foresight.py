@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
-from hf_sparsekv.policies.label_config import FIXED
 from hf_sparsekv.policies.top_k import TopKPolicy
+from hf_sparsekv_config.labels import FIXED
+from hf_sparsekv_config.sparse import SparseConfig
 
 from .report import Report
 from .synthetic.foreseen import ROOMS, Pairs, Selection, place_of

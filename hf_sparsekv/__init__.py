@@ -19,24 +19,26 @@ from .attention.interface import register as _register
 from .version import __version__
 
 if TYPE_CHECKING:
+    from hf_sparsekv_config.predictive import PredictiveConfig
+    from hf_sparsekv_config.progressive import ProgressiveConfig
+    from hf_sparsekv_config.serving import ServingConfig
+    from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+    from hf_sparsekv_config.streaming import StreamingConfig
+    from hf_sparsekv_config.tokens import TokenConfig, TwoLevelConfig
+
     from .attention.flash_4 import flash_attention_4
     from .attention.mla import absorb_mla, restore_mla
     from .attention.rotary import fixed_rotary
     from .attention.tap import QueryTap, predict_ahead
     from .cache import SparseCache
     from .cache_variants import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache
-    from .config import OffloadConfig, SparseConfig
     from .cuda_graph.optimize import optimize, unoptimize
     from .generating import disable, enable, generate, sparse
-    from .policies.ahead.predictive_config import PredictiveConfig
     from .policies.measured import WalkStats
-    from .policies.progressive_config import ProgressiveConfig
-    from .policies.streaming import StreamingConfig
-    from .policies.token_config import TokenConfig, TwoLevelConfig
     from .prefix import PrefixCache
     from .row_trial import check_rows
-    from .serving import Sampling, ServingConfig
     from .serving.engine import Engine
+    from .serving.sampling import Sampling
     from .telemetry.monitor import StepMonitor, StepReport
     from .telemetry.prompt_stats import PromptStats
     from .telemetry.stats import CacheStats
@@ -47,28 +49,29 @@ _register()
 # Where each public name is defined. They are imported at their first use, so that importing the package takes no
 # longer than importing a model of transformers.
 _PLACES = {
-    "attention.mla": ("absorb_mla", "restore_mla"),
-    "attention.flash_4": ("flash_attention_4",),
-    "attention.rotary": ("fixed_rotary",),
-    "attention.tap": ("QueryTap", "predict_ahead"),
-    "cache": ("SparseCache",),
-    "cache_variants": ("AsyncPredictiveCache", "OffloadedSparseCache", "ProgressiveCache"),
-    "config": ("OffloadConfig", "SparseConfig"),
-    "cuda_graph.optimize": ("optimize", "unoptimize"),
-    "generating": ("disable", "enable", "generate", "sparse"),
-    "policies.ahead.predictive_config": ("PredictiveConfig",),
-    "policies.measured": ("WalkStats",),
-    "policies.progressive_config": ("ProgressiveConfig",),
-    "policies.streaming": ("StreamingConfig",),
-    "policies.token_config": ("TokenConfig", "TwoLevelConfig"),
-    "prefix": ("PrefixCache",),
-    "row_trial": ("check_rows",),
-    "serving": ("Sampling", "ServingConfig"),
-    "serving.engine": ("Engine",),
-    "telemetry.monitor": ("StepMonitor", "StepReport"),
-    "telemetry.prompt_stats": ("PromptStats",),
-    "telemetry.stats": ("CacheStats",),
-    "telemetry.watch": ("BlockMap",),
+    ".attention.mla": ("absorb_mla", "restore_mla"),
+    ".attention.flash_4": ("flash_attention_4",),
+    ".attention.rotary": ("fixed_rotary",),
+    ".attention.tap": ("QueryTap", "predict_ahead"),
+    ".cache": ("SparseCache",),
+    ".cache_variants": ("AsyncPredictiveCache", "OffloadedSparseCache", "ProgressiveCache"),
+    "hf_sparsekv_config.sparse": ("OffloadConfig", "SparseConfig"),
+    ".cuda_graph.optimize": ("optimize", "unoptimize"),
+    ".generating": ("disable", "enable", "generate", "sparse"),
+    "hf_sparsekv_config.predictive": ("PredictiveConfig",),
+    ".policies.measured": ("WalkStats",),
+    "hf_sparsekv_config.progressive": ("ProgressiveConfig",),
+    "hf_sparsekv_config.streaming": ("StreamingConfig",),
+    "hf_sparsekv_config.tokens": ("TokenConfig", "TwoLevelConfig"),
+    ".prefix": ("PrefixCache",),
+    ".row_trial": ("check_rows",),
+    ".serving.sampling": ("Sampling",),
+    "hf_sparsekv_config.serving": ("ServingConfig",),
+    ".serving.engine": ("Engine",),
+    ".telemetry.monitor": ("StepMonitor", "StepReport"),
+    ".telemetry.prompt_stats": ("PromptStats",),
+    ".telemetry.stats": ("CacheStats",),
+    ".telemetry.watch": ("BlockMap",),
 }
 _PLACE = {name: place for place, names in _PLACES.items() for name in names}
 
@@ -76,7 +79,7 @@ _PLACE = {name: place for place, names in _PLACES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in _PLACE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    value = getattr(_import_module(f"{__name__}.{_PLACE[name]}"), name)
+    value = getattr(_import_module(_PLACE[name], __name__), name)
     globals()[name] = value
     return value
 

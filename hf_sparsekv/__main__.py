@@ -1,5 +1,5 @@
 """``python -m hf_sparsekv`` is the ``hf-sparsekv`` command."""
 
-from .cli.app import main
+from hf_sparsekv_cli import main
 
 main()

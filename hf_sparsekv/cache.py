@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig, checked, with_changes
+
 from .attention.handle import Step
 from .attention.masks import check_not_empty
 from .attention.mla import caller, passes_on
 from .cache_layers import add_layers, layers_of
-from .config import OffloadConfig, SparseConfig, checked, with_changes
 from .kv.row_table import RowTable
 from .kv.rows import Rows
 from .layers.cache_state import CacheState

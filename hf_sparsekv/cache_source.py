@@ -17,6 +17,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from .attention.indexer import is_replaced, restore_indexer
 from .attention.interface import NAME
 from .attention.mla import absorbs, is_mla, restore
@@ -24,7 +26,6 @@ from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
-from .config import OffloadConfig, SparseConfig
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
 from .exact_mode.install import Exact, install, remove

@@ -9,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_sparsekv_config.predictive import PredictiveConfig
+from hf_sparsekv_config.progressive import ProgressiveConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from .cache import SparseCache
-from .config import OffloadConfig
-from .policies.ahead.predictive_config import PredictiveConfig
-from .policies.progressive_config import ProgressiveConfig
-from .policies.token_config import TokenConfig
 
 
 class OffloadedSparseCache(SparseCache):

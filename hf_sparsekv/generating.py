@@ -19,14 +19,15 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig, with_changes
+from hf_sparsekv_config.tokens import TokenConfig
+
 from . import cache_source
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
-from .config import OffloadConfig, SparseConfig, with_changes
 from .exact_mode.install import Exact, of_drafts
 from .policies.registry import method_of
-from .policies.token_config import TokenConfig
 
 _changing = threading.RLock()  # one thread at a time enters or leaves
 

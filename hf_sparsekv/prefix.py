@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from .cache import SparseCache
-from .config import OffloadConfig, SparseConfig
 from .kv.read_back import materialise
 from .kv.state import Held
 from .kv.store import LayerStore

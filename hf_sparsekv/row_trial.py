@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_sparsekv_config.tokens import TokenConfig
+
 from .attention.mla import passes_on
 from .attention.rotary import unfixed
 from .cache import SparseCache
 from .cache_name import cache_name
 from .cuda_graph.optimize import runner_of
-from .policies.token_config import TokenConfig
 from .row_batch import no_positions, positions
 from .transformers_compat import has_indexer
 

@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionAndFullAttentionLayer
 from transformers.generation import GenerationMode
 
+from hf_sparsekv_config.sparse import SparseConfig
+
 from .attention.indexer import take_pieces
 from .attention.masks import SECOND_PROMPT, check_columns
 from .attention.mla import absorb_mla, caller, calling_model, passes_on
 from .attention.pooled_indexer import take_pooled
 from .cache_name import given_cache
-from .config import SparseConfig
 from .layers.indexed import IndexedLayer
 from .layers.together import check_complete
 from .policies.indexed import chooses

@@ -1,13 +1,11 @@
-"""The ``hf-sparsekv`` command's entry: version, help, completion and wrong usage without torch.
+"""The ``hf-sparsekv`` command: version, help, completion and wrong usage without torch.
 
-Importing anything of ``hf_sparsekv`` imports torch and transformers, which takes seconds. So these are answered from
-here, by :mod:`.arguments`, and only right usage reaches :mod:`hf_sparsekv.cli.app`. Outside of the package because
-Python imports a package before a module in it.
+Importing anything of ``hf_sparsekv`` imports torch and transformers, which takes seconds. So the commands' arguments
+are declared here, and the functions that do their work are imported once the arguments are known to be right.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
 
@@ -32,16 +30,7 @@ def _main() -> None:
     if sys.argv[1:] == ["--version"]:  # not even typer
         print(f"hf-sparsekv {version()}")
         return
-    from .arguments import app
+    from .app import app
     from .names import NAME
 
-    app(_run)(prog_name=NAME)
-
-
-def _run() -> None:
-    """Import the commands and let the one that is asked for do its work."""
-    if sys.stderr is None or not sys.stderr.isatty():  # the bars of transformers would fill a log; ours are lines there
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    from hf_sparsekv.cli.app import main as run
-
-    run()
+    app(prog_name=NAME)

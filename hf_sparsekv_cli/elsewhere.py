@@ -1,13 +1,12 @@
-"""Commands whose arguments belong to another program: what can be told of them before torch is imported.
-
-Apart from :mod:`.arguments`, which knows the arguments of all others from a file.
-"""
+"""Commands whose arguments belong to another program: what can be told of them before torch is imported."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 import typer
+
+from .command import do
 
 
 def _end(message: str, status: int) -> None:
@@ -22,7 +21,8 @@ def bench(context: typer.Context) -> None:
     _end(f"{moved}\n  {given}", 2)
 
 
-def needs_lm_eval() -> None:
-    """End with what to install, where lm-evaluation-harness is missing."""
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with `--model sparsekv`; the arguments are its own (`lm-eval --help`)."""
     if find_spec("lm_eval") is None:
         _end("this needs lm-evaluation-harness: pip install '.[lm-eval]' in a checkout of the project", 1)
+    do("hf_sparsekv_eval.cli.lm_eval:lm_eval", {"arguments": context.args})

@@ -1,13 +1,11 @@
-"""The command's name and help, and what is said of wrong usage: without torch.
-
-Apart from :mod:`.arguments` because the whole command, :mod:`hf_sparsekv.cli.app`, uses it, too.
-"""
+"""The command's name and help, and what is said of wrong usage."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import sys
+from dataclasses import dataclass
 
 import typer
 from typer.core import TyperGroup
@@ -17,6 +15,15 @@ from .ending import interrupted
 NAME = "hf-sparsekv"
 HELP = "Sparse, offloadable KV caches for Hugging Face Transformers."
 
+
+@dataclass
+class State:
+    """Options of the whole command line."""
+
+    debug: bool = False
+
+
+state = State()
 
 # Of several releases of typer, some with a click of their own.
 _UsageError = typer.BadParameter.__mro__[1]

@@ -5,12 +5,13 @@ Apart from :mod:`.checks`, which compares several options.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+
+from hf_sparsekv_config.options import guess
 
 OTHER_DEVICES = ("mps", "xpu", "hpu", "xla", "npu", "mtia", "meta", "vulkan", "hip", "opencl")  # torch's, not ours
 
@@ -32,12 +33,20 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def memory(option: str, text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
+def parse_memory(text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
     """A size of memory in bytes; a number alone below ``least`` is a ``unit`` forgotten, but for 0."""
     size_in_bytes = parse_bytes(text)
     alone = re.fullmatch(r"[\d.]+", text.strip())
     if alone and 0 < float(text) < least:
-        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}", param_hint=option)
+        raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}")
+    return size_in_bytes
+
+
+def parse_body(text: str) -> int:
+    """``serve --max-body`` in bytes."""
+    size_in_bytes = parse_memory(text, 1000, "MiB")
+    if not size_in_bytes:
+        raise typer.BadParameter("no request would be taken")
     return size_in_bytes
 
 
@@ -91,12 +100,6 @@ def parse_names(text: str | None, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-def guess(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)``, as :func:`hf_sparsekv.option_names.guess`."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def defaults_from_file(context: typer.Context, path: Path | None) -> Path | None:
     """Take defaults of the other options from a YAML file (``eval --config``)."""
     if path is None:
@@ -131,20 +134,3 @@ def defaults_from_file(context: typer.Context, path: Path | None) -> Path | None
             values[key] = ",".join(map(str, value))
     context.default_map = {**(context.default_map or {}), **values}
     return path
-
-
-_WHY = "Block copies have the same settings on every GPU, so the crossover is all that is measured"
-# Options of calibrate-device that earlier releases had, and what to do instead.
-GONE = {
-    "--transfer": f"leave it out. {_WHY}",
-    "--no-transfer": f"leave it out. {_WHY}",
-    "--crossover": f"leave it out. {_WHY}",
-    "--no-crossover": f"there is nothing else to run. {_WHY}",
-}
-
-
-def refuse_gone(option: typer.CallbackParam, value: bool | None) -> None:
-    """Refuse an option that is gone."""
-    if value is not None:
-        name = (option.opts if value else option.secondary_opts)[0]
-        raise typer.BadParameter(f"{name} is gone: {GONE[name]}")

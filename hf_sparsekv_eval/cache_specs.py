@@ -10,9 +10,9 @@ from pathlib import Path
 import yaml
 
 from hf_sparsekv.cache import SparseCache
-from hf_sparsekv.config import OffloadConfig
-from hf_sparsekv.option_names import guess
 from hf_sparsekv.policies.registry import Method, names
+from hf_sparsekv_config.options import guess
+from hf_sparsekv_config.sparse import OffloadConfig
 
 from . import reference_policies as _references  # noqa: F401 (registers them)
 

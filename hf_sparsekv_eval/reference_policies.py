@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.kv.read_back import tokens
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.ops._recent import recent_valid
 from hf_sparsekv.ops.selection.topk_select.reference import topk_ids
-from hf_sparsekv.option_checks import not_negative, positive, share
 from hf_sparsekv.policies.registry import register
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.types import AttentionParams
+from hf_sparsekv_config.options import Count, Positive, Share
+from hf_sparsekv_config.sparse import SparseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,7 @@ class OracleConfig(SparseConfig):
         token_budget: tokens attended per step, row and KV head, beside sinks and recent window.
     """
 
-    token_budget: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive("token_budget", self.token_budget)
+    token_budget: Positive = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +42,7 @@ class RandomConfig(OracleConfig):
         seed: of the random selection.
     """
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative("seed", self.seed)
+    seed: Count = 0
 
 
 class ReferencePolicy(Selector):
@@ -110,12 +102,8 @@ class PSAConfig(SparseConfig):
         threshold: share of the attention mass to cover, in (0, 1].
     """
 
-    threshold: float = 0.98
-    dense_layers: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        share("threshold", self.threshold)
+    threshold: Share = 0.98
+    dense_layers: Count = 2
 
 
 @register(

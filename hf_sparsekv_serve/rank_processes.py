@@ -33,8 +33,8 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_sparsekv.config import OffloadConfig, SparseConfig
-from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
 from .loading import load
 from .process import end_after, ignore_signals

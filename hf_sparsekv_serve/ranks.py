@@ -34,14 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_sparsekv.config import OffloadConfig, SparseConfig
 from hf_sparsekv.ranks import Ranks, ranks_of
 from hf_sparsekv.row_batch import RowBatch
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.opening import opened
 from hf_sparsekv.serving.prefix import Channels
 from hf_sparsekv.serving.work import Work
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
 from .process import leave, set_aside
 

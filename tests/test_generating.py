@@ -907,7 +907,7 @@ def test_options_of_a_cache_as_keywords():
         TokenConfig(zzz=1)
     with pytest.raises(TypeError, match="did you mean 'sinks'"):
         TokenConfig.preset("fast", sink=1)
-    with pytest.raises(ValueError, match="token_budget must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="token_budget must be a positive integer or None, got 0"):
         OffloadedSparseCache(token_budget=0)
 
 

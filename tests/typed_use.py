@@ -59,7 +59,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def configurations() -> list[SparseConfig]:
     assert_type(TokenConfig.preset("fast"), TokenConfig)
-    assert_type(ProgressiveConfig(mass=0.98).mass, float | None)
+    assert_type(ProgressiveConfig(mass=0.98).mass, float)
     assert_type(StreamingConfig(window=512).window, int)
     assert_type(SparseConfig().max_length, int | None)
     assert_type(OffloadConfig(device_pool=0.25).keep_dense, bool)

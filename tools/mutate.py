@@ -33,8 +33,13 @@ from pathlib import Path
 
 import mutations
 
-PACKAGES = "hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_serve"
-TESTS_OF = {"hf_sparsekv_cli": "cli", "hf_sparsekv_eval": "evaluation", "hf_sparsekv_serve": "serve"}
+PACKAGES = "hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_config", "hf_sparsekv_eval", "hf_sparsekv_serve"
+TESTS_OF = {
+    "hf_sparsekv_cli": "cli",
+    "hf_sparsekv_config": "cli",
+    "hf_sparsekv_eval": "evaluation",
+    "hf_sparsekv_serve": "serve",
+}
 LEFT_OUT = ".git", ".venv*", ".whl", "build", "dist", ".*_cache", ".hypothesis"
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.config import OffloadConfig
 from hf_sparsekv.serving import rounds
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.request import Handle
 from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig
 
 from ..report import Report
 from ..traffic import Meter

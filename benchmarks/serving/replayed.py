@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.cache import SparseCache
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.row_batch import RowBatch
 from hf_sparsekv.tensors import sent
+from hf_sparsekv_config.sparse import SparseConfig
 
 from ..filling import CALIBRATION, STEPS
 from ..shapes import head_dim, latent_dims, text_config, windows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
 
 from ..shapes import kv_bytes
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
 
 from .statistics import (
     FRACTIONS,

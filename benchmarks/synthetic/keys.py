@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import TokenConfig
-from hf_sparsekv.config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
 
 from .statistics import stored_blocks
 

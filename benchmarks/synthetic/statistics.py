@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.ops.selection.block_score import block_score
+from hf_sparsekv_config.sparse import SparseConfig
 
 FRACTIONS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4))  # of the stored blocks that a step selects
 LAGS = (1, 2, 4, 8, 16)  # steps between two selections that are compared

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from hf_sparsekv_cli.commands import Importance
+from hf_sparsekv_cli.options import DType
+
 from . import loading
-from .options import Device, DType, DTypeOption, Model, torch_dtype
 from .output import CommandError, messages, note, results
 
 
-class Importance(str, Enum):
-    """Values of ``--importance``."""
-
-    spread = "spread"
-    max = "max"
-    mean = "mean"
-
-
 def calibrate(
-    model: Model,
-    output: Annotated[Path, typer.Option(help="File to write (safetensors).", show_default=False)],
-    text_file: Annotated[
-        list[Path], typer.Option(help="Text like the one the model will read; may be repeated.", show_default=False)
-    ],
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens of one piece of text.")] = 2048,
-    pieces: Annotated[int, typer.Option(min=1, help="Pieces to read at most, over all files.")] = 16,
-    importance: Annotated[Importance, typer.Option(help="How channels are ranked.")] = Importance.spread,
-    dtype: DTypeOption = DType.auto,
-    device: Device = "auto",
+    *,
+    model: str,
+    output: Path,
+    text_file: list[Path],
+    tokens: int,
+    pieces: int,
+    importance: Importance,
+    dtype: DType,
+    device: str,
 ) -> None:
     """Rank a model's key channels on your text, for --channel-file and TokenConfig(channel_file=...)."""
     from ..tuning.channels import calibrate as rank_channels
@@ -45,7 +35,7 @@ def calibrate(
         raise CommandError(f"cannot write {output}: it is a directory, give the name of a file in it")
     where = loading.pick_device(device)
     with messages.status(f"loading {model}"):
-        tokenizer, loaded = loading.load(model, torch_dtype(dtype), where)
+        tokenizer, loaded = loading.load(model, loading.torch_dtype(dtype), where)
     chunks = []
     for text in texts:
         # One long text is meant to be longer than the model's context: no warning about it.

@@ -6,18 +6,16 @@ import datetime
 import gc
 import time
 from dataclasses import replace
-from enum import Enum
-from typing import Annotated
 
 import torch
-import typer
 from rich.table import Table
 
-from hf_sparsekv_cli.values import parse_heads, refuse_gone
+from hf_sparsekv_cli.commands import Precision
+from hf_sparsekv_cli.values import parse_heads
+from hf_sparsekv_config.tokens import TokenConfig
 
 from ..ops._dispatch import has_triton
 from ..policies import crossover
-from ..policies.token_config import TokenConfig
 from ..tuning.fitting import METHODS, Timing, fit, fit_verifications, wrong_by
 from . import loading
 from .output import CommandError, messages, note, results
@@ -32,26 +30,13 @@ BLOCKS = TokenConfig(level="two_level", num_blocks=128)
 FEW = replace(BLOCKS, num_blocks=16)
 
 
-class Precision(str, Enum):
-    """Values of ``--dtype``."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
 def calibrate_device(
-    device: Annotated[str, typer.Option(help="The GPU to measure.")] = "auto",
-    heads: Annotated[str, typer.Option(help="Query and KV heads of a layer.", metavar="QUERYxKV")] = "32x8",
-    dim: Annotated[int, typer.Option(min=16, help="Head dimension.")] = 128,
-    dtype: Annotated[Precision, typer.Option(help="Precision of keys and values.")] = Precision.bfloat16,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing.")] = False,
-    with_transfer: Annotated[
-        bool | None, typer.Option("--transfer/--no-transfer", hidden=True, callback=refuse_gone)
-    ] = None,
-    with_crossover: Annotated[
-        bool | None, typer.Option("--crossover/--no-crossover", hidden=True, callback=refuse_gone)
-    ] = None,
+    *,
+    device: str,
+    heads: str,
+    dim: int,
+    dtype: Precision,
+    dry_run: bool,
 ) -> None:
     """Measure this GPU: up to which length dense attention is as quick as selecting; what verifying drafts takes."""
     q_heads, kv_heads = parse_heads(heads)

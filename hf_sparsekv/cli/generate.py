@@ -5,80 +5,51 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 import torch
 import typer
 from rich.table import Table
 
-from hf_sparsekv_cli import checks
+from hf_sparsekv_cli.options import CacheKind, DecodingOptions, DType
 
 from ..cache import SparseCache
 from ..exact_mode.install import Exact, of_drafts
 from ..telemetry.timing import Timing
 from . import demo_text, loading
-from . import options as opt
 from .output import ALL, CommandError, messages, note
 from .running import OtherWork, Run, encode, run_dense, run_sparse
 
 _AROUND = 128  # tokens of the fact, the question and a chat template
 
 
-@opt.takes(opt.DecodingOptions)
 def generate(
-    model: opt.Model,
-    prompt: Annotated[str | None, typer.Option(help="The prompt.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the prompt; - reads standard input.", show_default=False)
-    ] = None,
-    demo: Annotated[
-        bool,
-        typer.Option(
-            "--demo", help="Read a text of its own, with a fact hidden in it, and compare with full attention."
-        ),
-    ] = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat", help="Apply the model's chat template; default: if it has one.", show_default=False
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="For --temperature above 0.", show_default=False)] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="dense is transformers' own cache and sdpa.")] = (
-        opt.CacheKind.token
-    ),
-    compare: Annotated[
-        opt.CacheKind | None, typer.Option(help="Run again with this cache and compare.", show_default=False)
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Sparse steps only draft, full attention decides: its text, if faster.")
-    ] = False,
-    dtype: opt.DTypeOption = opt.DType.auto,
-    device: opt.Device = "auto",
-    capture: Annotated[
-        bool, typer.Option("--capture/--no-capture", help="Replay captured decode steps (GPU only).")
-    ] = True,
     *,
-    options: opt.DecodingOptions,
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    demo: bool,
+    chat: bool | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int | None,
+    cache: CacheKind,
+    compare: CacheKind | None,
+    exact: bool,
+    dtype: DType,
+    device: str,
+    capture: bool,
+    options: DecodingOptions,
 ) -> None:
     """Generate text with a sparse cache, and show what it read and how long each token took."""
-    if demo and compare is None and cache is not opt.CacheKind.dense:
-        compare = opt.CacheKind.dense
-    checks.compared(cache.value, compare and compare.value)
+    if demo and compare is None and cache is not CacheKind.dense:
+        compare = CacheKind.dense
     kinds = [cache] if compare is None else [cache, compare]
-    sparse_kinds = [kind for kind in kinds if kind is not opt.CacheKind.dense]
-    if not sparse_kinds:
-        options.refuse_all()
-    checks.exact_mode(exact, bool(sparse_kinds), options.offload, options.kv_dtype)
-    checks.seeded(seed, temperature)
+    sparse_kinds = [kind for kind in kinds if kind is not CacheKind.dense]
     config = options.config(sparse_kinds[0]) if sparse_kinds else None
     # It is to show what is chosen, where reading everything is as fast, too, unless asked otherwise.
     if demo and config is not None and config.dense_below == "auto":
         config = replace(config, dense_below=None)
-    checks.prompted(prompt, prompt_file, demo)
     text = None if demo else _prompt_text(prompt, prompt_file)
     on = loading.pick_device(device)
     # Made before the model is loaded: a bad channel file is told at once.
@@ -86,12 +57,12 @@ def generate(
     if sparse_kinds:
         if exact:
             options, config = replace(options, offload=False), of_drafts(config)  # as sparse(exact=True) does
-        options = opt.placed(sparse_kinds[0], config, options)
-        sparse = SparseCache(config, opt.offload_config(options))
+        options = loading.placed(config, options)
+        sparse = SparseCache(config, options.offload_config())
         if exact:
             _check_exact(sparse)
     with messages.status(f"loading {model}"):
-        tokenizer, loaded = loading.load(model, opt.torch_dtype(dtype), on)
+        tokenizer, loaded = loading.load(model, loading.torch_dtype(dtype), on)
     if text is None:
         text = _demo_text(tokenizer, loaded, max_new_tokens)
     inputs = encode(tokenizer, text, chat, loaded.device)
@@ -106,7 +77,7 @@ def generate(
                 note(f"--- {kind.value}")
             if temperature > 0 and seed is not None:
                 torch.manual_seed(seed)
-            if kind is not opt.CacheKind.dense:
+            if kind is not CacheKind.dense:
                 captured = capture and on_gpu
                 runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, exact, **sampling))
             else:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import typer
 
+from hf_sparsekv_cli.options import CacheOptions, DType, wrong
 from hf_sparsekv_cli.values import check_device
+from hf_sparsekv_config.options import guess
+from hf_sparsekv_config.sparse import SparseConfig
 
 from .. import gguf_file
 from ..attention.interface import NAME
-from ..option_names import guess
+from ..policies.registry import method_of
 from ..ranks import spread
 from ..small_model import is_fetched, small_model_path
 from ..tuning.random_model import RANDOM, numbers, random_model
@@ -118,6 +123,26 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise CommandError(f"there is no device {name}: torch sees {torch.cuda.device_count()} GPUs")
     return device
+
+
+def torch_dtype(dtype: DType) -> torch.dtype | None:
+    """``--dtype`` as torch takes it; None for auto."""
+    return None if dtype is DType.auto else getattr(torch, dtype.value)
+
+
+def placed(config: SparseConfig, options: CacheOptions) -> CacheOptions:
+    """``--offload`` said, by the rule of docs/host-memory.md: blocks are on the device unless the user asks.
+
+    ``--offload`` asks, and so does an option that only blocks in host memory have. Impossible places are wrong usage.
+    """
+    asked = replace(options, offload=options.offload or options.kv_dtype is not None)
+    try:
+        place = method_of(config).shared.place(config, asked.offload_config())
+    except ValueError as error:
+        raise wrong(error, {name: name for name in config.__dataclass_fields__}) from error
+    if place is not None and options.offload is False:
+        raise typer.BadParameter("this cache keeps its blocks in host memory: leave --no-offload out")
+    return replace(options, offload=place is not None)
 
 
 def load_config(name: str, known: Iterable[str] = ()):

@@ -7,13 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
 from hf_sparsekv_cli.ending import interrupted
+from hf_sparsekv_cli.names import state
 
 ALL = 0.9995  # share of the context that is shown as 100.0 %
 SECONDS = 10  # between two lines of progress where there is no terminal
@@ -83,14 +83,6 @@ class _Share:
 
 results = Console(highlight=False, soft_wrap=True)
 messages = _Messages(highlight=False, soft_wrap=True, stderr=True)
-
-
-@dataclass
-class _State:
-    debug: bool = False
-
-
-state = _State()
 
 
 class CommandError(Exception):

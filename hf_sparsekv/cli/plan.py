@@ -4,96 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from rich.table import Table
 
-from hf_sparsekv_cli import values
-from hf_sparsekv_cli.checks import planned as planned_cache
+from hf_sparsekv_cli.options import CacheKind, CacheOptions, DType
+from hf_sparsekv_config.labels import reads
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
-from ..config import OffloadConfig, SparseConfig
 from ..offload.host_limit import host_memory_limit
-from ..policies.label_config import reads
 from ..tuning.plan import MemoryPlan, ModelShape, model_shape, plan_memory
 from ..tuning.proposal import PIECE, Proposal, Shortage, in_pieces, propose, shortage
 from ..tuning.serving_plan import RowsThatFit, Spreading, rows_that_fit, spreadings
-from . import options as opt
-from .loading import load_config, random_shape
+from .loading import load_config, placed, random_shape, torch_dtype
 from .output import CommandError, note, results, size
 
 HERE = "80 % of this machine's or container's"
 _LESS = "take fewer rows or tokens (--serve shows how many), or quantised weights"
 
 
-@opt.takes(opt.CacheOptions)
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Hub id, local directory, .gguf file, `small`, or without any file the shape of a known model, as "
-            "qwen3-8b, qwen2.5-7b, llama-3.1-8b, gemma3-12b, glm-4.7-flash, deepseek-v3.",
-            show_default=False,
-        ),
-    ],
-    context: Annotated[
-        int,
-        typer.Option(
-            parser=values.parse_tokens,
-            metavar="TOKENS",
-            help="Per row, prompt and answer together: 4096, 32k.",
-            show_default=False,
-        ),
-    ],
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    dtype: opt.DTypeOption = opt.DType.auto,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="For example 24GiB; default: that of this machine's GPU, if it has one.")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="For example 128GiB; default: 80 % of this machine's or container's.")
-    ] = None,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="Whose memory.")] = (opt.CacheKind.token),
-    serve: Annotated[
-        bool, typer.Option("--serve", help="How many rows `serve` can decode at a time, by their length.")
-    ] = False,
-    gpus: Annotated[
-        int, typer.Option(min=1, help="Of the machine, with --serve: replicas, or a tensor parallel model?")
-    ] = 1,
     *,
-    options: opt.CacheOptions,
+    model: str,
+    context: int,
+    batch: int,
+    dtype: DType,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    cache: CacheKind,
+    serve: bool,
+    gpus: int,
+    options: CacheOptions,
 ) -> None:
     """Will it fit, and with which preset? GPU and host memory, from the model's configuration alone.
 
     The exit status is 1 if nothing fits.
     """
-    planned_cache(cache.value, [kind.value for kind in opt.CacheKind])
     config = options.config(cache)
-    gpu = values.memory("--gpu-memory", gpu_memory) if gpu_memory else detected_gpu()
-    host = values.memory("--host-memory", host_memory) if host_memory else int(0.8 * host_memory_limit())
+    gpu = detected_gpu() if gpu_memory is None else gpu_memory
+    host = int(0.8 * host_memory_limit()) if host_memory is None else host_memory
     owners = Owners(
-        "as given" if gpu_memory else _this_gpu(),
-        "as given" if host_memory else "80 % of this machine's or container's",
+        _this_gpu() if gpu_memory is None else "as given",
+        "80 % of this machine's or container's" if host_memory is None else "as given",
     )
     model_config = _config(model)
-    shape = model_shape(model_config, opt.torch_dtype(dtype))
+    shape = model_shape(model_config, torch_dtype(dtype))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    options = opt.placed(cache, config, options)
-    if gpus > 1 and not serve:
-        raise typer.BadParameter("is of a server: add --serve", param_hint="--gpus")
+    options = placed(config, options)
     if serve:
         if gpu is None:
             raise typer.BadParameter("there is no GPU here: give --gpu-memory, as 24GiB", param_hint="--serve")
         if gpus > 1:
-            _show_spreadings(shape, model_config, config, opt.offload_config(options), context, gpus, gpu, host, owners)
+            _show_spreadings(shape, model_config, config, options.offload_config(), context, gpus, gpu, host, owners)
             return
-        found = _show_rows(shape, config, opt.offload_config(options), context, gpu, host, owners)
+        found = _show_rows(shape, config, options.offload_config(), context, gpu, host, owners)
         if not max(found.dense, found.sparse, found.offloaded):
             more = f", or {_more_host(host_memory)}" if found.bound_by == "host" else ""
             raise CommandError(f"nothing fits: not a single row of {context:,} tokens. Take fewer tokens{more}")
         return
-    planned = plan_memory(shape, config, opt.offload_config(options), context=context, batch=batch, device=device)
+    planned = plan_memory(shape, config, options.offload_config(), context=context, batch=batch, device=device)
     fits = show(planned, gpu, host, owners)
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most and context > most:
@@ -109,14 +79,14 @@ def plan(
         raise CommandError(f"nothing fits: {_shortage(lacks, gpu, host, host_memory)}")
 
 
-def _more_host(given: str | None) -> str:
+def _more_host(given: int | None) -> str:
     """Advice if host memory does not suffice."""
     if given is not None:
-        return f"give more than --host-memory {given}"
+        return f"give a --host-memory of more than {size(given)}"
     return "give --host-memory, as 256GiB, if it is for another machine (default: 80 % of this one's memory)"
 
 
-def _shortage(lacks: Shortage, gpu: int, host: int, given: str | None) -> str:
+def _shortage(lacks: Shortage, gpu: int, host: int, given: int | None) -> str:
     """Which memory is too small, by how much, and what to do."""
     if lacks.offloaded:
         text = (

@@ -14,17 +14,18 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from hf_sparsekv_config.sparse import SparseConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..attention.rotary import switches
 from ..cache import SparseCache
 from ..cache_name import NAMES, given_cache
-from ..config import SparseConfig
 from ..cuda_graph.late_stop import LateStopping
 from ..cuda_graph.optimize import runner_of
 from ..layers.sliding import SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import kind_of
 from ..policies.base import Policy
-from ..policies.token_config import TokenConfig
 from ..prefix import PrefixCache
 from ..ranks import ranks_of
 from .choice import Choice, can_try

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
 
 
 def ring_tokens(config: SparseConfig) -> int:

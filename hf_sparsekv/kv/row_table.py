@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..tensors import no_inference_mode, sent
 from .block_ids import BlockIds, bucket
 from .block_table import BlockTable, table_width

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools, LayerPages

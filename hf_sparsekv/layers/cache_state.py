@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..attention.handle import Step
 from ..attention.indices import exact_of
 from ..attention.sparse_prompt import LAST, WIDEST, WIDEST_FLOAT32, PromptAudit, sparse_attention
-from ..config import SparseConfig
 from ..types import AttentionParams
 
 LEAST = 1024  # new tokens; fewer are exact, as launches would cost more than they save. Not measured yet

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from ..config import OffloadConfig
+from hf_sparsekv_config.sparse import OffloadConfig
 
 DEFAULT_SHARE = 0.8  # of the machine or container; the rest is for weights in transit, tokenizers, the page cache
 _STAYS = 1.0  # seconds for which a looked-up limit stays valid

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import OffloadConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+
 from ..tensors import no_inference_mode
 from .device_pool import DevicePool, free_bytes
 

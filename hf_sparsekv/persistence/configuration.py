@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.predictive import BY_LAYER
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..layers.cache_state import CacheState
-from ..policies.ahead.predictive_config import BY_LAYER
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 

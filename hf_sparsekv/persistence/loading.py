@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..attention.handle import Step
-from ..config import OffloadConfig, SparseConfig
 from ..kv.pool import BlockPool
 from ..kv.rows import Rows
 from ..layers.cache_state import CacheState

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
+
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..types import AttentionParams

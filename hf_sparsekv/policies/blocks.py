@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hf_sparsekv_config.tokens import TokenConfig, level, selection
+
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..offload.page_table import LayerPages
@@ -20,7 +22,6 @@ from .block_bounds import BlockBounds
 from .drafting import Drafting
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .token_config import TokenConfig, level, selection
 
 
 class BlockPolicy(Drafting, LabelledPolicy):

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.labels import LabelConfig
+
 from ..kv.memory import new_memory
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
@@ -18,7 +20,6 @@ from ..ops.selection.mass_select.reference import LENGTHS
 from ..ops.selection.partial_sums import PartialSums
 from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .label_config import LabelConfig
 from .label_index import LabelIndex
 from .measured import WalkStats
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.labels import LabelConfig
+
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
@@ -18,7 +20,6 @@ from ..tensors import no_inference_mode
 from ..types import AttentionParams
 from .by_need import ByNeed
 from .drafting import Drafting
-from .label_config import LabelConfig
 from .label_index import LabelIndex
 from .labelled import LabelledPolicy
 from .launch import Launch

@@ -22,8 +22,9 @@ from typing import Literal
 
 import torch
 
+from hf_sparsekv_config.sparse import SparseConfig
+
 from .. import user_file
-from ..config import SparseConfig
 from ..kv.store import LayerStore
 from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton

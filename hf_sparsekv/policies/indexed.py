@@ -11,7 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.sparse import SparseConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..kv.chosen_rows import ChosenRows, attend_by_head
 from ..kv.counters import Tally
 from ..kv.ring import ring_tokens
@@ -24,7 +26,6 @@ from .device_tokens import DeviceTokens, add_device_tokens
 from .labelled import LabelledPolicy
 from .memory import Memory, Request
 from .plan import DENSE, Plan, planned
-from .token_config import TokenConfig
 
 EVERYTHING = 1 << 30  # a window that no context outgrows: captured steps know its columns on the device
 _MORE = 8  # room for one more key in so many: keys are copied when they outgrow it

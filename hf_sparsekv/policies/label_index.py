@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.labels import LabelConfig
+
 from ..kv.state import Held, State
 from ..kv.store import LayerStore
 from ..ops.selection.partial_sums import PartialSums
@@ -19,7 +21,6 @@ from ..ops.selection.token_score import token_score
 from ..ops.storage.seal import Index
 from ..predictor.channels import ChannelStats, LabelChannels
 from ..tensors import sent
-from .label_config import LabelConfig
 from .memory import LayerShape, Request
 
 

@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_sparsekv_config.labels import LabelConfig
+
 from ..kv.counters import Tally
 from ..kv.read_back import reindex
 from ..kv.store import LayerStore
@@ -21,7 +23,6 @@ from .base import Policy
 from .by_need import expected
 from .crossover import Crossover
 from .device_tokens import DeviceTokens
-from .label_config import LabelConfig
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
 from .plan import Plan

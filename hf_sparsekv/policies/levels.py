@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import OffloadConfig
+from hf_sparsekv_config.labels import LabelConfig, whole_tokens
+from hf_sparsekv_config.progressive import ProgressiveConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+from hf_sparsekv_config.tokens import TokenConfig, lags, level, selection
+
 from .ahead.lag import LaggingBlockPolicy
 from .base import Policy
 from .block_bounds import bounds_bytes
@@ -10,13 +14,10 @@ from .blocks import BlockPolicy
 from .by_need import expected
 from .by_need_policy import ByNeedPolicy
 from .device_tokens import add_device_tokens
-from .label_config import LabelConfig, whole_tokens
 from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
-from .progressive_config import ProgressiveConfig
 from .registry import register
 from .shared import Labelled
-from .token_config import TokenConfig, lags, level, selection
 from .top_k import TopKPolicy
 
 

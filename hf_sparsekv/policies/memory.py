@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import OffloadConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+
 from ..kv.block_ids import bucket
 from ..kv.block_table import table_width
 from ..kv.ring import ring_tokens

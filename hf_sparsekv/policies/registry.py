@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from .shared import Shared
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..predictor.channels import LabelChannels
 from .base import Policy
 from .memory import Memory, Request

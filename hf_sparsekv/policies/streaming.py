@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ..config import SparseConfig
+from hf_sparsekv_config.streaming import StreamingConfig
+
 from ..kv.store import LayerStore
 from ..types import AttentionParams
 from .registry import register
 from .selector import Selector
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingConfig(SparseConfig):
-    """A decode step attends to the first ``sinks`` tokens and to the ``window`` most recent ones.
-
-    Source: StreamingLLM. What lies between them stays stored, at its own position, so that a later prompt can attend to
-    it; a step never reads it. Recent tokens that do not fill a block yet are attended to as well (``SparseConfig``).
-    """
-
-    window: int = 1024
 
 
 @register(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..tensors import no_inference_mode
@@ -12,7 +14,6 @@ from .drafting import Drafting
 from .label_index import LabelIndex
 from .labelled import LabelledPolicy
 from .plan import CROSSOVER, DENSE, Plan, planned
-from .token_config import TokenConfig
 
 
 class TopKPolicy(Drafting, LabelledPolicy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from safetensors import safe_open
@@ -13,11 +13,13 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hf_sparsekv_config.labels import Importance
+
 from ..kv.state import Held, State
 from ..whole_file import replacing
 
 FORMATS = "hf-sparsekv-channels-1", "hf-sparsekv-channels-2"  # without norms, and with them
-IMPORTANCES = ("spread", "max", "mean")
+IMPORTANCES = get_args(Importance)
 PIECE = 4096  # tokens whose moments are taken at once, in float32
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 

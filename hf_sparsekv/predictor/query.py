@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 from torch import Tensor
 
+from hf_sparsekv_config.options import alternatives, check, check_value
+from hf_sparsekv_config.predictive import EPSILON, PREDICTOR, WINDOW, EarlierQueries, Epsilon, Window
+
 from ..ops.selection.query_predict import query_predict
-from ..ops.selection.query_predict.reference import MAX_WINDOW, MIN_EPSILON
-from ..option_checks import is_int, one_of, require
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A user's predictor: ``(ring, position, count) -> prediction``, see ``QueryPredictor.predict()``."""
-
-PREDICTORS = ("last", "ridge", "ridge_softmax", "assembled", "assembled_ridge")
-
-# Measured on the small real model: docs/studies/predicted-queries.md.
-PREDICTOR = "assembled_ridge"
-WINDOW = 16
-EPSILON = 0.1
 
 # By name: whether all windows are averaged, and whether their weights are normalised by a softmax.
 _FORMS = {
@@ -28,26 +23,6 @@ _FORMS = {
     "assembled": (True, True),
     "assembled_ridge": (True, False),
 }
-
-
-def check_window(window: object) -> None:
-    """Raise ``ValueError`` unless a regression can have so many predecessors."""
-    ok = is_int(window) and 1 <= window <= MAX_WINDOW
-    require(ok, f"window must be an integer in [1, {MAX_WINDOW}], got {window!r}")
-
-
-def check_predictor(predictor: object, window: object, epsilon: object) -> None:
-    """Raise ``ValueError`` unless a query predictor of this name, or of a user's function, can be made."""
-    if isinstance(predictor, str):
-        one_of("predictor", predictor, PREDICTORS)
-        check_window(window)
-        ok = (
-            isinstance(epsilon, int | float) and not isinstance(epsilon, bool) and MIN_EPSILON <= epsilon < float("inf")
-        )
-        require(ok, f"epsilon must be a number of at least {MIN_EPSILON}, got {epsilon!r}")
-    elif not hasattr(predictor, "predict"):  # which is one that has been made, and checked, already
-        require(callable(predictor), f"a predictor must be callable, got {type(predictor).__name__}")
-        check_window(window)
 
 
 @dataclass(frozen=True)
@@ -63,12 +38,12 @@ class QueryPredictor:
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors.
     """
 
-    name: str = PREDICTOR
-    window: int = WINDOW
-    epsilon: float = EPSILON
+    name: Annotated[str, EarlierQueries] = PREDICTOR
+    window: Window = WINDOW
+    epsilon: Epsilon = EPSILON
 
     def __post_init__(self) -> None:
-        check_predictor(str(self.name), self.window, self.epsilon)
+        check(self)
 
     @property
     def slots(self) -> int:
@@ -106,7 +81,7 @@ class CustomPredictor:
     def __init__(self, function: Predict, window: int = WINDOW) -> None:
         if not callable(function):
             raise ValueError(f"a predictor must be callable, got {type(function).__name__}")
-        check_window(window)
+        check_value("window", window, alternatives(Window))
         self.function = function
         self.window = window
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -140,7 +115,7 @@ class CustomPredictor:
 
 
 def make_predictor(
-    predictor: str | Predict = PREDICTOR, window: int = WINDOW, epsilon: float = EPSILON
+    predictor: Any = PREDICTOR, window: int = WINDOW, epsilon: float = EPSILON
 ) -> QueryPredictor | CustomPredictor:
     """A predictor by its name, or of a user's function.
 

@@ -1,6 +1,7 @@
 """Continuous batching over one sparse cache: the engine. :mod:`hf_sparsekv_serve` has a server for it."""
 
-from .config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
+
 from .request import Busy, Closed, Handle, Logprob, Output, Piece
 from .sampling import Sampling
 from .stats import EngineStats, Samples

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..cuda_graph.optimize import runner_of
-from .config import ServingConfig
 from .grammar import Grammars
 from .in_flight import Request
 from .loop import Loop

@@ -15,11 +15,13 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from ..attention.flash_4 import flash_attention_4, takes
 from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..cache_name import over
-from ..config import OffloadConfig, SparseConfig
 from ..cuda_graph.optimize import runner_of
 from ..cuda_graph.prompts import EAGER, PIECES, QUICK, SIZES
 from ..exact_mode.install import Exact
@@ -33,7 +35,6 @@ from ..row_batch.verifying import take_back, verify
 from ..row_trial import why_not
 from ..tensors import no_autocast
 from ..transformers_compat import check_exact, has_indexer
-from .config import ServingConfig
 from .first_prompt import compile_sparse_prompts, shapes
 from .in_flight import MOST
 from .prefix import Channels

@@ -1,4 +1,4 @@
-"""A request's settings, and how errors quote what a client gave.
+"""A request's settings.
 
 Apart from :mod:`.request`, which has results. Nothing here needs torch or knows the engine.
 """
@@ -6,46 +6,32 @@ Apart from :mod:`.request`, which has results. Nothing here needs torch or knows
 from __future__ import annotations
 
 import json
-import math
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from ..option_checks import is_int, require
+from hf_sparsekv_config.options import (
+    Alternative,
+    Count,
+    Number,
+    Positive,
+    Share,
+    check,
+    is_int,
+    require,
+    shown,
+)
 
 MAX_STOPS = 4  # as OpenAI's API
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
 MAX_TEMPERATURE = 100.0
-PENALTIES = 0.01, 100.0
-COUNTED_PENALTIES = -2.0, 2.0  # as OpenAI's API, like the three below
-BIASES = -100.0, 100.0
+PENALTIES = Number(0.01, 100.0)
+COUNTED_PENALTIES = Number(-2.0, 2.0)  # as OpenAI's API, like the three below
+BIASES = Number(-100.0, 100.0)
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR = 1 << 16  # characters of a schema or a grammar: compiling longer ones takes long
-DIGITS = 80  # of an integer that an error quotes
-
-
-def is_finite(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
-
-
-_QUOTED = reprlib.Repr()
-_QUOTED.maxstring = _QUOTED.maxother = 80
-_QUOTED.maxlevel = 2
-
-
-def shown(value: object) -> str:
-    """A value as an error quotes it: briefly, whatever its size."""
-    if isinstance(value, int) and abs(value) >= 10**DIGITS:  # converting it takes quadratic time, or fails
-        return f"an integer of more than {DIGITS} digits"
-    return _QUOTED.repr(value)
 
 
 @dataclass(frozen=True)
@@ -79,17 +65,17 @@ class Sampling:
         ValueError: a field has a value or type that is not allowed.
     """
 
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    max_tokens: Positive = 256
+    temperature: Annotated[float, Number(0, MAX_TEMPERATURE)] = 1.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    min_p: Annotated[float, Number(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, PENALTIES] = 1.0
+    frequency_penalty: Annotated[float, COUNTED_PENALTIES] = 0.0
+    presence_penalty: Annotated[float, COUNTED_PENALTIES] = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    seed: int | None = None
+    logprobs: Annotated[int, Number(0, MAX_LOGPROBS)] | None = None
+    seed: Annotated[int, Number(-(2**63), 2**63 - 1, unit="64-bit")] | None = None
     stop: tuple[str, ...] = ()
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
@@ -97,59 +83,10 @@ class Sampling:
     exact: bool | None = None
 
     def __post_init__(self) -> None:
-        require(
-            is_int(self.max_tokens) and self.max_tokens >= 1,
-            f"max_tokens must be an integer >= 1, got {shown(self.max_tokens)}",
-        )
-        require(
-            is_finite(self.temperature) and self.temperature >= 0,
-            f"temperature must be a finite number >= 0 (0: greedy), got {shown(self.temperature)}",
-        )
-        require(
-            self.temperature <= MAX_TEMPERATURE,
-            f"temperature must be at most {MAX_TEMPERATURE:g}, got {shown(self.temperature)}",
-        )
-        require(
-            is_finite(self.top_p) and 0 < self.top_p <= 1, f"top_p must be in (0, 1] (1: all), got {shown(self.top_p)}"
-        )
-        require(
-            is_int(self.top_k) and self.top_k >= 0, f"top_k must be an integer >= 0 (0: all), got {shown(self.top_k)}"
-        )
-        require(
-            is_finite(self.min_p) and 0 <= self.min_p <= 1,
-            f"min_p must be in [0, 1] (0: all), got {shown(self.min_p)}",
-        )
-        require(
-            is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be a finite number > 0 (1: none), got {shown(self.repetition_penalty)}",
-        )
-        low, high = PENALTIES
-        require(
-            low <= self.repetition_penalty <= high,
-            f"repetition_penalty must be from {low:g} to {high:g} (1: none), got {shown(self.repetition_penalty)}",
-        )
-        low, high = COUNTED_PENALTIES
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            require(
-                is_finite(value) and low <= value <= high,
-                f"{name} must be from {low:g} to {high:g} (0: none), got {shown(value)}",
-            )
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        require(
-            self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"logprobs must be None or an integer from 0 to {MAX_LOGPROBS}, got {shown(self.logprobs)}",
-        )
-        require(
-            self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-            f"seed must be None or a signed 64-bit integer, got {shown(self.seed)}",
-        )
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
-        require(
-            self.grammar is None or isinstance(self.grammar, str),
-            f"grammar must be text or None, got {shown(self.grammar)}",
-        )
+        check(self)
         for name in ("json_schema", "grammar"):
             given = getattr(self, name)
             require(
@@ -157,10 +94,6 @@ class Sampling:
                 f"{name} may have {MAX_GRAMMAR:,} characters at most, got {len(given or ''):,}",
             )
         require(self.grammar is None or self.json_schema is None, "grammar and json_schema are both given: take one")
-        require(
-            self.exact is None or isinstance(self.exact, bool), f"exact must be true or false, got {shown(self.exact)}"
-        )
-        require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         require(
             not self.ignore_eos or (self.grammar is None and self.json_schema is None),
             "ignore_eos goes without grammar and json_schema: nothing may follow the end of what they describe",
@@ -188,11 +121,11 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias must be a mapping of token ids to biases, got {shown(given)}") from None
     require(len(pairs) <= MAX_BIASES, f"logit_bias may have {MAX_BIASES:,} tokens at most, got {len(pairs):,}")
-    low, high = BIASES
     for token, bias in pairs:
         require(is_int(token) and token >= 0, f"logit_bias must have token ids, got {shown(token)}")
+        low, high = BIASES.low, BIASES.high
         require(
-            is_finite(bias) and low <= bias <= high,
+            Alternative(float, BIASES).holds(bias),
             f"logit_bias must have biases from {low:g} to {high:g}, got {shown(bias)}",
         )
     return tuple(sorted((token, float(bias)) for token, bias in dict(pairs).items()))

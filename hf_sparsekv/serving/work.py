@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.serving import ServingConfig
+
 from ..attention.parts import make_plans
 from ..cache_name import over
 from ..cuda_graph.optimize import unnoticed
@@ -25,7 +27,6 @@ from ..row_batch import RowBatch, positions
 from ..row_batch.verifying import verify
 from ..telemetry.prompt_stats import PromptStats, audit_tables, prompt_stats
 from ..tensors import sent
-from .config import ServingConfig
 from .prefill import Pace, Reading, Segments
 from .prefix import Channels
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..cache_name import over
 from ..cache_variants import OffloadedSparseCache
 from ..layers.sparse_layer import SparseLayer
-from ..policies.token_config import TokenConfig
 from ..predictor.channels import ChannelStats, LabelChannels, describe
 from .serving_plan import CHUNK
 

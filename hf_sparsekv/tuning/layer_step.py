@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..kv.block_ids import bucket
 from ..kv.ring import ring_tokens
 from ..layers.dense_drafts import attend_at_once
@@ -28,7 +30,6 @@ from ..ops.storage.append import append
 from ..ops.storage.quantise import quantise
 from ..ops.storage.seal import quantise_labels
 from ..policies.label_index import default_channels
-from ..policies.token_config import TokenConfig
 from ..types import AttentionParams
 
 MODELS = {

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
 from ..attention.pooled_indexer import is_pooled
 from ..cache_name import over
-from ..config import OffloadConfig, SparseConfig
 from ..policies.crossover import dense_tokens
 from ..policies.indexed import chooses, needs
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
-from ..policies.token_config import TokenConfig
 from ..predictor.channels import first_layer
 from ..transformers_compat import check_options, chosen_tokens, in_blocks
 

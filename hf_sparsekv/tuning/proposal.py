@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import OffloadConfig
-from ..policies.label_config import reads, whole_tokens
-from ..policies.token_config import TokenConfig
+from hf_sparsekv_config.labels import reads, whole_tokens
+from hf_sparsekv_config.sparse import OffloadConfig
+from hf_sparsekv_config.tokens import TokenConfig
+
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 PRESETS = ("accurate", None, "fast")  # the largest budget first; None: the defaults

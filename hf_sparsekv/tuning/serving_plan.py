@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..config import OffloadConfig, SparseConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
+
 from .plan import MemoryPlan, ModelShape, plan_memory
 
 CHUNK = 16_384  # tokens of a prompt that are read at once (ServingConfig.chunk)

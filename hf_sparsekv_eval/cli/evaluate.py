@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from hf_sparsekv.cli.options import Model, takes
-from hf_sparsekv.cli.output import CommandError, one_line_errors
-from hf_sparsekv_cli import checks
+from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv_cli.evaluate import RunOptions
 from hf_sparsekv_cli.values import parse_lengths, parse_names, parse_samples, parse_tokens
 
-from .evaluate_all import everything
 from .evaluate_run import (
-    Chat,
-    Column,
-    Documents,
-    Join,
-    Lengths,
-    QuestionSteps,
     Run,
-    RunOptions,
-    Samples,
-    Seed,
-    TextFile,
     documents_of,
     passages_of,
     text_ids,
-)
-
-app = typer.Typer(
-    name="eval",
-    help="How close caches come to full attention on a task; several caches in one run.",
-    no_args_is_help=True,
 )
 
 
@@ -48,29 +28,16 @@ def _answered(run: Run, samples: Iterable, count: int, batch: int, steps: int = 
     run.report(generation.COMPARED if against else generation.MEASURES, (generation.SCORE, generation.STEPPED))
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def ruler(
-    model: Model,
-    lengths: Lengths = "4k",
-    families: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated; default: all that the model's language has.", show_default=False),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with RULER's own PaulGrahamEssays.json, squad.json and hotpotqa.json: all 13 tasks with the "
-            "paper's prompts. Default: 11 tasks from invented text, offline.",
-            show_default=False,
-        ),
-    ] = None,
-    samples: Samples = "50",
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    seed: Seed = 0,
     *,
+    model: str,
+    lengths: str,
+    families: str | None,
+    data: Path | None,
+    samples: str,
+    question_steps: int | None,
+    chat: bool | None,
+    seed: int,
     options: RunOptions,
 ) -> None:
     """RULER's tasks: needles, variable tracking, word counts, question answering; their own for probe models."""
@@ -79,7 +46,6 @@ def ruler(
 
     sizes, chosen = parse_lengths(lengths), parse_samples(samples)
     there = ruler_paper.FAMILIES if data else text.FAMILIES
-    checks.paper_tasks(families, data)
     if data:
         own, settings = ruler_data.read(data, parse_names(families, there, "family")), {"data": str(data)}
     else:
@@ -106,24 +72,15 @@ def ruler(
         _answered(run, all_samples, count, options.batch, run.steps(question_steps))
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def tasks(
-    model: Model,
-    lengths: Lengths = "4k",
-    families: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: chain_2, chain_3, chain_4, code_constant, code_call, dialogue, extract.",
-            show_default="all",
-        ),
-    ] = None,
-    samples: Samples = "20",
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    seed: Seed = 0,
     *,
+    model: str,
+    lengths: str,
+    families: str | None,
+    samples: str,
+    question_steps: int | None,
+    chat: bool | None,
+    seed: int,
     options: RunOptions,
 ) -> None:
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
@@ -146,17 +103,14 @@ def tasks(
         _answered(run, all_samples, count, options.batch, run.steps(question_steps), against=True)
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def needle(
-    model: Model,
-    lengths: Lengths = "1k,2k,4k",
-    depths: Annotated[int, typer.Option(min=2, help="Depths, from the first to the last token.")] = 5,
-    samples: Samples = "1",
-    question_steps: QuestionSteps = None,
-    seed: Seed = 0,
     *,
+    model: str,
+    lengths: str,
+    depths: int,
+    samples: str,
+    question_steps: int | None,
+    seed: int,
     options: RunOptions,
 ) -> None:
     """One fact, by depth and length of the prompt: a heat map (heatmap.png), one panel a cache."""
@@ -188,23 +142,14 @@ def _forced(task: str, stride, run: Run, text_file, sizes, tokens, samples, batc
     run.report(forced.MEASURES[task])
 
 
-Held = Annotated[int, typer.Option("--tokens", min=1, help="Held-out tokens of a passage, fed one by one.")]
-Passages = Annotated[int, typer.Option("--samples", min=1, help="Passages of each length.")]
-
-
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def perplexity(
-    model: Model,
-    lengths: Lengths = "4k",
-    tokens: Held = 128,
-    samples: Passages = 8,
-    stride: Annotated[
-        int | None, typer.Option(min=1, help="Distance of passages; default: --tokens, a window that slides.")
-    ] = None,
-    text_file: TextFile = None,
     *,
+    model: str,
+    lengths: str,
+    tokens: int,
+    samples: int,
+    stride: int | None,
+    text_file: Path | None,
     options: RunOptions,
 ) -> None:
     """Perplexity of held-out text after a context, through decode steps (prompts are exact unless asked)."""
@@ -214,33 +159,20 @@ def perplexity(
         _forced("perplexity", step, run, text_file, sizes, tokens, samples, options.batch)
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def agreement(
-    model: Model,
-    lengths: Lengths = "4k",
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            min=1,
-            help="Held-out tokens of a passage, fed one by one.",
-            show_default="64; 200 of documents",
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Passages of each length, or documents that are long enough.")
-    ] = 4,
-    text_file: TextFile = None,
-    documents: Documents = None,
-    column: Column = None,
-    join: Join = False,
     *,
+    model: str,
+    lengths: str,
+    tokens: int | None,
+    samples: int,
+    text_file: Path | None,
+    documents: Path | None,
+    column: str | None,
+    join: bool,
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
-    sizes, texts = parse_lengths(lengths), documents_of(documents, column, join, text_file)
+    sizes, texts = parse_lengths(lengths), documents_of(documents, column)
     if texts is None:
         tokens = tokens or 64
         settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
@@ -262,30 +194,25 @@ def agreement(
         run.report(forced.MEASURES["agreement"])
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def output(
-    model: Model,
-    lengths: Lengths = "4k",
-    tokens: Annotated[str, typer.Option(help="Of the answer, as 4k.")] = "4k",
-    window: Annotated[
-        int, typer.Option(min=1, help="Tokens of each part of the answer that has its own figures.")
-    ] = 256,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers for each length.")] = 1,
-    chat: Chat = None,
-    text_file: TextFile = None,
-    documents: Documents = None,
-    column: Column = None,
-    join: Join = False,
     *,
+    model: str,
+    lengths: str,
+    tokens: str,
+    window: int,
+    samples: int,
+    chat: bool | None,
+    text_file: Path | None,
+    documents: Path | None,
+    column: str | None,
+    join: bool,
     options: RunOptions,
 ) -> None:
     """Long own output: agreement and KL along full attention's greedy answer, and where a cache first differs."""
     from .. import drift, generation
 
     sizes, room = parse_lengths(lengths), parse_tokens(tokens)
-    texts = documents_of(documents, column, join, text_file)
+    texts = documents_of(documents, column)
     settings: dict[str, Any] = {"tokens": room, "window": window, "chat": chat}
     if texts is None:
         settings |= {"samples": samples, "text": text_file and str(text_file)}
@@ -311,26 +238,14 @@ def output(
         run.report(drift.MEASURES)
 
 
-@app.command()
-@one_line_errors
-@takes(RunOptions)
 def longbench(
-    model: Model,
-    tasks: Annotated[
-        str | None, typer.Option(help="Comma-separated; default: the 16 English and code tasks.", show_default=False)
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Dataset on the hub, or directory with TASK.jsonl.", show_default=False)
-    ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="First rows of each task; default: all.")] = None,
-    max_length: Annotated[
-        str | None,
-        typer.Option(help="Longer prompts lose their middle; default: the model's length.", show_default=False),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Chat template where LongBench has it (not few-shot and code).")
-    ] = True,
     *,
+    model: str,
+    tasks: str | None,
+    data: str | None,
+    samples: int | None,
+    max_length: str | None,
+    chat: bool,
     options: RunOptions,
 ) -> None:
     """LongBench's English and code tasks with their prompts and metrics; data come from the hub."""
@@ -352,6 +267,3 @@ def longbench(
             for i, row in enumerate(data_rows[name])
         )
         _answered(run, all_samples, sum(map(len, data_rows.values())), options.batch)
-
-
-app.command("all")(everything)

@@ -3,101 +3,47 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hf_sparsekv.cli.options import Model, takes
-from hf_sparsekv.cli.output import CommandError, messages, note, one_line_errors, results
+from hf_sparsekv.cli.output import CommandError, messages, note, results
 from hf_sparsekv.results import append_rows, commit, device_name, versions
 from hf_sparsekv.whole_file import replace_text
 from hf_sparsekv_cli import checks
+from hf_sparsekv_cli.evaluate import DEFAULTS, AllOptions
 from hf_sparsekv_cli.values import parse_lengths, parse_names, parse_tokens
 
 from .evaluate_run import (
-    Chat,
     Loaded,
-    QuestionSteps,
-    RunOptions,
-    Seed,
-    TextFile,
     caches_of,
     say_vacuous,
     text_ids,
 )
 
-# Option: (its default, with --quick).
-_DEFAULTS = {
-    "lengths": ("4k", "2k"),
-    "samples": (10, 1),
-    "depths": (5, 3),
-    "passages": (4, 1),
-    "tokens": (64, 32),
-    "answers": (1, 1),
-    "answer_tokens": ("4k", "96"),
-    "window": (256, 32),
-}
 _QUICK_FAMILIES = ("niah_single_2", "niah_multikey_1", "vt")
 _QUICK_ROOM = 32
 
 
-def _option(name: str, help: str, **kwargs) -> typer.models.OptionInfo:
-    usual, quick = _DEFAULTS[name]
-    return typer.Option(help=help, show_default=f"{usual}; --quick: {quick}", **kwargs)
-
-
-@dataclass(frozen=True)
-class AllOptions(RunOptions):
-    """As every task's, but the default caches are those of every method."""
-
-    cache: Annotated[
-        list[str],
-        typer.Option(
-            help="As in the other commands, may be repeated; full attention is always among them. Default: the default "
-            "configuration of each method.",
-            show_default=False,
-        ),
-    ] = ()
-
-
-@one_line_errors
-@takes(AllOptions)
 def everything(
-    model: Model,
-    lengths: Annotated[str | None, _option("lengths", "Tokens of prompts, as 4k,16k,32k.")] = None,
-    samples: Annotated[
-        int | None, _option("samples", "Prompts of each family and task, for each length.", min=1)
-    ] = None,
-    families: Annotated[
-        str | None, typer.Option(help="Of RULER, comma-separated; default: all (--quick: three).", show_default=False)
-    ] = None,
-    depths: Annotated[int | None, _option("depths", "Of the needle, from the first to the last token.", min=2)] = None,
-    passages: Annotated[int | None, _option("passages", "Of held-out text, for each length.", min=1)] = None,
-    tokens: Annotated[int | None, _option("tokens", "Held-out tokens of a passage.", min=1)] = None,
-    answers: Annotated[int | None, _option("answers", "Long answers for each length.", min=1)] = None,
-    answer_tokens: Annotated[str | None, _option("answer_tokens", "Of a long answer.")] = None,
-    window: Annotated[int | None, _option("window", "Tokens of each part of a long answer.", min=1)] = None,
-    only: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated: ruler, needle, tasks, text, output, longbench.", show_default="all"),
-    ] = None,
-    longbench: Annotated[
-        str | None,
-        typer.Option(
-            help="LongBench, too: its dataset on the hub, or a directory with TASK.jsonl. Longer prompts than the "
-            "longest of --lengths lose their middle.",
-            show_default=False,
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and short samples: minutes on a CPU.")] = False,
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    text_file: TextFile = None,
-    seed: Seed = 0,
     *,
+    model: str,
+    lengths: str | None,
+    samples: int | None,
+    families: str | None,
+    depths: int | None,
+    passages: int | None,
+    tokens: int | None,
+    answers: int | None,
+    answer_tokens: str | None,
+    window: int | None,
+    only: str | None,
+    longbench: str | None,
+    quick: bool,
+    question_steps: int | None,
+    chat: bool | None,
+    text_file: Path | None,
+    seed: int,
     options: AllOptions,
 ) -> None:
     """The whole table: RULER, needles, tasks, held-out text, long output, LongBench if asked; report.html and .md."""
@@ -115,7 +61,7 @@ def everything(
         "answer_tokens": answer_tokens,
         "window": window,
     }
-    chosen = {name: pair[quick] if given[name] is None else given[name] for name, pair in _DEFAULTS.items()}
+    chosen = {name: pair[quick] if given[name] is None else given[name] for name, pair in DEFAULTS.items()}
     sizes, answer = parse_lengths(chosen["lengths"]), parse_tokens(str(chosen["answer_tokens"]))
     wanted = parse_names(only, whole_table.PARTS, "part")
     checks.longbench_part(only, wanted, longbench)

@@ -4,96 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli.options import Device, DType, DTypeOption, torch_dtype
 from hf_sparsekv.cli.output import ALL, CommandError, messages, note, results
 from hf_sparsekv.results import append_rows
-from hf_sparsekv_cli import checks
-from hf_sparsekv_cli.values import defaults_from_file
-
-Lengths = Annotated[str, typer.Option("--lengths", help="Tokens, as 4k,16k,32k.")]
-Samples = Annotated[
-    str,
-    typer.Option(
-        "--samples",
-        help="Of each task and length: how many, or FIRST:LAST, as 25:50 for those with the numbers 25 to 49.",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of prompts.")]
-Chat = Annotated[
-    bool | None, typer.Option("--chat/--no-chat", help="Chat template; default: if there is one.", show_default=False)
-]
-QuestionSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Answer each prompt twice: prefilled, and with so many tokens at its end, the question, fed as sparse "
-        "decode steps; default: 32, probe models 3.",
-        show_default=False,
-    ),
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option("--text-file", help="UTF-8 text; default: Python's language reference.", show_default=False),
-]
-Documents = Annotated[
-    Path | None,
-    typer.Option(
-        "--documents",
-        help="Instead of one text: a directory with .txt files, a text file, or a .csv file. The first tokens of each "
-        "document are read.",
-        show_default=False,
-    ),
-]
-Column = Annotated[
-    str | None,
-    typer.Option("--column", help="Of a .csv file; default: the one with the longest texts.", show_default=False),
-]
-Join = Annotated[bool, typer.Option("--join", help="Let documents that are too short go on with the next ones.")]
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of every task."""
-
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            is_eager=True, callback=defaults_from_file, help="YAML file with options, and `caches`.", show_default=False
-        ),
-    ] = None
-    cache: Annotated[
-        list[str],
-        typer.Option(
-            help="full, token:token_budget=512,lag=true, block_only, token_only, progressive, predictive, oracle, "
-            "random, or a YAML file with a list of them; may be repeated.",
-        ),
-    ] = ("full", "token")
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 1
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "--output",
-            help="Directory of results; default: eval-results/TASK-MODEL. An interrupted run goes on there.",
-        ),
-    ] = None
-    dtype: DTypeOption = DType.auto
-    device: Device = "auto"
-    capture: Annotated[
-        bool, typer.Option("--capture", help="Replay captured decode steps (GPU): for large models.")
-    ] = False
-    rows: Annotated[
-        Path | None,
-        typer.Option(help="Append the figures to this CSV file, too, as in benchmarks/results.", show_default=False),
-    ] = None
+from hf_sparsekv_cli.evaluate import RunOptions
 
 
 def text_ids(tokenizer, path: Path | None):
@@ -111,11 +30,10 @@ def text_ids(tokenizer, path: Path | None):
     return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
 
 
-def documents_of(path: Path | None, column: str | None, join: bool, text_file: Path | None) -> list[str] | None:
+def documents_of(path: Path | None, column: str | None) -> list[str] | None:
     """The texts of ``--documents``; ``None``: it is not given."""
     from ..documents import read
 
-    checks.documents(path, column, join, text_file)
     if path is None:
         return None
     return read(path, column)
@@ -147,7 +65,7 @@ class Loaded:
     def __init__(self, model: str, options: RunOptions) -> None:
         where = loading.pick_device(options.device)
         with messages.status(f"loading {model}"):
-            self.tokenizer, self.model = loading.load(model, torch_dtype(options.dtype), where)
+            self.tokenizer, self.model = loading.load(model, loading.torch_dtype(options.dtype), where)
         if options.capture:
             if where.type != "cuda":
                 raise CommandError("--capture needs a GPU")

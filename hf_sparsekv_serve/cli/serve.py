@@ -1,4 +1,4 @@
-"""``hf-sparsekv serve``: its options, and what is served by them."""
+"""``hf-sparsekv serve``: a model, its engine and its HTTP server."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import logging
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import typer
 
 from hf_sparsekv.attention import flash_4
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli import options as opt
 from hf_sparsekv.cli.output import CommandError, messages, note
-from hf_sparsekv.config import OffloadConfig, SparseConfig
 from hf_sparsekv.gguf_file import is_gguf
-from hf_sparsekv.serving.config import MOST_ROWS, ServingConfig
-from hf_sparsekv_cli import checks, values
+from hf_sparsekv_cli import options as opt
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
 from ..process import end_after, ignore_signals, leave, set_aside, short_turns, warm_up
 from . import torchrun
@@ -31,153 +29,6 @@ if TYPE_CHECKING:
     from .server import Server
 
 NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
-
-# Options of serve, by what they are about.
-_of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
-_of_server = functools.partial(typer.Option, rich_help_panel="Server")
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of the server. Each field is an option."""
-
-    host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1"
-    port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000
-    api_key: Annotated[
-        str | None,
-        _of_server(
-            envvar="HF_SPARSEKV_API_KEY",
-            show_envvar=False,
-            help="That clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
-            show_default=False,
-        ),
-    ] = None
-    model_id: Annotated[
-        str | None,
-        _of_server(
-            help="The name that clients ask for; default: MODEL, of a directory or file its name.", show_default=False
-        ),
-    ] = None
-    max_body: Annotated[str, _of_server(metavar="SIZE", help="Of a request's body.")] = "16MiB"
-    max_connections: Annotated[
-        int, _of_server(min=1, help="At a time; those without a request make room for others.")
-    ] = 2048
-    allow_host: Annotated[
-        list[str] | None,
-        _of_server(
-            metavar="NAME",
-            help="A name of this server, beside localhost and IP addresses, that clients may ask it by; of a server "
-            "on a loopback address without a key. Several times, or '*' for any.",
-            show_default=False,
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        _of_server(
-            metavar="ORIGIN",
-            help="Of web pages that a browser lets ask this server, as https://chat.example.org. Several times, or *.",
-            show_default=False,
-        ),
-    ] = None
-    ignore_unknown_fields: Annotated[
-        bool,
-        _of_server(
-            "--ignore-unknown-fields", help="Leave out what requests have and this server does not know, as chat_id."
-        ),
-    ] = False
-    log_requests: Annotated[
-        bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
-    ] = False
-    tensor_parallel: Annotated[
-        bool,
-        _of_server("--tensor-parallel", help="Spread the model over the GPUs that torchrun has started processes for."),
-    ] = False
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of requests and their memory. Each field is an option."""
-
-    max_rows: Annotated[int, _of_requests(min=1, max=MOST_ROWS, help="That decode together.")] = 32
-    context: Annotated[
-        int | None,
-        _of_requests(
-            parser=values.parse_tokens,
-            metavar="TOKENS",
-            help="Of a prompt and its answer together: 4096, 32k; default: the model's.",
-            show_default=False,
-        ),
-    ] = None
-    batch_tokens: Annotated[
-        int | None,
-        _of_requests(
-            parser=values.parse_tokens,
-            metavar="TOKENS",
-            help="Of all running requests together, with the longest answers they asked for; default: what fits.",
-            show_default=False,
-        ),
-    ] = None
-    max_answer: Annotated[
-        int,
-        _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
-    ] = 4096
-    max_waiting: Annotated[
-        int,
-        _of_requests(min=0, help="Requests that may wait; more are refused (429). 0: whatever cannot start at once."),
-    ] = 256
-    max_wait_s: Annotated[
-        float | None,
-        _of_requests(
-            min=0, help="Seconds that a request may be expected to wait (429); default: any.", show_default=False
-        ),
-    ] = None
-    prefill_ms: Annotated[
-        float,
-        _of_requests(min=0.1, help="Of the GPU's time for prompts between two steps."),
-    ] = 20.0
-    prefix_cache: Annotated[
-        bool,
-        _of_requests(
-            "--prefix-cache/--no-prefix-cache", help="Keep blocks for prompts that begin alike, while there is room."
-        ),
-    ] = True
-    device_kv: Annotated[
-        str | None,
-        _of_requests(
-            metavar="SIZE",
-            help="GPU memory for copies of chosen tokens; default: what the cache takes by itself.",
-            show_default=False,
-        ),
-    ] = None
-    host_kv: Annotated[
-        str | None,
-        _of_requests(
-            metavar="SIZE",
-            help="Host memory for keys and values; default: 80 % of the machine's or container's.",
-            show_default=False,
-        ),
-    ] = None
-    exact: Annotated[
-        bool, _of_requests("--exact", help='Give full attention\'s answers, unless one asks "exact": false.')
-    ] = False
-    flash_attention_4: Annotated[
-        bool,
-        _of_requests("--flash-attention-4", help="Read prompts by FlashAttention 4 (the extra `flash`), on an H100."),
-    ] = False
-
-    def config(self) -> ServingConfig:
-        """Limits and scheduling of the engine."""
-        return ServingConfig(
-            max_rows=self.max_rows,
-            max_length=self.context,
-            max_tokens=self.batch_tokens,
-            max_waiting=self.max_waiting,
-            max_wait_s=self.max_wait_s,
-            prefill_ms=self.prefill_ms,
-            prefix_cache=self.prefix_cache,
-            exact=self.exact,
-            flash_attention_4=self.flash_attention_4,
-        )
 
 
 @dataclass(frozen=True)
@@ -220,60 +71,55 @@ class ServedModel:
         return loading.load(self.model, self.dtype, self.place, self.tensor_parallel)
 
 
-@opt.takes(opt.DecodingOptions)
-@opt.takes(RequestOptions, "requests")
-@opt.takes(ServerOptions, "server")
 def serve(
-    model: opt.Model,
-    cache: Annotated[opt.CacheKind, typer.Option("--cache", help="How steps choose.")] = opt.CacheKind.token,
-    dtype: opt.DTypeOption = opt.DType.auto,
-    device: opt.Device = "auto",
     *,
-    server: ServerOptions,
-    requests: RequestOptions,
+    model: str,
+    host: str,
+    port: int,
+    model_id: str | None,
+    allow_host: list[str] | None,
+    cors_origin: list[str] | None,
+    max_connections: int,
+    log_requests: bool,
+    device_kv: int | None,
+    host_kv: int | None,
+    cache: opt.CacheKind,
+    dtype: opt.DType,
+    device: str,
+    tensor_parallel: bool,
+    engine: opt.EngineOptions,
     options: opt.DecodingOptions,
+    **application: Any,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache."""
+    """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache.
+
+    ``application``: further arguments of :func:`.create_app`.
+    """
     _check_installed()
-    device_kv, host_kv = requests.device_kv, requests.host_kv
-    asked = {"offload": options.offload, "device_kv": device_kv, "host_kv": host_kv, "kv_dtype": options.kv_dtype}
-    checks.exact_requests({**asked, "exact": requests.exact, "tensor_parallel": server.tensor_parallel})
-    rank = torchrun.rank() if server.tensor_parallel else 0
-    checks.served(cache.value, options.max_length, server.api_key, server.model_id)
-    config = options.config(cache)
+    rank = torchrun.rank() if tensor_parallel else 0
+    config, serving = options.config(cache), engine.config()
     if options.offload is None and (device_kv is not None or host_kv is not None):
         options = replace(options, offload=True)  # these options need it
     place = loading.pick_device(device)
-    options = opt.placed(cache, config, options)
-    serving = requests.config()
+    options = loading.placed(config, options)
     if serving.flash_attention_4:
         try:
             flash_4.check()  # first: a model takes minutes to load
         except (ImportError, RuntimeError) as error:
             raise CommandError(f"--flash-attention-4: {error}") from error
-    checks.origins(server.cors_origin)
-    if server.log_requests:
+    if log_requests:
         _log_requests()
-    checks.host_kept(options.offload, device_kv, host_kv)
-    device_bytes, host_bytes, body = checks.sizes(device_kv, host_kv, server.max_body)
-    offload = opt.offload_config(options, device_pool=device_bytes, max_host_bytes=host_bytes)
-    served = ServedModel(model, opt.torch_dtype(dtype), place, server.tensor_parallel, config, offload, serving)
-    if server.tensor_parallel:
+    offload = options.offload_config(device_pool=device_kv, max_host_bytes=host_kv)
+    served = ServedModel(model, loading.torch_dtype(dtype), place, tensor_parallel, config, offload, serving)
+    if tensor_parallel:
         torchrun.begin(place)
         if rank:
             served.follow()
-    application = {
-        "model_id": server.model_id or served_name(model),
-        "api_key": server.api_key,
-        "max_body": body,
-        "max_answer": requests.max_answer,
-        "allowed_hosts": tuple(server.allow_host or ()),
-        "cors_origins": tuple(server.cors_origin or ()),
-        "ignore_unknown_fields": server.ignore_unknown_fields,
-    }
-    listener = _listen(server.host, server.port)  # first: report a taken port before the model is loaded
+    application["model_id"] = model_id or served_name(model)
+    application["allowed_hosts"], application["cors_origins"] = tuple(allow_host or ()), tuple(cors_origin or ())
+    listener = _listen(host, port)  # first: report a taken port before the model is loaded
     try:
-        _serve(served, listener, server.max_connections, application)
+        _serve(served, listener, max_connections, application)
     finally:
         listener.close()
 

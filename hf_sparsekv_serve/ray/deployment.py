@@ -27,11 +27,11 @@ from ray import serve
 from ray.serve import Application, metrics
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
-from hf_sparsekv.config import OffloadConfig
-from hf_sparsekv.policies.token_config import TokenConfig
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.engine import Engine
 from hf_sparsekv.serving.stats import EngineStats
+from hf_sparsekv_config.serving import ServingConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+from hf_sparsekv_config.tokens import TokenConfig
 
 from ..http import create_app
 from ..http.app import MAX_ANSWER, MAX_BODY

@@ -358,7 +358,7 @@ def test_models_that_cannot(name, why):
 
 def test_wrong_values():
     for bad in (0, 1.5, True, "much"):
-        with pytest.raises(ValueError, match="prefill must lie in"):
+        with pytest.raises(ValueError, match="prefill must be a number in"):
             TokenConfig(prefill=bad)
     with pytest.raises(ValueError, match="prefill_below must be an integer"):
         TokenConfig(prefill=0.9, prefill_below=-1)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
-from hf_sparsekv.cli.app import app
+from hf_sparsekv_cli.app import app
 from hf_sparsekv_eval.cache_specs import parse_cache
 
 ROOT = Path(__file__).parents[2]

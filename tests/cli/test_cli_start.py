@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli.app import app
 from hf_sparsekv.policies import registry
 from hf_sparsekv_cli import version
-from hf_sparsekv_cli.arguments import app as light
-from hf_sparsekv_cli.arguments import command, data
+from hf_sparsekv_cli.app import app
 from hf_sparsekv_eval import reference_policies  # noqa: F401 (registers them before a test replaces the registry)
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +35,82 @@ HEAVY = {"torch", "transformers", "numpy", "hf_sparsekv", "hf_sparsekv_eval", "g
 HEAVY |= {"safetensors", "huggingface_hub", "tokenizers", "psutil", "pandas", "matplotlib", "datasets", "lm_eval"}
 
 
+# Told before torch is imported.
+WRONG_USAGE = [
+    (
+        ["plan", "x", "--contxt", "3k"],
+        "No such option: --contxt: did you mean --context? (hf-sparsekv plan --help)",
+    ),
+    (["plan", "x", "--token_budget", "3"], "did you mean --token-budget? (hf-sparsekv plan --help)"),
+    (["plan", "x", "--qqq"], "No such option: --qqq (hf-sparsekv plan --help)"),
+    (
+        ["plan", "x", "--context", "3k", "--cache", "Two-Levl"],
+        ": did you mean two_level? (hf-sparsekv plan --help)",
+    ),
+    (["plan", "x", "--context", "3k", "--preset", "acurate"], "has no preset 'acurate' (did you mean 'accurate'?)"),
+    (["plan"], "Missing argument"),
+    (["plan", "x", "--context", "3k", "--dtype", "bf16"], "--dtype': 'bf16' is not one of 'auto', 'float32'"),
+    (["plan", "x", "--context", "3k", "--dtype", "bf16"], ": did you mean bfloat16? (hf-sparsekv plan --help)"),
+    (["generate", "x", "--cache", "full"], ": did you mean dense? (hf-sparsekv generate --help)"),
+    (["serve", "x", "--max-body", "2000", "KiB"], "write sizes in one word, as 80KiB"),
+    (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
+    (
+        ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],
+        ": did you mean ridge?",
+    ),
+    (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
+    (["generate", "small", "hello", "you"], "(hello you): the prompt is given by --prompt, in quotes"),
+    (["doctor", "x"], "(x) (hf-sparsekv doctor --help)"),
+    (["generate", "x", "--prompt"], "--prompt' requires an argument."),
+    (["generate", "x"], "give either --prompt or --prompt-file"),
+    (["generate", "x", "--prompt", "a", "--cache", "streaming", "--compare", "token"], "--compare takes dense"),
+    (
+        ["generate", "x", "--prompt", "a", "--cache", "dense", "--sinks", "4"],
+        "--sinks has no meaning without a spa",
+    ),
+    (["generate", "x", "--prompt", "a", "--seed", "3"], "--seed has no meaning without"),
+    (["generate", "x", "--prompt", "a", "--kv-dtype", "int8", "--no-offload"], "leave --no-offload out"),
+    (
+        ["generate", "x", "--prompt", "a", "--exact", "--cache", "dense"],
+        "--exact has no meaning with --cache dense",
+    ),
+    (["generate", "x", "--prompt", "a", "--exact", "--offload"], "leave --offload and --kv-dtype out"),
+    (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
+    (["serve", "x", "--exact", "--host-kv", "3GiB"], "leave --offload and --kv-dtype out"),
+    (["serve", "x", "--exact", "--tensor-parallel"], "leave --tensor-parallel out"),
+    (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
+    (["serve", "x", "--api-key", " "], "is empty: give a key"),
+    (["serve", "x", "--cors-origin", "chat.example.org"], "'chat.example.org' is no origin of web pages"),
+    (["serve", "x", "--no-offload", "--host-kv", "3GiB"], "--host-kv is for keys and values in host memory"),
+    (["serve", "x", "--context", "4kk"], "'4kk' is no length"),
+    (["plan", "x", "--context", "3k", "--cache", "dense"], "--cache takes token, two_level, "),
+    (["calibrate-device", "--heads", "9x2"], "query heads a multiple of KV heads"),
+    (["demo", "--port", "x"], "Invalid value for '--port'"),
+    (["demo", "--port", "99999"], "Invalid value for '--port'"),
+    (["eval", "ruler", "x", "--families", "qa_1"], "give --data DIRECTORY"),
+    (["eval", "ruler", "x", "--lengths", "4q"], "'4q' is no length"),
+    (["eval", "needle", "x", "--samples", "3:2"], "--samples 3:2: give how many"),
+    (["eval", "output", "x", "--join"], "--join is of --documents"),
+    (["eval", "output", "x", "--documents", "d", "--text-file", "t"], "are both given"),
+    (["plan", "x", "--context", "3k", "--sinks", "-1"], "--sinks must be an integer >= 0, got -1"),
+    (["serve", "x", "--max-rows", "5000"], "--max-rows must be an integer in [1, 4096], got 5000"),
+]
+# Names that the evaluation knows.
+WRONG_NAMES = [
+    (["eval", "needle", "x", "--cache", "dense"], "unknown method 'dense' (did you mean 'full'?)"),
+    (["eval", "ruler", "x", "--families", "vtt"], "no family 'vtt' (did you mean 'vt'?)"),
+    (["eval", "needle", "x", "--cache", "two_levl"], "unknown method 'two_levl' (did you mean 'two_level'?)"),
+    (["eval", "tasks", "x", "--families", "chain"], "no task 'chain' (did you mean 'chain_"),
+    (["eval", "longbench", "x", "--tasks", "qaspr"], "no task 'qaspr' (did you mean 'qasper'?)"),
+    (["eval", "all", "x", "--only", "longbench"], "LongBench's data are not part of this package"),
+    (["eval", "all", "x", "--only", "ruler", "--longbench", "d"], "add longbench to it"),
+    (["eval", "needle", "x", "--cache", "token:token_budge=3"], "(did you mean 'token_budget'?)"),
+    (["eval", "needle", "x", "--cache", "token", "--cache", "token"], "cache 'token' is given twice"),
+    (["eval", "needle", "x", "--cache", "token:lag"], "write options as name=value, got 'lag'"),
+    (["eval", "needle", "x", "--cache", "full:lag=true"], "full attention takes no options"),
+]
+
+
 def python(code: str, **environment) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
@@ -50,22 +125,24 @@ def told(args: list[str], **environment: str) -> str:
     return python(IMPORTS.format(args=args, heavy=HEAVY), **environment)
 
 
-def commands() -> list[list[str]]:
-    """The words of all commands that parse their arguments themselves."""
-    found = []
-    for name, about in data()["commands"].items():
-        found += [[name, inner] for inner in about["commands"]] if "commands" in about else [[name]]
-    return [words for words in found if "context" not in command(words)]
+def commands() -> dict[tuple[str, ...], list]:
+    """The words of all commands that parse their arguments themselves, with their parameters."""
+    found = {}
+    for name, made in get_command(app).commands.items():
+        inner = getattr(made, "commands", None)
+        found |= {(name, word): one.params for word, one in inner.items()} if inner else {(name,): made.params}
+    return {words: params for words, params in found.items() if words[0] not in ("bench", "lm-eval")}
 
 
 @pytest.mark.quick
 def test_help_and_wrong_usage_of_every_command_import_nothing_heavy():
     """By what is imported, not by the time that a busy machine takes. One process, as a new one for each takes long."""
     asked = [[], ["--help"], ["--show-completion", "bash"], ["eval"], ["eval", "--help"], ["eval", "nedle"]]
-    for words in commands():
+    for words, parameters in commands().items():
         asked += [[*words, "--help"], [*words, "--no-such-option"]]
-        asked += [[*words, *["x"] * 9]] if words != ["demo"] else []  # which takes any number of models
-    asked += [words for words in commands() if needs_an_argument(words)]
+        asked += [[*words, *["x"] * 9]] if words != ("demo",) else []  # which takes any number of models
+        asked += [list(words)] if any(one.required for one in parameters) else []
+    asked += [args for args, _ in WRONG_USAGE]
     code = f"""
 import sys
 import hf_sparsekv_cli
@@ -84,10 +161,6 @@ print("asked", len({asked}))
     said = python(code, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert f"asked {len(asked)}" in said and len(asked) > 40
     assert "complete -o default -F _hf_sparsekv_completion" in said and "calibrate-device" in said
-
-
-def needs_an_argument(words: list[str]) -> bool:
-    return any("default" not in one for one in command(words)["parameters"])
 
 
 @pytest.mark.parametrize(
@@ -139,91 +212,17 @@ def test_an_unknown_command_is_told_at_once(args, line):
     assert sorted(told(args).splitlines()) == sorted(["status 2", "loaded []", line])
 
 
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        (
-            ["plan", "x", "--contxt", "3k"],
-            "No such option: --contxt: did you mean --context? (hf-sparsekv plan --help)",
-        ),
-        (["plan", "x", "--token_budget", "3"], "did you mean --token-budget? (hf-sparsekv plan --help)"),
-        (["plan", "x", "--qqq"], "No such option: --qqq (hf-sparsekv plan --help)"),
-        (
-            ["plan", "x", "--context", "3k", "--cache", "Two-Levl"],
-            ": did you mean two_level? (hf-sparsekv plan --help)",
-        ),
-        (["plan", "x", "--context", "3k", "--preset", "acurate"], "has no preset 'acurate' (did you mean 'accurate'?)"),
-        (["plan"], "Missing argument"),
-        (["plan", "x", "--context", "3k", "--dtype", "bf16"], "--dtype': 'bf16' is not one of 'auto', 'float32'"),
-        (["plan", "x", "--context", "3k", "--dtype", "bf16"], ": did you mean bfloat16? (hf-sparsekv plan --help)"),
-        (["generate", "x", "--cache", "full"], ": did you mean dense? (hf-sparsekv generate --help)"),
-        (["eval", "needle", "x", "--cache", "dense"], "unknown method 'dense' (did you mean 'full'?)"),
-        (["plan", "x", "--context", "3k", "--gpu-memory", "80", "GiB"], "write sizes in one word, as 80GiB"),
-        (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
-        (
-            ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],
-            "(did you mean 'ridge'?), got",
-        ),
-        (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
-        (["eval", "ruler", "x", "--families", "vtt"], "no family 'vtt' (did you mean 'vt'?)"),
-        (["eval", "needle", "x", "--cache", "two_levl"], "unknown method 'two_levl' (did you mean 'two_level'?)"),
-        (["generate", "small", "hello", "you"], "(hello you): the prompt is given by --prompt, in quotes"),
-        (["doctor", "x"], "(x) (hf-sparsekv doctor --help)"),
-        (["generate", "x", "--prompt"], "--prompt' requires an argument."),
-        (["generate", "x"], "give either --prompt or --prompt-file"),
-        (["generate", "x", "--prompt", "a", "--cache", "streaming", "--compare", "token"], "--compare takes dense"),
-        (
-            ["generate", "x", "--prompt", "a", "--cache", "dense", "--sinks", "4"],
-            "--sinks has no meaning without a spa",
-        ),
-        (["generate", "x", "--prompt", "a", "--seed", "3"], "--seed has no meaning without"),
-        (["generate", "x", "--prompt", "a", "--kv-dtype", "int8", "--no-offload"], "leave --no-offload out"),
-        (
-            ["generate", "x", "--prompt", "a", "--exact", "--cache", "dense"],
-            "--exact has no meaning with --cache dense",
-        ),
-        (["generate", "x", "--prompt", "a", "--exact", "--offload"], "leave --offload and --kv-dtype out"),
-        (["serve", "x", "--cache", "dense"], "serve has sparse caches only"),
-        (["serve", "x", "--exact", "--host-kv", "3GiB"], "leave --offload and --kv-dtype out"),
-        (["serve", "x", "--exact", "--tensor-parallel"], "leave --tensor-parallel out"),
-        (["serve", "x", "--max-length", "9"], "--context says how long requests may be"),
-        (["serve", "x", "--api-key", " "], "is empty: give a key"),
-        (["serve", "x", "--cors-origin", "chat.example.org"], "'chat.example.org' is no origin of web pages"),
-        (["serve", "x", "--no-offload", "--host-kv", "3GiB"], "--host-kv is for keys and values in host memory"),
-        (["serve", "x", "--context", "4kk"], "'4kk' is no length"),
-        (["plan", "x", "--context", "3k", "--cache", "dense"], "--cache takes token, two_level, "),
-        (["calibrate-device", "--heads", "9x2"], "query heads a multiple of KV heads"),
-        (["calibrate-device", "--transfer"], "--transfer is gone: leave it out"),
-        (["demo", "--port", "x"], "Invalid value for '--port'"),
-        (["demo", "--port", "99999"], "Invalid value for '--port'"),
-        (["eval", "ruler", "x", "--families", "qa_1"], "give --data DIRECTORY"),
-        (["eval", "ruler", "x", "--lengths", "4q"], "'4q' is no length"),
-        (["eval", "needle", "x", "--samples", "3:2"], "--samples 3:2: give how many"),
-        (["eval", "tasks", "x", "--families", "chain"], "no task 'chain' (did you mean 'chain_"),
-        (["eval", "output", "x", "--join"], "--join is of --documents"),
-        (["eval", "output", "x", "--documents", "d", "--text-file", "t"], "are both given"),
-        (["eval", "longbench", "x", "--tasks", "qaspr"], "no task 'qaspr' (did you mean 'qasper'?)"),
-        (["eval", "all", "x", "--only", "longbench"], "LongBench's data are not part of this package"),
-        (["eval", "all", "x", "--only", "ruler", "--longbench", "d"], "add longbench to it"),
-        (["eval", "needle", "x", "--cache", "token:token_budge=3"], "(did you mean 'token_budget'?)"),
-        (["eval", "needle", "x", "--cache", "token", "--cache", "token"], "cache 'token' is given twice"),
-        (["eval", "needle", "x", "--cache", "token:lag"], "write options as name=value, got 'lag'"),
-        (["eval", "needle", "x", "--cache", "full:lag=true"], "full attention takes no options"),
-    ],
-)
+@pytest.mark.parametrize(("args", "line"), [*WRONG_USAGE, *WRONG_NAMES])
 def test_wrong_usage_is_one_line(args, line, tmp_path, monkeypatch):
-    """With what was probably meant; nothing is loaded or written before. It is the same without the implementation."""
+    """With what was probably meant; nothing is loaded or written before."""
     ours = {name: one for name, one in registry._METHODS.items() if one.config.__module__.startswith("hf_sparsekv")}
     monkeypatch.setattr(registry, "_METHODS", ours)  # without those of other tests
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
-    said = []
-    for one in (light(lambda: pytest.fail("the command was to run")), app):
-        done = CliRunner().invoke(one, args, prog_name="hf-sparsekv")
-        assert (done.exit_code, done.stdout) == (2, ""), (done.stderr, done.exception)
-        said += done.stderr.splitlines()
-    assert len(said) == 2 and said[0] == said[1]
-    assert said[0].startswith("error: ") and line in said[0], said
+    done = CliRunner().invoke(app, args, prog_name="hf-sparsekv")
+    assert (done.exit_code, done.stdout) == (2, ""), (done.stderr, done.exception)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: ") and line in said, said
     assert not list(tmp_path.iterdir())
 
 
@@ -265,12 +264,11 @@ WRONG = (
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), WRONG)
-def test_a_cache_s_values_are_checked_alike(kind, name, value):
-    """By the configuration, and before it is there."""
-    args = ["plan", "x", "--context", "3k", "--cache", kind, "--" + name.replace("_", "-"), str(value)]
-    said = [CliRunner().invoke(one, args, prog_name="hf-sparsekv") for one in (light(lambda: None), app)]
-    assert [done.exit_code for done in said] == [2, 2], said
-    assert said[0].stderr == said[1].stderr
+def test_a_cache_s_values_are_checked(kind, name, value):
+    """By the configuration, whose fields are told as options."""
+    option = "--" + name.replace("_", "-")
+    done = CliRunner().invoke(app, ["plan", "x", "--context", "3k", "--cache", kind, option, str(value)])
+    assert done.exit_code == 2 and (option in done.stderr or "has no preset" in done.stderr), done.stderr
 
 
 def test_no_bars_where_there_is_no_terminal(tiny):

@@ -10,34 +10,34 @@ import pytest
 from command_line import error, run
 
 from hf_sparsekv import ServingConfig
-from hf_sparsekv.cli import generate, loading, output, plan
-from hf_sparsekv.cli.options import ENGINE, spelling
-from hf_sparsekv.serving.config import MOST_ROWS
-from hf_sparsekv_eval.cli.evaluate import needle
-from hf_sparsekv_serve.cli import serve
-
-SERVE, GENERATE, PLAN = serve.serve, generate.generate, plan.plan
+from hf_sparsekv.cli import loading, output
+from hf_sparsekv_cli.commands import generate, plan
+from hf_sparsekv_cli.evaluate import needle
+from hf_sparsekv_cli.options import ENGINE, spelling
+from hf_sparsekv_cli.serve import serve
+from hf_sparsekv_config.serving import MOST_ROWS
+from hf_sparsekv_serve.cli import serve as serving
 
 
 @pytest.mark.parametrize(
     ("command", "message", "told"),
     [
-        (SERVE, "max_length=9999 is over the context of 2048", "--context 9999 is over the context of 2048"),
-        (SERVE, "names no context: give ServingConfig(max_length=...)", "names no context: give --context"),
-        (SERVE, "of max_length=9: give ServingConfig(max_length=4) if", "of --context 9: give --context 4 if"),
-        (SERVE, "max_tokens=8 asks for 3 blocks", "--batch-tokens 8 asks for 3 blocks"),
-        (SERVE, "Give ServingConfig(prefix_cache=False) if", "Give --no-prefix-cache if"),
-        (SERVE, "or raise OffloadConfig(max_host_bytes=...)", "or raise --host-kv"),
-        (SERVE, "slower; see OffloadConfig(device_pool=...)", "slower; see --device-kv"),
-        (SERVE, "exact=True is not for lag=True. Use TokenConfig()", "--exact is not for --lag. Use --cache token"),
-        (SERVE, "prefill_ms must be a number > 0, got nan", "--prefill-ms must be a number > 0, got nan"),
-        (SERVE, "give max_draft=1 or more", "give max_draft=1 or more"),  # no option
-        (GENERATE, "label_channels=64 exceeds", "--label-channels 64 exceeds"),
-        (GENERATE, "raise OffloadConfig(max_host_bytes=...)", "raise OffloadConfig(max_host_bytes=...)"),  # no option
-        (GENERATE, "cache_rank='cuda:1': no such GPU", "--cache-rank cuda:1: no such GPU"),
-        (PLAN, "max_length=5 is less than the context", "--max-length 5 is less than the context"),
+        (serve, "max_length=9999 is over the context of 2048", "--context 9999 is over the context of 2048"),
+        (serve, "names no context: give ServingConfig(max_length=...)", "names no context: give --context"),
+        (serve, "of max_length=9: give ServingConfig(max_length=4) if", "of --context 9: give --context 4 if"),
+        (serve, "max_tokens=8 asks for 3 blocks", "--batch-tokens 8 asks for 3 blocks"),
+        (serve, "Give ServingConfig(prefix_cache=False) if", "Give --no-prefix-cache if"),
+        (serve, "or raise OffloadConfig(max_host_bytes=...)", "or raise --host-kv"),
+        (serve, "slower; see OffloadConfig(device_pool=...)", "slower; see --device-kv"),
+        (serve, "exact=True is not for lag=True. Use TokenConfig()", "--exact is not for --lag. Use --cache token"),
+        (serve, "prefill_ms must be a number > 0, got nan", "--prefill-ms must be a number > 0, got nan"),
+        (serve, "give max_draft=1 or more", "give max_draft=1 or more"),  # no option
+        (generate, "label_channels=64 exceeds", "--label-channels 64 exceeds"),
+        (generate, "raise OffloadConfig(max_host_bytes=...)", "raise OffloadConfig(max_host_bytes=...)"),  # no option
+        (generate, "cache_rank='cuda:1': no such GPU", "--cache-rank cuda:1: no such GPU"),
+        (plan, "max_length=5 is less than the context", "--max-length 5 is less than the context"),
         (needle, "token_budget=5 is", "token_budget=5 is"),  # as its --cache names it
-        *((SERVE, text, text) for text in ("/max_length=4/max_rows is", "'max_length' of", "config.max_length is")),
+        *((serve, text, text) for text in ("/max_length=4/max_rows is", "'max_length' of", "config.max_length is")),
     ],
 )
 def test_arguments_are_told_as_options(command, message, told):
@@ -45,9 +45,9 @@ def test_arguments_are_told_as_options(command, message, told):
 
 
 def test_options_of_the_engine_are_options_of_serve():
-    options = inspect.signature(SERVE).parameters
+    options = inspect.signature(serve).parameters
     assert set(ENGINE.values()) <= options.keys()
-    limits = {one.name for one in fields(ServingConfig)} - {"chunk", "layer_segments", "working_set", "exact"}
+    limits = {one.name for one in fields(ServingConfig)} - {"chunk", "layer_segments", "working_set"}
     assert limits <= ENGINE.keys()
 
 
@@ -66,22 +66,22 @@ def test_more_rows_than_can_be_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
     said = run("serve", "x", "--max-rows", MOST_ROWS + 1, status=2).stderr
     assert "--max-rows" in said and str(MOST_ROWS) in said
-    with pytest.raises(ValueError, match=f"max_rows must be at most {MOST_ROWS}, got {MOST_ROWS + 1}"):
+    with pytest.raises(ValueError, match=rf"max_rows must be an integer in \[1, {MOST_ROWS}\], got {MOST_ROWS + 1}"):
         ServingConfig(max_rows=MOST_ROWS + 1)
     ServingConfig(max_rows=MOST_ROWS)
 
 
 def test_an_ipv6_address_may_have_brackets(monkeypatch):
     """As in a URL; without IPv6, which a machine may lack."""
-    asked, before = [], serve.socket.getaddrinfo
+    asked, before = [], serving.socket.getaddrinfo
 
     def named(host, *args, **kwargs):
         asked.append(host)
         return before("127.0.0.1", *args, **kwargs)
 
-    monkeypatch.setattr(serve.socket, "getaddrinfo", named)
+    monkeypatch.setattr(serving.socket, "getaddrinfo", named)
     for host in ("[::1]", "::1"):
-        serve._listen(host, 0).close()
+        serving._listen(host, 0).close()
     assert asked == ["::1", "::1"]
 
 
@@ -89,7 +89,7 @@ def test_warnings_are_told_as_options(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         command = output.one_line_errors(
-            lambda: warnings.warn("see OffloadConfig(device_pool=...)", stacklevel=1), spelling(SERVE)
+            lambda: warnings.warn("see OffloadConfig(device_pool=...)", stacklevel=1), spelling(serve)
         )
         command()
     assert capsys.readouterr().err == "warning: see --device-kv\n"

@@ -25,7 +25,7 @@ from demo.desk import Desk
 from demo.language import Language
 from demo.models import PROBE, PROBE_PATH, SMALL, Loaded, ModelError, Models
 from demo.race import Session
-from hf_sparsekv.cli.app import app as cli
+from hf_sparsekv_cli.app import app as cli
 
 CPU = torch.device("cpu")
 

@@ -189,7 +189,7 @@ def test_the_command_away_from_a_checkout(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
     from hf_sparsekv.cli import demo as command
-    from hf_sparsekv.cli.app import app
+    from hf_sparsekv_cli.app import app
 
     monkeypatch.setattr(command, "ROOT", tmp_path)
     result = CliRunner().invoke(app, ["demo"])

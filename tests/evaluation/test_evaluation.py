@@ -62,7 +62,7 @@ def test_specs_make_what_they_say() -> None:
         ("two_level:token_budget=512,num_blocks=2", "raise num_blocks"),
         ("two_level:offload=3", "offload must be true or false"),
         ("two_level:kv_dtype=int8", "kv_dtype is of keys and values in host memory: add offload=true"),
-        ("two_level:offload=true,kv_dtype=fp8", "kv_dtype must be 'int8', or None"),
+        ("two_level:offload=true,kv_dtype=fp8", "kv_dtype must be 'int8' or None"),
         ("full:token_budget=3", "takes no options"),
         ("oracle:seed=3", "oracle has no option 'seed'"),
         ({"token_budget": 3}, "needs the key 'cache'"),

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_sparsekv.cli.app import app
+from hf_sparsekv_cli.app import app
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 30  # a token is a character: longer than window and blocks
 SPARSE = ("--token-budget", "32", "--num-blocks", "2", "--block-size", "16", "--window", "16", "--dense-layers", "0")

@@ -17,7 +17,7 @@ import threading
 
 import pytest
 
-IMPORTED = ["pytest", "hf_sparsekv", "hf_sparsekv.cli.app", "hf_sparsekv.serving.engine", "transformers.models.llama"]
+IMPORTED = ["pytest", "hf_sparsekv", "hf_sparsekv_cli.app", "hf_sparsekv.serving.engine", "transformers.models.llama"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTED)

@@ -255,7 +255,7 @@ def test_files_are_smaller(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["fp8", "float8_e4m3fn", "int4", torch.int8, 8, True])
 def test_other_dtypes_are_refused(wrong):
-    with pytest.raises(ValueError, match="kv_dtype must be 'int8', or None"):
+    with pytest.raises(ValueError, match="kv_dtype must be 'int8' or None"):
         OffloadConfig(kv_dtype=wrong)
 
 

@@ -10,13 +10,13 @@ from captured import imitated
 from models import model, prompt
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.config import SparseConfig
 from hf_sparsekv.kv.row_views import RowViews
 from hf_sparsekv.kv.state import Held, State
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.labelled import LabelledPolicy
 from hf_sparsekv.policies.registry import Method
 from hf_sparsekv.policies.selector import Selector
+from hf_sparsekv_config.sparse import SparseConfig
 
 
 class Inner(State):

@@ -152,7 +152,7 @@ def test_beams_and_generate_with_a_small_pool():
 
 @pytest.mark.parametrize("wrong", [-1, 1.0, 1.5, True, "8GB"])
 def test_configuration(wrong):
-    with pytest.raises(ValueError, match="device_pool must be bytes"):
+    with pytest.raises(ValueError, match=r"device_pool must be an integer >= 0 \(bytes\), a number in \(0, 1\)"):
         OffloadConfig(device_pool=wrong)
     with pytest.raises(ValueError, match="keep_dense"):
         OffloadConfig(keep_dense=2)

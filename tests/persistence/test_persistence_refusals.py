@@ -194,7 +194,7 @@ CONFIGURATION = {
     "index in layer 0 does not fit": {"label_channels": [8]},
     "its configuration: lag must be True or False": {"lag": [1]},
     "its configuration: label_bits must be 4 or 16": {"label_bits": [4.0]},
-    "its configuration: channel_file must be a path or None": {"channel_file": [3]},
+    "its configuration: channel_file must be text, a path or None": {"channel_file": [3]},
     "channel_file does not fit the rest": {"channel_file": ["x"]},
 }
 

@@ -80,7 +80,7 @@ def test_a_budget_is_the_most():
 
 @pytest.mark.parametrize("mass", [0, 1.01, -0.5, True, "most"])
 def test_a_mass_is_a_share(mass):
-    with pytest.raises(ValueError, match=r"mass must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"mass must be a number in \(0, 1\] or None"):
         TokenConfig(mass=mass)
 
 

@@ -367,13 +367,6 @@ def test_calibrate_device_without_a_gpu(monkeypatch):
         assert "write for example 32x8" in error("calibrate-device", "--heads", heads, status=2)
 
 
-@pytest.mark.parametrize("option", ["--transfer", "--no-transfer", "--crossover", "--no-crossover"])
-def test_calibrate_device_refuses_options_that_are_gone(option):
-    message = error("calibrate-device", option, "--dry-run", status=2)
-    assert f"{option} is gone: " in message and "the crossover is all that is measured" in message
-    assert option not in run("calibrate-device", "--help").stdout
-
-
 def test_calibrate_device_writes_the_table(monkeypatch, empty_table):
     """Everything but the measurement."""
     monkeypatch.setattr(command.loading, "pick_device", lambda name: torch.device("cuda"))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, predict_ahead
 from hf_sparsekv.policies import by_need as by_need_module
-from hf_sparsekv.policies import label_config
+from hf_sparsekv_config import labels
 
 NEED = {"mass": 0.9, "token_budget": None}
 LAYER, EARLIER = {**NEED, "predictor": "layer"}, {**NEED, "predictor": "ridge"}
@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("settings", [LAYER, EARLIER], ids=["layer", "ear
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Lists of few tokens are not all equally long."""
-    monkeypatch.setattr(label_config, "MIN_TOKENS", 8)
+    monkeypatch.setattr(labels, "MIN_TOKENS", 8)
 
 
 class _ByNeed:
@@ -299,7 +299,7 @@ def test_what_a_configuration_says():
 
 @pytest.mark.parametrize("mass", [0, 1.01, -0.5, True, "most"])
 def test_a_mass_is_a_share(mass):
-    with pytest.raises(ValueError, match=r"mass must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"mass must be a number in \(0, 1\] or None"):
         PredictiveConfig(mass=mass)
 
 

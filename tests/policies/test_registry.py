@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
@@ -14,6 +14,7 @@ from inside import forget_method, own_methods
 from models import build, model, prompt
 from saved_files import feed, rewrite, same, saved, state, steps
 
+import hf_sparsekv_config
 from benchmarks.baselines import VARIANTS
 from hf_sparsekv import (
     AsyncPredictiveCache,
@@ -28,7 +29,6 @@ from hf_sparsekv import (
     TokenConfig,
     TwoLevelConfig,
 )
-from hf_sparsekv.cli import options
 from hf_sparsekv.kv import pool, store
 from hf_sparsekv.kv.block_ids import bucket
 from hf_sparsekv.kv.state import Held
@@ -37,6 +37,7 @@ from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.policies.registry import called, method_of, methods, names, register
 from hf_sparsekv.policies.selector import Selector
 from hf_sparsekv.tuning.plan import model_shape, plan_memory
+from hf_sparsekv_cli import options
 from hf_sparsekv_eval.cache_specs import known, parse_cache
 
 
@@ -52,7 +53,7 @@ class EveryNthConfig(SparseConfig):
 
     FREE = ("stride",)
 
-    stride: int = field(default=4, metadata={"help": "Every so manieth stored token."})
+    stride: int = 4
     kept: int = 7
 
 
@@ -83,6 +84,7 @@ def test_who_is_there():
     assert set(methods()) == {"token", "progressive", "predictive", "streaming"}
     assert set(names()) == {*methods(), "two_level", "block_only", "token_only"}
     assert {"oracle", "random"} <= set(known()) - set(names())
+    assert {name: method.config for name, method in called().items()} == hf_sparsekv_config.CACHES
     for method in methods().values():
         assert method_of(method.config()) is method
         assert method.about.endswith(")"), "the source"
@@ -92,7 +94,7 @@ def test_the_earlier_name_of_the_default_is_an_alias():
     assert TwoLevelConfig is TokenConfig
     assert called()["two_level"] is called()["token"] is method_of(TwoLevelConfig())
     kinds = (options.CacheKind.two_level, options.CacheKind.token)
-    assert len({options.CacheOptions(token_budget=64).config(kind) for kind in kinds}) == 1
+    assert len({options.PlanOptions(token_budget=64).config(kind) for kind in kinds}) == 1
     assert len({parse_cache(f"{name}:token_budget=64").make().config for name in ("two_level", "token")}) == 1
 
 
@@ -220,17 +222,6 @@ def test_state_that_no_file_would_hold(every_nth, tmp_path, monkeypatch):
         oracle.save(tmp_path / "x")
 
 
-def test_options_of_a_new_method(every_nth):
-    group = options._with_own(options.CacheOptions)
-    assert {f.name for f in fields(group)} - {f.name for f in fields(options.CacheOptions)} == {"stride"}
-    made = group(stride=9)
-    assert made.stride == 9 and made.token_budget is None
-    [(name, hint, default)] = options.own_options(methods()["every_nth"])
-    assert (name, default) == ("stride", None)
-    assert hint.__metadata__[0].help == "Every so manieth stored token." and hint.__metadata__[0].show_default == "4"
-    assert options._with_own(options.CacheOptions) is not options.CacheOptions
-
-
 def test_everything_offers_streaming(tiny):
     from demo.caches import METHODS
 
@@ -287,7 +278,7 @@ def test_presets_decode(name, preset):
         assert getattr(config, option) == small.get(option, value)
     spec = parse_cache({"cache": name, "preset": preset, **small})
     assert spec.make().config == config
-    given = options.CacheOptions(preset=preset, block_size=32).config(options.CacheKind[name])
+    given = options.PlanOptions(preset=preset, block_size=32).config(options.CacheKind[name])
     assert given == type(config).preset(preset, block_size=32)
     inputs = prompt(1, 150)
     cache = SparseCache(config)

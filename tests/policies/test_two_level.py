@@ -11,7 +11,7 @@ from models import build, model, prompt
 from oracle import TOLERANCE, Oracle, Race
 
 from hf_sparsekv import OffloadConfig, TokenConfig
-from hf_sparsekv.policies.token_config import level
+from hf_sparsekv_config.tokens import level
 
 STEPS = 24  # blocks of 16 become full at 132 and 148
 
@@ -122,7 +122,7 @@ def test_levels():
     [
         (
             {"level": "tokens"},
-            "level must be one of 'auto', 'two_level', 'block', 'token' (did you mean 'token'?), got 'tokens'",
+            "level must be 'auto', 'two_level', 'block' or 'token' (did you mean 'token'?), got 'tokens'",
         ),
         ({"num_blocks": 4}, "num_blocks=4 blocks of 64 tokens hold 256 tokens, fewer than token_budget=1024"),
     ],

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_sparsekv.ops.selection.query_predict.reference import query_predict
-from hf_sparsekv.predictor.query import PREDICTORS, CustomPredictor, QueryPredictor, make_predictor
+from hf_sparsekv.predictor.query import CustomPredictor, QueryPredictor, make_predictor
+from hf_sparsekv_config.predictive import PREDICTORS
 
 FORMS = {  # windows averaged, softmax
     "ridge": (False, False),
@@ -88,7 +89,7 @@ def test_users_function_with_a_wrong_result(message):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (("newest",), "predictor must be one of 'last', 'ridge'"),
+        (("newest",), "name must be 'last', 'ridge'"),
         (("ridge", 0), "window must be an integer in"),
         (("ridge", 33), "window must be an integer in"),
         (("ridge", True), "window must be an integer in"),

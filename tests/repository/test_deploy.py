@@ -13,7 +13,7 @@ import yaml
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from hf_sparsekv.cli.app import app as command
+from hf_sparsekv_cli.app import app as command
 from hf_sparsekv_serve.http import create_app
 
 ROOT = Path(__file__).parents[2]

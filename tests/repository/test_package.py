@@ -31,7 +31,7 @@ OPTIONAL = (
     "ray",
 )
 
-PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_eval", "hf_sparsekv_serve")
+PACKAGES = ("hf_sparsekv", "hf_sparsekv_cli", "hf_sparsekv_config", "hf_sparsekv_eval", "hf_sparsekv_serve")
 
 # As if they were not installed: packages that only ask whether something is there find nothing, too.
 BLOCK = """
@@ -59,7 +59,7 @@ assert after[0].pop("paged|sparsekv") is not None
 for old, new in zip(before, after):
     assert new.pop("sparsekv") is not None and "sparsekv" not in old
     assert old == new, "more than the new name was touched"
-from hf_sparsekv.cli.app import app
+from hf_sparsekv_cli.app import app
 from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -121,7 +121,6 @@ def test_wheel_contents(wheel):
     assert sources <= names
     assert {f"{name}/py.typed" for name in PACKAGES if name != "hf_sparsekv_cli"} <= names
     assert "hf_sparsekv_eval/data/longbench.json" in names
-    assert "hf_sparsekv_cli/arguments.json" in names
     assert {n.partition("/")[0] for n in names} == {*PACKAGES, names_info(names)}
     assert any(n.endswith("/LICENSE") for n in names)
     assert "hf-sparsekv = hf_sparsekv_cli:main" in scripts

@@ -27,8 +27,8 @@ from waiting import wait_until
 
 from hf_sparsekv import OffloadConfig, Sampling
 from hf_sparsekv.cli import loading
-from hf_sparsekv.cli.app import app
 from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
+from hf_sparsekv_cli.app import app
 from hf_sparsekv_serve.cli import serve as module
 from hf_sparsekv_serve.cli import server as server_module
 from hf_sparsekv_serve.cli import torchrun
@@ -161,7 +161,7 @@ def run(*args: str, **env: str):
         (["--context", "x"], "is no length"),
         (["--api-key", " "], "is empty"),
         (["--token-budget", "0"], "--token-budget"),
-        (["--max-rows", "0"], "greater than or equal to 1"),
+        (["--max-rows", "0"], "an integer in [1, 4096], got 0"),
         (["--port", "70000"], "65535"),
     ],
 )

@@ -24,8 +24,8 @@ from tokenizers_made import byte_level
 from waiting import wait_until
 
 from hf_sparsekv import Engine
-from hf_sparsekv.cli.app import app
 from hf_sparsekv.serving import work
+from hf_sparsekv_cli.app import app
 from hf_sparsekv_serve import ranks as ranks_module
 from hf_sparsekv_serve.ranks import FollowedWork, RanksApart, SharedWork, TensorParallelEngine
 

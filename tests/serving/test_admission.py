@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, SPARE, Candidate, admit, room_for
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.reading_order import ReadingOrder
 from hf_sparsekv.serving.room import Room
+from hf_sparsekv_config.serving import ServingConfig
 
 
 def test_first_come_first_served_while_they_fit():

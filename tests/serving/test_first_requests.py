@@ -17,7 +17,7 @@ from first_requests import CASES, short, waited_for
 
 from hf_sparsekv import Engine, TokenConfig
 from hf_sparsekv.serving import first_prompt
-from hf_sparsekv.serving.config import ServingConfig
+from hf_sparsekv_config.serving import ServingConfig
 
 
 @pytest.mark.few(case=("sparse-offloaded", "sparse-latents"))

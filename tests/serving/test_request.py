@@ -11,13 +11,13 @@ import weakref
 import pytest
 from tokenizers_made import byte_level
 
-from hf_sparsekv.serving.config import ServingConfig
 from hf_sparsekv.serving.in_flight import Request
 from hf_sparsekv.serving.output import Teller
 from hf_sparsekv.serving.request import Busy, Closed, Handle, Output, Piece, merged
 from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import Counts, SampleCounter, Samples
 from hf_sparsekv.serving.text import Detokenizer
+from hf_sparsekv_config.serving import ServingConfig
 
 pytestmark = pytest.mark.quick
 
@@ -30,12 +30,12 @@ def output(text: str = "ab", reason: str = "stop") -> Output:
 
 # By field: what is allowed, and values that are not.
 SAMPLING = {
-    "max_tokens": {">= 1": (0, 1.5, True, None)},
-    "temperature": {">= 0": (-0.1,), "finite": (math.nan, math.inf, "1", True), "at most 100": (1e39, 100.5)},
+    "max_tokens": {"a positive integer": (0, 1.5, True, None)},
+    "temperature": {r"a number in \[0, 100\]": (-0.1, math.nan, math.inf, "1", True, 1e39, 100.5)},
     "top_p": {r"\(0, 1\]": (0, 1.01, math.nan)},
     "top_k": {">= 0": (-1, 2.0)},
     "min_p": {r"\[0, 1\]": (-0.1, 2)},
-    "repetition_penalty": {"> 0": (0, math.nan), "from 0.01 to 100": (1e-39, 1e-3, 1e38)},
+    "repetition_penalty": {r"a number in \[0.01, 100\]": (0, math.nan, 1e-39, 1e-3, 1e38)},
     "seed": {"64-bit": (2**63, 1.0)},
     "stop": {
         "strings": (3, ("a", 3), b"ab"),
@@ -46,9 +46,9 @@ SAMPLING = {
     "ignore_eos": {"True or False": (1,)},
 }
 SERVING = {
-    "max_rows": {">= 1, got 0": (0,), ">= 1, got None": (None,)},
-    "max_length": {">= 1 or None": (0,)},
-    "max_tokens": {">= 1 or None": (True,)},
+    "max_rows": {r"an integer in \[1, 4096\], got 0": (0,), r"an integer in \[1, 4096\], got None": (None,)},
+    "max_length": {"a positive integer or None": (0,)},
+    "max_tokens": {"a positive integer or None": (True,)},
     "max_waiting": {">= 0": (-1,)},
     "max_wait_s": {">= 0": (-0.1, math.nan)},
     "prefill_ms": {"> 0": (0, math.nan, True)},

@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.predictive import PredictiveConfig
+
 from ...kv.counters import Tally
 from ...kv.state import Held
 from ...kv.store import LayerStore
@@ -23,7 +25,6 @@ from ..memory import Request
 from ..plan import Plan, planned
 from .chosen_before import ChosenBefore
 from .predicted_tokens import PredictedTokens
-from .predictive_config import PredictiveConfig
 from .query_ring import QueryRing
 
 

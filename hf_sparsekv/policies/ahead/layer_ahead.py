@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_sparsekv_config.predictive import PredictiveConfig
+
 from ...kv.counters import Tally
 from ...kv.store import LayerStore
 from ...predictor.channels import LabelChannels
@@ -19,7 +21,6 @@ from ..launch import Launch
 from ..plan import Plan, planned
 from .foresight import Foresight
 from .predicted_tokens import PredictedTokens
-from .predictive_config import PredictiveConfig
 
 
 class LayerAheadPolicy(Drafting, PredictedTokens):

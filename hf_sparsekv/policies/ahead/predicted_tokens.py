@@ -10,18 +10,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.labels import whole_tokens
+from hf_sparsekv_config.predictive import PredictiveConfig
+
 from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...ops.selection.topk_select import token_select
 from ...predictor.channels import LabelChannels
 from ...tensors import no_inference_mode
 from ..by_need import ByNeed
-from ..label_config import whole_tokens
 from ..label_index import LabelIndex
 from ..labelled import LabelledPolicy
 from ..memory import Request
 from ..plan import CROSSOVER, DENSE, Plan, planned
-from .predictive_config import PredictiveConfig
 
 
 class PredictedTokens(LabelledPolicy):

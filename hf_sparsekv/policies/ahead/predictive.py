@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from ...config import OffloadConfig
+from hf_sparsekv_config.labels import whole_tokens
+from hf_sparsekv_config.predictive import PredictiveConfig, on_second_device
+from hf_sparsekv_config.sparse import OffloadConfig
+
 from ..base import Policy
 from ..by_need import expected
 from ..device_tokens import add_device_tokens
-from ..label_config import whole_tokens
 from ..label_index import label_bytes
 from ..memory import Memory, Request, mean_bytes
 from ..registry import register
@@ -14,7 +16,6 @@ from ..shared import Labelled
 from .earlier_queries import EarlierQueriesPolicy, queries_bytes
 from .layer_ahead import LayerAheadPolicy
 from .predicted_tokens import ids_bytes, room_for
-from .predictive_config import PredictiveConfig, on_second_device
 from .second_device.policy import SecondDevice
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_sparsekv_config.predictive import MAX_WINDOW, MIN_EPSILON
+
 from ..._dispatch import give
 
-MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
-MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 TINY = 1e-30  # queries with a smaller mean squared norm count as zero: the inverse must be a normal float32
 
 

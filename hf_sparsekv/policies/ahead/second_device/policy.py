@@ -12,7 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ....config import OffloadConfig
+from hf_sparsekv_config.predictive import PredictiveConfig
+from hf_sparsekv_config.sparse import OffloadConfig
+
 from ....kv.counters import Tally
 from ....kv.store import LayerStore
 from ....ops._dispatch import use_triton
@@ -31,7 +33,6 @@ from ...shared import Labelled
 from ..chosen_before import ChosenBefore
 from ..earlier_queries import EarlierQueriesPolicy, queries_bytes
 from ..predicted_tokens import ids_bytes, room_for, selects
-from ..predictive_config import PredictiveConfig
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 

@@ -1,28 +1,38 @@
-"""The configuration of predictive selection.
-
-Apart from its policies because it says which of three they are.
-"""
+"""The configuration of predictive selection."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
-import torch
-
-from ...option_checks import flag, not_negative, one_of, require
-from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
-from ..label_config import FIXED, LabelConfig
+from .labels import FIXED, LabelConfig
+from .options import Count, Number, require
 
 # Predictions within a step, by the layer before; and none: each layer's own query.
-BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
+ByLayer = Literal["layer", "layer:in_delta", "layer:in", "own"]
+# Predictions from earlier steps' queries. Measured on the small real model: docs/studies/predicted-queries.md.
+EarlierQueries = Literal["last", "ridge", "ridge_softmax", "assembled", "assembled_ridge"]
+BY_LAYER, PREDICTORS = get_args(ByLayer), get_args(EarlierQueries)
+PREDICTOR = "assembled_ridge"
+WINDOW, EPSILON = 16, 0.1
+MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
+MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
+
+Window = Annotated[int, Number(1, MAX_WINDOW)]
+Epsilon = Annotated[float, Number(MIN_EPSILON)]
 
 
-def _is_device(name: object) -> bool:
-    try:
-        return isinstance(name, str) and torch.device(name) is not None
-    except RuntimeError:
-        return False
+@runtime_checkable
+class Predictor(Protocol):
+    """A predictor that is made already, see :mod:`hf_sparsekv.predictor.query`."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+DEVICE = r"(cpu|cuda|mps|xpu|hpu|xla|npu|mtia|meta)(:\d+)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +55,11 @@ class PredictiveConfig(LabelConfig):
             ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
         predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
-        cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
-            ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
-            newly chosen; or a second device (``"cuda:1"``), which keeps the blocks, chooses, and hands over what is
-            chosen. ``None``: host memory if the cache has an :class:`OffloadConfig`, else the same GPU.
+        cache_rank: who chooses and where the blocks live: ``"stream"``, ``"host"``, or a second device (``"cuda:1"``).
+            ``"stream"`` is the same GPU, beside its computation. ``"host"`` is host memory, as with an
+            :class:`OffloadConfig`: the GPU chooses by labels and copies what is newly chosen. A second device keeps the
+            blocks, chooses, and hands over what is chosen. ``None``: host memory if the cache has an
+            :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
         token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TokenConfig`.
@@ -67,27 +78,22 @@ class PredictiveConfig(LabelConfig):
     )
 
     dense_layers: int = 2
-    predictor: str | Predict | None = None
-    predictor_window: int = WINDOW
-    predictor_epsilon: float = EPSILON
-    start_length: int = 0
+    predictor: Annotated[str, ByLayer | EarlierQueries] | Callable[..., Any] | Predictor | None = None
+    predictor_window: Window = WINDOW
+    predictor_epsilon: Epsilon = EPSILON
+    start_length: Count = 0
     cache_rank: str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.predictor, str):
-            one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
-        own = PREDICTOR if self.predictor is None or self.by_layer else self.predictor
-        check_predictor(own, self.predictor_window, self.predictor_epsilon)
         require(
             self.cache_rank in (None, "stream", "host") or self.predictor is None or not self.by_layer,
             f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
             f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
         )
-        not_negative("start_length", self.start_length)
         require(
-            self.cache_rank in (None, "stream", "host") or _is_device(self.cache_rank),
+            self.cache_rank in (None, "stream", "host") or re.fullmatch(DEVICE, self.cache_rank) is not None,
             f"cache_rank must be 'stream', 'host', a device such as 'cuda:1' or None, got {self.cache_rank!r}",
         )
         require(
@@ -100,7 +106,6 @@ class PredictiveConfig(LabelConfig):
             f"mass={self.mass} chooses where the blocks are read, which cache_rank={self.cache_rank!r} cannot: give a "
             "token_budget instead, or leave cache_rank out",
         )
-        flag("strict", self.strict)
 
     @property
     def can_need(self) -> bool:
@@ -113,7 +118,7 @@ class PredictiveConfig(LabelConfig):
         return self.tail is not None and not on_second_device(self)
 
     @property
-    def prediction(self) -> str | Predict:
+    def prediction(self) -> str | Callable[..., Any] | Predictor:
         """What :attr:`predictor` stands for."""
         if self.predictor is not None:
             return self.predictor

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from ..config import SparseConfig
-from ..option_checks import is_int, one_of, positive, require, share
-from ..predictor.channels import IMPORTANCES
+from .options import Positive, Share, require
+from .sparse import SparseConfig
 
 MASS = 0.9  # covered by default: docs/studies/by-need.md
 # A share m of the mass is reckoned to take READ * (1 - m) ** POWER of the tokens. Fitted to all that steps read of
@@ -26,50 +25,31 @@ Importance = Literal["spread", "max", "mean"]
 class LabelConfig(SparseConfig):
     """As many tokens as ``mass`` takes, a fixed number ``token_budget``, or with both as many as it takes at most.
 
-    :class:`.token_config.TokenConfig` describes the options.
+    :class:`.tokens.TokenConfig` describes the options.
     """
 
     FREE: ClassVar[tuple[str, ...]] = ("token_budget", "mass", "token_reduce")
 
-    token_budget: int | None = None
-    mass: float | None = None
+    token_budget: Positive | None = None
+    mass: Share | None = None
     token_reduce: Reduce = "max"
-    label_channels: int | None = None
-    label_bits: int = 4
+    label_channels: Positive | None = None
+    label_bits: Annotated[int, Literal[4, 16]] = 4
     channel_file: str | PathLike[str] | None = None
     channel_importance: Importance = "spread"
-    calibration_tokens: int = 256
+    calibration_tokens: Positive = 256
     tail: Literal["mean"] | None = "mean"
-    tail_tokens: int = 256
+    tail_tokens: Positive = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.token_budget is not None:
-            positive("token_budget", self.token_budget)
-        if self.mass is not None:
-            share("mass", self.mass)
-        self._check_labels()
-        one_of("tail", self.tail, ("mean", None))
-        positive("tail_tokens", self.tail_tokens)
+        channels = self.label_channels
+        require(channels is None or channels % 2 == 0, f"label_channels must be even, got {channels}")
         require(
             self.tail_tokens % self.block_size == 0 and self.tail_tokens <= MAX_TAIL * self.block_size,
             f"tail_tokens={self.tail_tokens} must be a multiple of block_size={self.block_size}, and at most "
             f"{MAX_TAIL} times as much",
         )
-
-    def _check_labels(self) -> None:
-        one_of("token_reduce", self.token_reduce, ("mean", "max"))
-        if self.label_channels is not None:
-            positive("label_channels", self.label_channels)
-            require(self.label_channels % 2 == 0, f"label_channels must be even, got {self.label_channels}")
-        require(
-            is_int(self.label_bits) and self.label_bits in (4, 16),
-            f"label_bits must be 4 or 16, got {self.label_bits!r}",
-        )
-        one_of("channel_importance", self.channel_importance, IMPORTANCES)
-        positive("calibration_tokens", self.calibration_tokens)
-        path = self.channel_file
-        require(path is None or isinstance(path, str | PathLike), f"channel_file must be a path or None, got {path!r}")
 
     @property
     def can_need(self) -> bool:

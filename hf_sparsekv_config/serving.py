@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from ..option_checks import is_int, require
-from .sampling import is_finite
+from .options import Count, Number, Options, Positive
 
 MOST_ROWS = 4096  # in each step, the host does something for each
 
 
 @dataclass(frozen=True)
-class ServingConfig:
+class ServingConfig(Options):
     """Limits and scheduling of an :class:`.Engine`.
 
     Attributes:
@@ -38,48 +37,24 @@ class ServingConfig:
         working_set: hold a request back while its working set does not fit the GPU together with those of the others
             (SparseServe, section 3.3). Offloaded caches only.
 
-        exact: the tokens of requests are those of full attention (docs/exact.md), unless a request says
-            ``exact=False``. Resident caches only.
-        flash_attention_4: read prompts by FlashAttention 4, in the whole process while the engine is open
-            (:func:`.flash_attention_4`, whose errors the engine raises). The engine's start compiles its kernels.
+        exact: the tokens of requests are those of full attention (docs/exact.md). A request may say ``exact=False``.
+            Resident caches only.
+        flash_attention_4: read prompts by FlashAttention 4, in the whole process while the engine is open. The engine
+            raises the errors of :func:`.flash_attention_4`. The engine's start compiles its kernels.
 
     Raises:
         ValueError: a field has another value or type than allowed.
     """
 
-    max_rows: int = 32
-    max_length: int | None = None
-    max_tokens: int | None = None
-    max_waiting: int = 256
-    max_wait_s: float | None = None
-    prefill_ms: float = 20.0
-    chunk: int = 16384
+    max_rows: Annotated[int, Number(1, MOST_ROWS)] = 32
+    max_length: Positive | None = None
+    max_tokens: Positive | None = None
+    max_waiting: Count = 256
+    max_wait_s: Annotated[float, Number(0, unit="s")] | None = None
+    prefill_ms: Annotated[float, Number(0, above=True, infinite=True, unit="ms")] = 20.0
+    chunk: Annotated[int, Number(3)] = 16384
     layer_segments: bool = True
     prefix_cache: bool = True
     working_set: bool = True
     exact: bool = False
     flash_attention_4: bool = False
-
-    def __post_init__(self) -> None:
-        least = {"max_rows": 1, "max_length": 1, "max_tokens": 1, "max_waiting": 0, "chunk": 3}
-        for name, lowest in least.items():
-            value, optional = getattr(self, name), name in ("max_length", "max_tokens")
-            require(
-                (optional and value is None) or (is_int(value) and value >= lowest),
-                f"{name} must be an integer >= {lowest}{' or None' if optional else ''}, got {value!r}",
-            )
-        require(self.max_rows <= MOST_ROWS, f"max_rows must be at most {MOST_ROWS}, got {self.max_rows}")
-        require(
-            self.max_wait_s is None or (is_finite(self.max_wait_s) and self.max_wait_s >= 0),
-            f"max_wait_s must be None or a number >= 0, got {self.max_wait_s!r}",
-        )
-        require(
-            not isinstance(self.prefill_ms, bool)
-            and isinstance(self.prefill_ms, int | float)
-            and self.prefill_ms > 0
-            and not math.isnan(self.prefill_ms),
-            f"prefill_ms must be a number > 0, got {self.prefill_ms!r}",
-        )
-        for name in ("layer_segments", "prefix_cache", "working_set", "exact", "flash_attention_4"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
-from ..option_checks import not_negative, one_of, positive, require
-from .label_config import LabelConfig
+from .labels import LabelConfig
+from .options import Number, Positive, Share, require
+
+MAX_TOKENS = 2**31 - 1  # kernels count in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +40,15 @@ class ProgressiveConfig(LabelConfig):
     FREE = ("min_tokens", "group_reduce", "audit_every")
     PRESETS = MappingProxyType({"fast": {"mass": 0.9}, "accurate": {"mass": 0.98}})
 
-    mass: float | None = 0.95
-    min_tokens: int = 256
+    token_budget: Annotated[int, Number(1, MAX_TOKENS)] | None = None
+    mass: Share = 0.95
+    min_tokens: Annotated[int, Number(0, MAX_TOKENS)] = 256
     group_reduce: Literal["all", "sum"] = "all"
-    audit_every: int | None = None
+    audit_every: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.mass is not None, "mass must lie in (0, 1], got None")
-        not_negative("min_tokens", self.min_tokens)
-        for name in ("min_tokens", "token_budget"):
-            require((getattr(self, name) or 0) < 1 << 31, f"{name} must be less than 2^31, which kernels count to")
         require(
             self.token_budget is None or self.token_budget >= self.min_tokens,
             f"token_budget={self.token_budget} is less than min_tokens={self.min_tokens}: lower min_tokens as well",
         )
-        one_of("group_reduce", self.group_reduce, ("all", "sum"))
-        if self.audit_every is not None:
-            positive("audit_every", self.audit_every)

@@ -1,7 +1,4 @@
-"""The configuration of the default: tokens by labels, among all or in a bounded number of blocks.
-
-Apart from the policies because its ``level`` says which of three they are.
-"""
+"""The configuration of the default: tokens by labels, among all or in a bounded number of blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ..option_checks import flag, one_of, positive, require
-from .label_config import LabelConfig
+from .labels import LabelConfig
+from .options import Positive, require
 
 Level = Literal["auto", "two_level", "block", "token"]
-LEVELS = ("auto", "two_level", "block", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +33,15 @@ class TokenConfig(LabelConfig):
             chosen among all. ``None`` means 0.9, or a fixed number if there is a ``token_budget``.
         num_blocks: blocks that the coarse level keeps, which must be able to hold the budget. ``None`` means 128, or as
             many as ``token_budget`` needs if that is more.
-        level: ``"two_level"`` chooses ``num_blocks`` blocks, then tokens in them (AsyncTLS). Its halves: ``"block"``
-            attends to all tokens of the ``token_budget // block_size`` best blocks (as Quest does), ``"token"`` chooses
-            among all cached tokens (as Double Sparsity does). ``"auto"``: ``"token"``, or ``"two_level"`` if
-            ``num_blocks`` or ``lag=True`` asks for a choice of blocks.
+        level: a choice among all cached tokens (``"token"``, as Double Sparsity does), among those of ``num_blocks``
+            chosen blocks (``"two_level"``, AsyncTLS), or of whole blocks (``"block"``, as Quest does). ``"block"``
+            attends to all tokens of the ``token_budget // block_size`` best blocks. ``"auto"``: ``"token"``, or
+            ``"two_level"`` if ``num_blocks`` or ``lag=True`` asks for a choice of blocks.
         label_channels: channels kept per key in the label cache; even. ``None`` means half of the head dimension, but
             64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents).
         label_bits: 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units of
             their spread) or 16 (unquantised). A label of 4 bits takes ``label_channels / 2 + 4`` bytes.
-        channel_file: label channels made by ``hf-sparsekv calibrate``. ``None`` calibrates online on the
+        channel_file: label channels made by ``hf-sparsekv calibrate``. ``None``: channels are found on the
             prompt.
         channel_importance: how online calibration ranks channels: ``"spread"`` (root mean square of the queries times
             standard deviation of the keys), ``"max"`` (AsyncTLS: product of the largest magnitudes) or ``"mean"``
@@ -72,19 +68,17 @@ class TokenConfig(LabelConfig):
         }
     )
 
-    num_blocks: int | None = None
+    num_blocks: Positive | None = None
     level: Level = "auto"
     lag: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("level", self.level, LEVELS)
         require(
             self.mass is None or level(self) == "token",
             f"mass={self.mass} goes with level='token', not with a choice of blocks: give a token_budget instead",
         )
         if self.num_blocks is not None:
-            positive("num_blocks", self.num_blocks)
             holds = self.num_blocks * self.block_size
             require(
                 self.level not in ("auto", "two_level") or holds >= self.budget,
@@ -96,7 +90,6 @@ class TokenConfig(LabelConfig):
             f"level='block' attends to whole blocks: token_budget={self.budget} is less than one block of "
             f"{self.block_size} tokens",
         )
-        flag("lag", self.lag)
 
     @property
     def can_need(self) -> bool:

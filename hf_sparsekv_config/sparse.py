@@ -1,6 +1,6 @@
 """What a user chooses for every method, as frozen dataclasses that are checked when they are made.
 
-The options of one method are in a file beside it (:mod:`.policies`). A class lists in ``FREE`` the fields of its own
+The options of one method are in a file beside this one. A class lists in ``FREE`` the fields of its own
 that only later steps depend on: a saved cache may be loaded with others (:meth:`SparseCache.load`). Every other field
 must be as it was saved. ``PRESETS`` names settings that belong together (:meth:`SparseConfig.preset`); what each costs
 and finds is in docs/accuracy.md.
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from .option_checks import flag, flag_or_none, is_int, not_negative, positive, power_of_two, require, share
-from .option_names import Options, guess
+from .options import Count, Number, Options, Positive, Share, guess, require
 
 Config = TypeVar("Config", bound="SparseConfig")
+Bytes = Annotated[int, Number(0, unit="bytes")]
+FreeShare = Annotated[float, Number(0, 1, above=True, below=True, unit="share of free memory")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class SparseConfig(Options):
         max_draft: draft tokens that a ``crop()`` can take back without reopening a stored block (assisted and
             prompt-lookup decoding take back at most their draft length). A deeper crop is correct but slower. Passes
             of at most one token more, if they verify drafts, attend as decode steps do; longer ones to everything.
-        max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None`` lets the
-            storage grow in steps.
+        max_length: longest sequence (prompt and answer, in tokens) to reserve storage for. ``None``: the
+            storage grows in steps.
         dense_below: a decode step attends to everything while the layer's full blocks hold at most this many tokens,
             counted over all rows (batch x tokens a row, padding included). Recent tokens come on top. ``"auto"``: while
             that is measured or guessed to be as fast as selecting on this GPU (:mod:`hf_sparsekv.policies.crossover`;
@@ -52,29 +53,15 @@ class SparseConfig(Options):
     FREE: ClassVar[tuple[str, ...]] = ("dense_below", "max_length", "prefill", "prefill_below")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
-    block_size: int = 64
-    sinks: int = 4
-    window: int = 64
-    dense_layers: int = 1
-    max_draft: int = 16
-    max_length: int | None = None
-    dense_below: int | Literal["auto"] | None = "auto"
-    prefill: float | None = None
-    prefill_below: int = 16384  # at half of the blocks 16k gain 7 % of 521 ms, 8k 1 % (8B shape, H200)
-
-    def __post_init__(self) -> None:
-        power_of_two("block_size", self.block_size)
-        require(16 <= self.block_size <= 128, f"block_size must lie in [16, 128], got {self.block_size}")
-        for name in ("sinks", "window", "dense_layers", "max_draft"):
-            not_negative(name, getattr(self, name))
-        not_negative("prefill_below", self.prefill_below)
-        if self.prefill is not None:
-            share("prefill", self.prefill)
-        require(self.window >= 1, "window must be at least 1: the newest token is always attended")
-        if self.max_length is not None:
-            positive("max_length", self.max_length)
-        ok = self.dense_below in ("auto", None) or (is_int(self.dense_below) and self.dense_below >= 0)
-        require(ok, f"dense_below must be an integer >= 0, 'auto' or None, got {self.dense_below!r}")
+    block_size: Annotated[int, Literal[16, 32, 64, 128]] = 64
+    sinks: Count = 4
+    window: Positive = 64
+    dense_layers: Count = 1
+    max_draft: Count = 16
+    max_length: Positive | None = None
+    dense_below: Count | Literal["auto"] | None = "auto"
+    prefill: Share | None = None
+    prefill_below: Count = 16384  # at half of the blocks 16k gain 7 % of 521 ms, 8k 1 % (8B shape, H200)
 
     @classmethod
     def preset(cls: type[Config], name: str, **changes: Any) -> Config:
@@ -106,7 +93,7 @@ class SparseConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
+class OffloadConfig(Options):
     """Where full blocks live when a cache is offloaded.
 
     Args:
@@ -115,39 +102,23 @@ class OffloadConfig:
             it every step copies the selected tokens through the CPU.
         max_host_bytes: refuse to grow beyond this many bytes of host memory over all layers. ``None`` means 80 %
             of the machine's (or container's) memory.
-        device_pool: device memory for copies of chosen tokens or blocks: bytes (int), or a share of what is free when
+        device_pool: device memory for copies of chosen tokens or blocks. Bytes (int), or a share of what is free when
             decoding begins (float, below 1). ``None`` means eight times the tokens or four times the blocks that one
             step chooses, at most half of what is free. 0 means none: each step reads what it chooses in host memory.
             Any size gives the same tokens.
         keep_dense: blocks of the first, dense layers stay on the device: a step reads all of them, which takes long
             over the link. False: they go to host memory as well.
-        kv_dtype: of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, with a scale for the key and
-            one for the value of each token and KV head, which stay on the device (4 bytes); they become the model's
-            dtype again where they are read. Half the bytes in host memory and over the link of 16-bit KV; an entry's
-            error is at most 1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
+        kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, with a scale for the
+            key and one for the value of each token and KV head, which stay on the device (4 bytes); they become the
+            model's dtype again where they are read. Half the bytes in host memory and over the link of 16-bit KV; an
+            entry's error is at most 1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
     """
 
     pin_memory: bool | None = None
-    max_host_bytes: int | None = None
-    device_pool: int | float | None = None
+    max_host_bytes: Annotated[int, Number(1, unit="bytes")] | None = None
+    device_pool: Bytes | FreeShare | None = None
     keep_dense: bool = True
-    kv_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            self.kv_dtype in (None, "int8"),
-            f"kv_dtype must be 'int8', or None for the model's own dtype, got {self.kv_dtype!r} (float8 is not there: "
-            "as many bits, and a larger error)",
-        )
-        flag_or_none("pin_memory", self.pin_memory)
-        if self.max_host_bytes is not None:
-            positive("max_host_bytes", self.max_host_bytes)
-        flag("keep_dense", self.keep_dense)
-        pool = self.device_pool
-        require(
-            pool is None or (is_int(pool) and pool >= 0) or (isinstance(pool, float) and 0 < pool < 1),
-            f"device_pool must be bytes (an integer), a share of free memory (between 0 and 1) or None, got {pool!r}",
-        )
+    kv_dtype: Annotated[str, Literal["int8"]] | None = None
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
