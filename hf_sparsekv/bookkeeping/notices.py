@@ -36,6 +36,6 @@ class Notices:
             warnings.warn(
                 f"{self.name} chooses each layer's tokens by that layer's own query, in place: right, but "
                 "not hidden by the layer before, because nothing hands over what that expects. Call "
-                "optimize(model), or predict_ahead(model) for eager steps; predictor='own' is this without the warning",
+                "optimize(model), or predict_ahead(model) for eager steps; a TokenConfig is this without the warning",
                 stacklevel=3,
             )

@@ -17,9 +17,8 @@ import typer
 from hf_sparsekv_cli.checks import DENSE, coded, spell
 
 from ..config import OffloadConfig, SparseConfig
-from ..policies.ahead.predictive_config import BY_LAYER
+from ..policies.ahead.predictive_config import PREDICTORS
 from ..policies.registry import Method, called, methods
-from ..predictor.query import PREDICTORS
 
 CacheKind = Enum("CacheKind", {name: name for name in (*called(), DENSE)}, type=str)  # values of --cache
 
@@ -117,7 +116,7 @@ class CacheOptions:
     ] = None
     predictor: Annotated[
         str | None,
-        _field("predictor", f"Predictive: how queries are predicted: {', '.join((*BY_LAYER, *PREDICTORS))}."),
+        _field("predictor", f"Predictive: how queries are predicted: {', '.join(PREDICTORS)}."),
     ] = None
     start_length: Annotated[
         int | None, _field("start_length", "Predictive: attend to everything until so many tokens.")

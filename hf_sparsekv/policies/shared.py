@@ -24,8 +24,8 @@ class Shared:
         channels: label channels from a file, for methods that have labels.
         places: where the cache's memory is: the keys of ``cache.memory_bytes()``.
         saved_as: what files of saved caches call the policies; None: by their class.
-        foresight: what queries are expected from (:mod:`..attention.points`): ``"layer:in_delta"``, ``"layer:in"``, or
-            ``"layer"``, which is the last. None: none are.
+        foresight: what queries are expected from (:mod:`..attention.points`): ``"layer"`` or ``"layer:in_delta"``.
+            None: none are.
         rows_join: rows may come and go: what is chosen does not outlive its step.
         whole_tokens: a row of no more tokens attends to all of them, whoever decodes beside it.
     """

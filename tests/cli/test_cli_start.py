@@ -161,8 +161,8 @@ def test_an_unknown_command_is_told_at_once(args, line):
         (["plan", "x", "--context", "3k", "--gpu-memory", "80", "GiB"], "write sizes in one word, as 80GiB"),
         (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
         (
-            ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],
-            "(did you mean 'ridge'?), got",
+            ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "asembled"],
+            "(did you mean 'assembled'?), got",
         ),
         (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
         (["eval", "ruler", "x", "--families", "vtt"], "no family 'vtt' (did you mean 'vt'?)"),
@@ -259,7 +259,7 @@ WRONG = (
     + [("token", "block_size", value) for value in (0, 8, 24, 256)]
     + [("token", name, -1) for name in ("sinks", "window", "dense_layers")]
     + [("progressive", "mass", 2.0), ("progressive", "token_budget", 0)]
-    + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "ridg")]
+    + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "asembled")]
     + [("token", "preset", "fastest"), ("streaming", "preset", "fast"), ("streaming", "mass", 0.5)]
 )
 

@@ -93,9 +93,8 @@ def of_info(info) -> dict:
 
 def facts() -> dict:
     """Names that values of options are compared with."""
-    from hf_sparsekv.policies.ahead.predictive_config import BY_LAYER
+    from hf_sparsekv.policies.ahead.predictive_config import PREDICTORS
     from hf_sparsekv.policies.registry import called
-    from hf_sparsekv.predictor.query import PREDICTORS
     from hf_sparsekv_eval import long_tasks, longbench, ruler, ruler_paper, ruler_probe, whole_table
     from hf_sparsekv_eval.cache_specs import known
 
@@ -116,7 +115,7 @@ def facts() -> dict:
             for name, (method, _) in known().items()
             if _ours(method)
         },
-        "predictors": [*BY_LAYER, *PREDICTORS],
+        "predictors": list(PREDICTORS),
         "families": list(ruler.FAMILIES),
         "probe families": list(ruler_probe.FAMILIES),
         "paper families": list(ruler_paper.FAMILIES),

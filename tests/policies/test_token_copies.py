@@ -17,8 +17,8 @@ BUDGET = {"token_budget": 32}
 METHODS = {
     "two_level": lambda offload: two_level(offload, level="token", lag=False, **BUDGET),
     "progressive": lambda offload: progressive(offload, mass=0.5),
-    "predictive": lambda offload: predictive(offload, predictor="own", **BUDGET),
-    "ahead": lambda offload: predictive(offload, predictor="assembled_ridge", **BUDGET),
+    "predictive": lambda offload: predictive(offload, **BUDGET),
+    "ahead": lambda offload: predictive(offload, predictor="assembled", **BUDGET),
 }
 ROOM = 2 * 2 * 32 * (2 * 16 * 4 + 8)  # bytes of a layer for 32 tokens of each row and KV head
 

@@ -95,8 +95,5 @@ def room_for(config: PredictiveConfig) -> int:
 def ids_bytes(request: Request) -> int:
     """Bytes of the ids of chosen tokens, all layers."""
     config = request.config
-    if config.threshold is None:
-        room = room_for(config)
-    else:  # those of the same step are not kept
-        room = 0 if config.by_layer else request.table * config.block_size + 1
+    room = room_for(config) if config.threshold is None else 0  # by need they are not kept
     return sum(request.batch * each.heads * room * 4 for each in request.layers)

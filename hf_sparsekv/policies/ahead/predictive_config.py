@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
 from ...option_checks import flag, not_negative, one_of, require
-from ...predictor.query import EPSILON, PREDICTOR, PREDICTORS, WINDOW, Predict, check_predictor
 from ..label_config import FIXED, LabelConfig
 
-# Predictions within a step, by the layer before; and none: each layer's own query.
-BY_LAYER = ("layer", "layer:in_delta", "layer:in", "own")
+EARLIER = "assembled"  # AsyncSpade's; the others expect a query within the step, by the layer before
+PREDICTORS = ("layer", "layer:in_delta", EARLIER)
 
 
 def _is_device(name: object) -> bool:
@@ -32,18 +32,15 @@ class PredictiveConfig(LabelConfig):
     Source: AsyncSpade, section 4.
 
     Args:
-        token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query. A
-            second device chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
+        token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query.
+            ``"assembled"`` chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose.
-            ``"layer:in_delta"``, a little more right, adds what the layer added to the residual stream for the row's
-            last token (4 to 7 % more for a step). It takes hooks, which ``optimize()`` or
-            :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by
-            their own query, in place, as all do with ``"own"``. From queries of earlier steps, much less right
-            (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
-            (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
-            ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
-        predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
+            from its input, which leaves a whole layer's time to choose. ``"layer:in_delta"``, a little more right, adds
+            what the layer added to the residual stream for the row's last token (4 to 7 % more for a step). Both take
+            hooks, which ``optimize()`` or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query
+            choose by their own query, in place. ``"assembled"`` (AsyncSpade), much less right
+            (docs/studies/predicted-queries.md): regressions on the queries of earlier steps. ``None``: ``"layer"``;
+            ``"assembled"`` with a second device, where a query of the same step would come too late.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, the same GPU, beside its computation;
             ``"host"``, host memory (as with an :class:`OffloadConfig`): the GPU chooses by labels and copies what is
@@ -57,33 +54,29 @@ class PredictiveConfig(LabelConfig):
             little (docs/studies/settings.md).
     """
 
-    FREE = ("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank")
+    FREE = ("predictor", "start_length", "cache_rank")
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
             "accurate": {"mass": 0.95, "predictor": "layer:in_delta"},
-            "paper": {"token_budget": FIXED, "predictor": "assembled", "tail": None},
+            "paper": {"token_budget": FIXED, "predictor": EARLIER, "tail": None},
         }
     )
 
     dense_layers: int = 2
-    predictor: str | Predict | None = None
-    predictor_window: int = WINDOW
-    predictor_epsilon: float = EPSILON
+    predictor: Literal["layer", "layer:in_delta", "assembled"] | None = None
     start_length: int = 0
     cache_rank: str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.predictor, str):
-            one_of("predictor", self.predictor, (*BY_LAYER, *PREDICTORS))
-        own = PREDICTOR if self.predictor is None or self.by_layer else self.predictor
-        check_predictor(own, self.predictor_window, self.predictor_epsilon)
+        if self.predictor is not None:
+            one_of("predictor", self.predictor, PREDICTORS)
         require(
             self.cache_rank in (None, "stream", "host") or self.predictor is None or not self.by_layer,
             f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
-            f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
+            f"predictor out, which takes {EARLIER!r} there, or leave cache_rank out",
         )
         not_negative("start_length", self.start_length)
         require(
@@ -96,16 +89,16 @@ class PredictiveConfig(LabelConfig):
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
         require(
-            not on_second_device(self) or self.mass is None,
-            f"mass={self.mass} chooses where the blocks are read, which cache_rank={self.cache_rank!r} cannot: give a "
-            "token_budget instead, or leave cache_rank out",
+            self.by_layer or self.mass is None,
+            f"mass={self.mass} is for queries that the layer before expects, not for predictor={EARLIER!r} or a second "
+            "device: give a token_budget instead",
         )
         flag("strict", self.strict)
 
     @property
     def can_need(self) -> bool:
-        """Tokens can be chosen by need: on the same device."""
-        return not on_second_device(self)
+        """Tokens can be chosen by need: for queries of the same step."""
+        return self.by_layer
 
     @property
     def means(self) -> bool:
@@ -113,16 +106,14 @@ class PredictiveConfig(LabelConfig):
         return self.tail is not None and not on_second_device(self)
 
     @property
-    def prediction(self) -> str | Predict:
+    def prediction(self) -> str:
         """What :attr:`predictor` stands for."""
-        if self.predictor is not None:
-            return self.predictor
-        return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR
+        return self.predictor or (EARLIER if on_second_device(self) else "layer")
 
     @property
     def by_layer(self) -> bool:
-        """Queries are expected within a step, or not at all: nothing of earlier steps is needed."""
-        return isinstance(self.prediction, str) and self.prediction in BY_LAYER
+        """Queries are expected within a step: nothing of earlier steps is needed."""
+        return self.prediction != EARLIER
 
 
 def on_second_device(config: PredictiveConfig) -> bool:
