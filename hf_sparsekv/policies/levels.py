@@ -8,7 +8,6 @@ from .base import Policy
 from .block_bounds import bounds_bytes
 from .blocks import BlockPolicy
 from .by_need import expected
-from .by_need_policy import ByNeedPolicy
 from .device_tokens import add_device_tokens
 from .label_config import LabelConfig, whole_tokens
 from .label_index import label_bytes
@@ -17,7 +16,7 @@ from .progressive_config import ProgressiveConfig
 from .registry import register
 from .shared import Labelled
 from .token_config import TokenConfig, lags, level, selection
-from .top_k import TopKPolicy
+from .token_policy import TokenPolicy
 
 
 class Levels(Labelled):
@@ -28,8 +27,6 @@ class Levels(Labelled):
     def __init__(self, policy: type[Policy], config: LabelConfig, offload: OffloadConfig | None) -> None:
         if _level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
-        elif config.threshold is None:
-            policy = TopKPolicy
         super().__init__(policy, config, offload)
         self.rows_join = not lags(config)
 
@@ -81,7 +78,7 @@ register(
     aliases=("two_level",),
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
     shared=Levels,
-)(ByNeedPolicy)
+)(TokenPolicy)
 
 register(
     "progressive",
@@ -89,4 +86,4 @@ register(
     about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("mass", 0.5, 1.0),
     shared=Levels,
-)(ByNeedPolicy)
+)(TokenPolicy)

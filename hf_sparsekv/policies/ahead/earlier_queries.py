@@ -85,12 +85,8 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
         return self.attend_to(q, self.ids, store, params, plan.paged)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        super().account(q, store, plan, tally)
-        if plan.ahead:  # after what the step has sealed
-            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks + tally.sealed)
-        if not plan.dense:
-            store.count_means(tally)
+    def labels_scored(self, plan: Plan, tally: Tally) -> int:
+        return tally.blocks + tally.sealed if plan.ahead else 0  # after what the step has sealed
 
     # ------------------------------------------------------------------ the next step
 

@@ -104,10 +104,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        if self.need is None:
-            ids, used = self.best_tokens(q, rows), None
-        else:
-            ids, used, *_ = self.need.select(q, rows, self.labels, params)
+        ids, used = self.tokens_for(q, rows, params)
         return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
 
     def _choose_for(self, q: Tensor, store: LayerStore, stored: Tensor | None = None) -> None:
@@ -123,12 +120,6 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         if self.bring(ids, store, used):
             assert self.tokens is not None
             self._places = self.tokens.locate(ids, store, used)
-
-    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        super().account(q, store, plan, tally)
-        if not plan.dense:
-            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
-            store.count_means(tally)
 
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
