@@ -33,14 +33,17 @@ class LabelledPolicy(Policy):
     """State: the label channels; with blocks in host memory, copies of chosen tokens on the device.
 
     Attributes:
+        need: how many tokens a step attends to, where that is not fixed.
         copies_tokens: such copies are kept, where there is device memory for them.
         whole_tokens: so many tokens in full blocks are all attended to.
     """
 
     method: str  # its name in the table of crossovers
     HOST: ClassVar = {"_taken": None}  # tokens, and how many count or None: from a step's attention to its end
+    PARTS: ClassVar = ("need",)
     OWN: ClassVar[tuple[str, ...]] = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
+    need: ByNeed | None
     _taken: tuple[Tensor, Tensor | None] | None
 
     def __init__(
