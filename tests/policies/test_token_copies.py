@@ -13,6 +13,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.policies.device_tokens import DeviceTokens
 
+pytestmark = pytest.mark.filterwarnings("ignore:AsyncPredictiveCache chooses")  # by each layer's own query
 BUDGET = {"token_budget": 32}
 METHODS = {
     "two_level": lambda offload: two_level(offload, level="token", lag=False, **BUDGET),
