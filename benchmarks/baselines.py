@@ -72,11 +72,6 @@ class Variant:
 
 _BUDGET = {"token_budget": 1024}
 _TWO_LEVEL = {**_BUDGET, "num_blocks": 128, "level": "two_level", "tail": None}
-_PREDICTED = {
-    "": "tokens chosen for a query of the layer before: its input",
-    "layer:in": "tokens chosen for a query of the layer before: its input",
-    "own": "tokens chosen for the layer's own query, in place",
-}
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -114,14 +109,17 @@ VARIANTS = {
             for how in ("", ":eager")
             for threshold in (0.9, 0.95, 0.98)
         ),
-        *(
-            Variant(
-                f"predictive{f':{predictor}' * bool(predictor)}",
-                _PREDICTED.get(predictor, "tokens chosen for a query predicted by earlier steps"),
-                settings={"token_budget": 1024, **({"predictor": predictor} if predictor else {})},
-                config=PredictiveConfig,
-            )
-            for predictor in ("", "layer:in", "own", "last", "ridge", "assembled", "assembled_ridge")
+        Variant(
+            "predictive",
+            "tokens chosen for a query of the layer before: its input",
+            settings=_BUDGET,
+            config=PredictiveConfig,
+        ),
+        Variant(
+            "predictive:assembled",
+            "tokens chosen for a query predicted by earlier steps",
+            settings={**_BUDGET, "predictor": "assembled"},
+            config=PredictiveConfig,
         ),
         *(
             Variant(

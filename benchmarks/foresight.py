@@ -12,7 +12,7 @@ from hf_sparsekv.cache import SparseCache
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.ops.selection.topk_select import token_select
 from hf_sparsekv.policies.ahead.layer_ahead import LayerAheadPolicy
-from hf_sparsekv.policies.top_k import TopKPolicy
+from hf_sparsekv.policies.token_policy import TokenPolicy
 from hf_sparsekv_config.labels import FIXED
 from hf_sparsekv_config.sparse import SparseConfig
 
@@ -31,9 +31,9 @@ def selection_of(cache: SparseCache) -> Selection | None:
     """
     config = cache.config
     for policy in (layer.policy for layer in cache.sparse_layers):
-        if isinstance(policy, LayerAheadPolicy) and policy.foresight is not None:
+        if isinstance(policy, LayerAheadPolicy):
             return Selection(nominal(config), place_of(cache.foresight), config)
-        if isinstance(policy, TopKPolicy) and policy.fetches:
+        if isinstance(policy, TokenPolicy) and policy.need is None and policy.fetches:
             return Selection(config.budget, None, config)
     return None
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, get_args
 
 from .labels import FIXED, LabelConfig
-from .options import Count, Number, require
+from .options import Count, require
 
-# Predictions within a step, by the layer before; and none: each layer's own query.
-ByLayer = Literal["layer", "layer:in_delta", "layer:in", "own"]
-# Predictions from earlier steps' queries. Measured on the small real model: docs/studies/predicted-queries.md.
-EarlierQueries = Literal["last", "ridge", "ridge_softmax", "assembled", "assembled_ridge"]
-BY_LAYER, PREDICTORS = get_args(ByLayer), get_args(EarlierQueries)
-PREDICTOR = "assembled_ridge"
-WINDOW, EPSILON = 16, 0.1
-MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
-MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
-
-Window = Annotated[int, Number(1, MAX_WINDOW)]
-Epsilon = Annotated[float, Number(MIN_EPSILON)]
-
-
-@runtime_checkable
-class Predictor(Protocol):
-    """A predictor that is made already, see :mod:`hf_sparsekv.predictor.query`."""
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any: ...
+EARLIER = "assembled"  # AsyncSpade's; the others expect a query within the step, by the layer before
+QueryPredictor = Literal["layer", "layer:in_delta", "assembled"]
+PREDICTORS = get_args(QueryPredictor)
 
 
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|xla|npu|mtia|meta)(:\d+)?"
@@ -42,18 +25,15 @@ class PredictiveConfig(LabelConfig):
     Source: AsyncSpade, section 4.
 
     Args:
-        token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query. A
-            second device chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
+        token_budget, mass: as in :class:`TokenConfig`, with the masses that are estimated for the expected query.
+            ``"assembled"`` chooses a fixed number, 1,024 if ``token_budget`` is ``None``.
         predictor: how a query is known before it is there. ``"layer"``: the layer before expects it in the same step,
-            from its input (``"layer:in"``, the same as ``"layer"``), which leaves a whole layer's time to choose.
-            ``"layer:in_delta"``, a little more right, adds what the layer added to the residual stream for the row's
-            last token (4 to 7 % more for a step). It takes hooks, which ``optimize()`` or
-            :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query choose by
-            their own query, in place, as all do with ``"own"``. From queries of earlier steps, much less right
-            (docs/studies/predicted-queries.md): ``"last"``, ``"ridge"``, ``"ridge_softmax"``, ``"assembled"``
-            (AsyncSpade), ``"assembled_ridge"``, or a function; see :mod:`hf_sparsekv.predictor.query`. ``None``:
-            ``"layer"``; ``"assembled_ridge"`` with a second device, where a query of the same step would come too late.
-        predictor_window, predictor_epsilon: of the regressions on earlier steps: predecessors, strength of the ridge.
+            from its input, which leaves a whole layer's time to choose. ``"layer:in_delta"``, a little more right, adds
+            what the layer added to the residual stream for the row's last token (4 to 7 % more for a step). Both take
+            hooks, which ``optimize()`` or :func:`hf_sparsekv.predict_ahead` installs. Layers without a foreseen query
+            choose by their own query, in place. ``"assembled"`` (AsyncSpade), much less right
+            (docs/studies/predicted-queries.md): regressions on the queries of earlier steps. ``None``: ``"layer"``;
+            ``"assembled"`` with a second device, where a query of the same step would come too late.
         start_length: attend to everything until so many tokens are cached, and then to the end of the block.
         cache_rank: who chooses and where the blocks live: ``"stream"``, ``"host"``, or a second device (``"cuda:1"``).
             ``"stream"`` is the same GPU, beside its computation. ``"host"`` is host memory, as with an
@@ -68,19 +48,17 @@ class PredictiveConfig(LabelConfig):
             little (docs/studies/settings.md).
     """
 
-    FREE = ("predictor", "predictor_window", "predictor_epsilon", "start_length", "cache_rank")
+    FREE = ("predictor", "start_length", "cache_rank")
     PRESETS = MappingProxyType(
         {
             "fast": {"mass": 0.75},
             "accurate": {"mass": 0.95, "predictor": "layer:in_delta"},
-            "paper": {"token_budget": FIXED, "predictor": "assembled", "tail": None},
+            "paper": {"token_budget": FIXED, "predictor": EARLIER, "tail": None},
         }
     )
 
     dense_layers: int = 2
-    predictor: Annotated[str, ByLayer | EarlierQueries] | Callable[..., Any] | Predictor | None = None
-    predictor_window: Window = WINDOW
-    predictor_epsilon: Epsilon = EPSILON
+    predictor: QueryPredictor | None = None
     start_length: Count = 0
     cache_rank: str | None = None
     strict: bool = False
@@ -90,7 +68,7 @@ class PredictiveConfig(LabelConfig):
         require(
             self.cache_rank in (None, "stream", "host") or self.predictor is None or not self.by_layer,
             f"predictor={self.predictor!r} chooses within a step, which cache_rank={self.cache_rank!r} cannot: leave "
-            f"predictor out, which takes {PREDICTOR!r} there, or leave cache_rank out",
+            f"predictor out, which takes {EARLIER!r} there, or leave cache_rank out",
         )
         require(
             self.cache_rank in (None, "stream", "host") or re.fullmatch(DEVICE, self.cache_rank) is not None,
@@ -102,15 +80,15 @@ class PredictiveConfig(LabelConfig):
             f"quick: leave dense_below={self.dense_below!r} out (start_length says from where on to select)",
         )
         require(
-            not on_second_device(self) or self.mass is None,
-            f"mass={self.mass} chooses where the blocks are read, which cache_rank={self.cache_rank!r} cannot: give a "
-            "token_budget instead, or leave cache_rank out",
+            self.by_layer or self.mass is None,
+            f"mass={self.mass} is for queries that the layer before expects, not for predictor={EARLIER!r} or a second "
+            "device: give a token_budget instead",
         )
 
     @property
     def can_need(self) -> bool:
-        """Tokens can be chosen by need: on the same device."""
-        return not on_second_device(self)
+        """Tokens can be chosen by need: for queries of the same step."""
+        return self.by_layer
 
     @property
     def means(self) -> bool:
@@ -118,16 +96,14 @@ class PredictiveConfig(LabelConfig):
         return self.tail is not None and not on_second_device(self)
 
     @property
-    def prediction(self) -> str | Callable[..., Any] | Predictor:
+    def prediction(self) -> str:
         """What :attr:`predictor` stands for."""
-        if self.predictor is not None:
-            return self.predictor
-        return "layer" if self.cache_rank in (None, "stream", "host") else PREDICTOR
+        return self.predictor or (EARLIER if on_second_device(self) else "layer")
 
     @property
     def by_layer(self) -> bool:
-        """Queries are expected within a step, or not at all: nothing of earlier steps is needed."""
-        return isinstance(self.prediction, str) and self.prediction in BY_LAYER
+        """Queries are expected within a step: nothing of earlier steps is needed."""
+        return self.prediction != EARLIER
 
 
 def on_second_device(config: PredictiveConfig) -> bool:

@@ -85,7 +85,7 @@ class Point:
 
 
 def place(foresight: str) -> str:
-    """Where a cache wants the stream to be read; ``"layer"`` needs no state and leaves a whole layer's time."""
+    """Where a cache wants the stream to be read: ``"in"``, or ``"in_delta"``."""
     return foresight.partition(":")[2] or "in"
 
 

@@ -25,9 +25,8 @@ GRID = ((4, 2048), (16, 2048), (1, 4096), (4, 4096), (16, 4096), (1, 8192), (4, 
 GRID += ((1, 12288), (1, 16384), (4, 16384), (1, 32768))
 SECONDS = 60  # no further shape is begun then
 REPLAYS = 10
-BLOCKS = TokenConfig(level="two_level", num_blocks=128)
 # Few enough blocks for the coarse level to be left out: such a step scores the labels of every token.
-FEW = replace(BLOCKS, num_blocks=16)
+FEW = TokenConfig(level="two_level", num_blocks=16)
 
 
 def calibrate_device(
@@ -98,7 +97,7 @@ def measure(
     progress=lambda text: None,
 ) -> list[Timing]:
     """Captured steps of one layer, dense and with each method; shapes that do not fit the GPU are left out."""
-    from ..tuning.layer_step import VERIFIED, Shape
+    from ..tuning.layer_step import BLOCKS, VERIFIED, Shape
 
     began, timings = time.perf_counter(), []
     for batch, context in grid:
@@ -106,10 +105,10 @@ def measure(
             note(f"{SECONDS} s have passed: the rest is not measured")
             break
         progress(f"measuring {batch} x {context:,}")
-        shape = Shape(batch, context, q_heads, heads, dim, dtype, BLOCKS)
+        shape = Shape(batch, context, q_heads, heads, dim, dtype)
         coarse = shape.full_blocks > BLOCKS.coarse_blocks
         if not coarse:
-            shape = Shape(batch, context, q_heads, heads, dim, dtype, FEW)
+            shape = replace(shape, config=FEW)
         try:
             times = _times(shape, device, coarse)
         except torch.OutOfMemoryError:

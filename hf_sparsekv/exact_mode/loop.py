@@ -30,7 +30,7 @@ from .lookup import found_before
 from .pace import Pace
 from .paces import Paces
 from .ragged import Ragged, can_be_ragged
-from .text import Text, Until
+from .text import Text, Until, Verified
 
 CAPTURES = 0.2  # seconds: of a sparse step and of a verification, in a cache that has none yet (.1 each on an H200)
 
@@ -196,7 +196,7 @@ class Loop:
         if not (drafts or self.choice.sample):
             sound.fill_(True)  # generate()'s own loop takes the first token then
         self._told, self._streaming = 0, 0.0
-        added = text.add(ids[:, had:], torch.stack(tokens, dim=1), scores, logits, sound, self._tell)
+        added = text.add(Verified(ids[:, had:], torch.stack(tokens, dim=1), scores, logits, sound), self._tell)
         text.take_back(cache)
         self.choice.keep(added.tokens - self._told)
         if drafts:

@@ -5,7 +5,6 @@ Apart from the loop because it sees times and counts only.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -15,24 +14,17 @@ from typing import NamedTuple
 from ..cuda_graph.inputs import draft_width
 from .text import Added
 
-_FIRST = 3  # most drafts of a trial's rounds: with the token before them they fill the smallest graph
-_MEASURED = 5  # dense steps before drafts are thought of, if nothing is known of these
-_SOON, _LONGEST = 8, 512  # most dense steps at a time: if they were measured once, and later
+_FIRST = 3  # drafts of a trial: with the token before them they fill the smallest graph
+_MEASURED, _LONGEST = 4, 512  # dense steps that are measured before drafts are thought of, and most of them at a time
+_FEW = 8  # while little is known: dense steps at a time, rounds to the next ones, drafts of the text before wider ones
+_AFTER = 128  # rounds after which dense steps are measured again
 _KEEPS = 0.95  # weight of earlier rounds in the acceptance, each round
-_GAIN = 1.02  # of drafting over dense steps, below which it is not worth its scatter
-_CLEAR = 1.05  # with which drafts begin at once
-_NEW_WIDTH = 1.05  # of a number of drafts whose verification has never run, which has to be captured, over others
 _USUAL, _WEIGHT = 0.93, 2.0  # acceptance before a draft was tried, and as many drafts as it counts for
-_HOPED = 0.97  # acceptance at which drafts that do not pay even then are tried rarely
-_RARELY = 3.0  # times the seconds that another trial would need
-_WORTH = 1.25  # times the price of captures that drafts have to save in a text of the most tokens
-_BET, _SEEN = 1.0, 20.0  # dense steps whose time drafting may lose since it began, before so many drafts were tried
-_TWICE = 2  # rounds in a row that have to look like a loss before drafting ends
-_AGAIN = 4  # dense steps that are measured again while drafts pay,
-_AFTER = 8, 128  # after so many rounds: if they were measured once, and later
-_SURE = 8.0  # drafts of the text itself that were tried, before it may be worth to capture wider verifications
+_SEEN = 20.0  # drafts that were tried, before which drafting ends once it has lost a dense step
+_CLEAR = 1.05  # gain with which drafts begin at once, and by which a verification that never ran has to be better
+_HOPED, _RARELY = 0.96, 3.0  # acceptance at which drafts that do not pay even then wait so many times as long
 _LOSES = 0.02  # share of the time of dense steps that trials may lose
-_BACKS_OFF = 8.0  # divisor of that share after several trials that lost
+_BACKS_OFF = 8.0  # most times that this share is divided by, after trials that lost
 
 
 class Expected(NamedTuple):
@@ -205,8 +197,8 @@ class Pace:
             if (drafts := self._on(best, gain)) is not None:
                 return drafts
         elif gain > _CLEAR and (self.expected is not None or self._ran(best)):
-            saves = math.inf if room is None else (1 - 1 / gain) * dense * room
-            if saves >= _WORTH * price:
+            saves = price if room is None else (1 - 1 / gain) * dense * room
+            if saves >= price:
                 return self._begin(best)
         short = self._stake() + price - self.luck.allowed
         if short <= 0 and tries:
@@ -215,7 +207,7 @@ class Pace:
                 known.measure_again()  # something else may have made them long
             return self._begin(min(best, _FIRST))
         steps = int(max(0.0, short) * self.luck.backs_off / (_LOSES * dense)) + 1
-        return Next(0, min(max(steps, _AGAIN), _LONGEST if len(self.dense.latest) > 1 else _SOON))
+        return Next(0, min(max(steps, _MEASURED), _LONGEST if len(self.dense.latest) > 1 else _FEW))
 
     def _begin(self, drafts: int) -> Next:
         self.drafting, self._doubts, self._rounds, self._lost = True, 0, 0, 0.0
@@ -224,18 +216,17 @@ class Pace:
     def _on(self, best: int, gain: float) -> Next | None:
         """Go on drafting, with these drafts and the gain that they promise; None: drafting is over."""
         assert self.dense.usual is not None
-        if self._lost > _BET * self.dense.usual and self.luck.tried < _SEEN:
-            self._doubts = _TWICE
-        elif gain > _GAIN:
+        lost = self._lost > self.dense.usual and self.luck.tried < _SEEN
+        if gain > 1 and not lost:
             self._doubts = 0
             if self._ran(best):
                 self.luck.backs_off = 1.0
-            if self._rounds < _AFTER[len(self.dense.latest) > 1]:
+            if self._rounds < (_AFTER if len(self.dense.latest) > 1 else _FEW):
                 return Next(best)
             self._rounds = 0
-            return Next(0, _AGAIN)
+            return Next(0, _MEASURED)
         self._doubts += 1
-        if self._doubts < _TWICE:
+        if self._doubts < 2 and not lost:  # a single measurement may be far off
             return Next(min(best, _FIRST))
         self.drafting = False
         self.luck.lost(self._lost)
@@ -248,14 +239,14 @@ class Pace:
         if self.expected is None and not self._ran(drafts):
             return 0.0  # nothing is known here: tried at once
         hoped = max(self._rates(_HOPED, least=True).values())
-        return (self._round(drafts, least=True) - dense) * (1.0 if hoped * dense > _GAIN else _RARELY)
+        return (self._round(drafts, least=True) - dense) * (1.0 if hoped * dense > 1 else _RARELY)
 
     def beside(self) -> int:
         """Drafts of a round if there has to be one, as others need its sparse steps anyway."""
         if self.dense.usual is None and not self._ran(min(_FIRST, self.most)):
             return min(_FIRST, self.most)
         rates = self._rates(self.acceptance)
-        return max(rates, key=lambda n: rates[n] / (1.0 if self._ran(n) else _NEW_WIDTH))
+        return max(rates, key=lambda n: rates[n] / (1.0 if self._ran(n) else _CLEAR))
 
     # ------------------------------------------------------------------ drafts of the text itself
 
@@ -267,7 +258,7 @@ class Pace:
         """How many of the drafts ``found`` in the text to verify; 0: a round with ``drafts`` of steps gives more."""
         accepts = (self.luck.found + 0.8) / (self.luck.looked + 1.0)
         rates = self._rates(accepts, draft=0.0)
-        tries = [n for n in range(1, min(found, self.most) + 1) if self.luck.looked > _SURE or self._ran(n)]
+        tries = [n for n in range(1, min(found, self.most) + 1) if self.luck.looked > _FEW or self._ran(n)]
         best = max(tries, key=lambda n: rates[n], default=0)
         return best if best and rates[best] > self.rate(drafts) else 0
 

@@ -18,7 +18,7 @@ from ..cache import SparseCache
 from ..layers.sparse_layer import SparseLayer
 from ..layers.together import keep_tokens
 from ..tensors import sent
-from .text import Added, Text, Until, agreed, of_transformers
+from .text import Added, Text, Until, Verified, agreed, of_transformers
 
 # They look at the logits of a token only.
 _OF_LOGITS = {
@@ -112,16 +112,9 @@ class Ragged(Text):
         self._grow(new, [n] * len(new), [[one[row] for one in done] for row in range(len(new))])
         return n
 
-    def add(
-        self,
-        drafted: Tensor,
-        chosen: Tensor,
-        scores: list[Tensor],
-        logits: list[Tensor],
-        sound: Tensor,
-        told: Callable[[Tensor], None],
-    ) -> Added:
+    def add(self, verified: Verified, told: Callable[[Tensor], None]) -> Added:
         """As :meth:`.text.Text.add`, for each row; ``told`` is not called."""
+        drafted, chosen, sound = verified.drafted, verified.chosen, verified.sound
         n, before = self.ids.shape[1], self._least
         ids = torch.cat((self.ids, chosen), dim=1)
         done = [self.criteria(ids[:, : n + i + 1], None).long() for i in range(chosen.shape[1])]

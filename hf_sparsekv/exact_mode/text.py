@@ -28,6 +28,23 @@ def agreed(drafted: Tensor, chosen: Tensor) -> Tensor:
     return (drafted == chosen[:, :-1]).long().cumprod(1).sum(1)
 
 
+class Verified(NamedTuple):
+    """A round of ``k`` drafts that a pass has looked at.
+
+    Args:
+        drafted: ``[batch, k]``.
+        chosen: ``[batch, k + 1]``, the tokens after the text and after each draft.
+        scores, logits: of each chosen token.
+        sound: bool ``[batch, k + 1]``, the token's logits are a distribution. The first that are not end the round.
+    """
+
+    drafted: Tensor
+    chosen: Tensor
+    scores: list[Tensor]
+    logits: list[Tensor]
+    sound: Tensor
+
+
 class Added(NamedTuple):
     """What a round has added.
 
@@ -161,24 +178,13 @@ class Text:
         self._end(until.done[-1])
         return added
 
-    def add(
-        self,
-        drafted: Tensor,
-        chosen: Tensor,
-        scores: list[Tensor],
-        logits: list[Tensor],
-        sound: Tensor,
-        told: Callable[[Tensor], None],
-    ) -> Added:
-        """Add tokens ``chosen [batch, k + 1]`` up to the first after a draft that was not, or that ends a row.
+    def add(self, verified: Verified, told: Callable[[Tensor], None]) -> Added:
+        """Add chosen tokens up to the first after a draft that was not, or that ends a row.
 
-        What comes after the end of a row depends on it. Waits for the device.
-
-        Args:
-            drafted: ``[batch, k]``. scores, logits: of each chosen token.
-            sound: bool ``[batch, k + 1]``, the token's logits are a distribution. The first that are not end the round.
-            told: is called with each new token ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
+        What comes after the end of a row depends on it. Waits for the device. ``told`` is called with each new token
+        ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
         """
+        drafted, chosen, scores, logits, sound = verified
         n, done = self.ids.shape[1], []
         ids, right = torch.cat((self.ids, chosen), dim=1), agreed(drafted, chosen).min()
         limits = torch.stack((right + 1, sound.all(0).long().cumprod(0).sum()))

@@ -38,7 +38,7 @@ BYPASSED = (
 OWN_QUERIES = (
     "{cache} chooses each layer's tokens by that layer's own query, in place: right, but not hidden by the layer "
     "before, because nothing hands over what that expects. Call optimize(model), or predict_ahead(model) for eager "
-    "steps; predictor='own' is this without the warning"
+    "steps; a TokenConfig is this without the warning"
 )
 
 

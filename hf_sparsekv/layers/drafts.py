@@ -31,7 +31,11 @@ def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
     """
     if store.table_of_rows.exactness.counts is not None:
         return True
-    return policy.drafts != "exact" and not plan_of(store, policy).dense and policy.drafts_read_less(new, store)
+    if policy.drafts == "exact" or plan_of(store, policy).dense:
+        return False
+    # Exact attention reads all once. Where chosen tokens have copies on the device, what is read in host memory is what
+    # any of the drafts chooses: always less.
+    return policy.tokens is not None or new * policy.config.budget < store.full_blocks * store.block_size
 
 
 def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:

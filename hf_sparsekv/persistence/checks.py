@@ -14,6 +14,7 @@ from ..kv.store import ring_tokens
 from ..layers.cache_state import CacheState
 from ..layers.sparse_layer import SparseLayer
 from ..offload.host_limit import readable
+from ..policies.ahead.query_ring import SLOTS
 from ..policies.registry import method_of
 from ..predictor.channels import are_norms
 from .configuration import keeps_queries
@@ -56,7 +57,7 @@ def _sparse_fits(layer: SparseLayer, record: Layer, sealed: list[int], length: b
         "stats_tokens": tokens is None or (labels is not None and tokens < config.calibration_tokens),
         "query_heads": (heads is not None) == bool(tokens) and (heads or 0) % record.heads == 0,
         "ring": (record.ring is not None) == (queries and "queries" in policy.file_names())
-        and (record.ring is None or record.ring[0] % record.heads == 0),
+        and (record.ring is None or (record.ring[0] % record.heads == 0 and record.ring[1] == SLOTS)),
         **{name: getattr(record, name) is None or name in policy.file_names() for name in ("previous", "chosen")},
     }
 

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from hf_sparsekv_config.predictive import BY_LAYER
+from hf_sparsekv_config.predictive import EARLIER
 from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
 from ..layers.cache_state import CacheState
 from ..predictor.channels import LabelChannels
 from .container import Reader, damaged
 
-_DEFAULT = "default"  # a predictor that was not given
-
 
 def config_fields(config: SparseConfig) -> dict:
-    """The configuration as JSON values. Its predictor is None if it is a user's object, ``_DEFAULT`` if it is None."""
-    found = {field.name: getattr(config, field.name) for field in fields(config)}
-    if "predictor" in found and not isinstance(found["predictor"], str):
-        found["predictor"] = _DEFAULT if found["predictor"] is None else None
-    return found
+    """The configuration as JSON values."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def empty_cache(
@@ -33,15 +28,8 @@ def empty_cache(
     offload: OffloadConfig | None,
 ) -> CacheState:
     """A cache without layers, of the saved configuration or of ``config`` if that agrees."""
-    named = dict(file.state["config"])
     try:
-        if named.get("predictor", "") is None:
-            if config is None:
-                raise ValueError("it was saved with a predictor of the user's own, which no file holds: pass config")
-            del named["predictor"]
-        elif named.get("predictor") == _DEFAULT:
-            named["predictor"] = None
-        saved = saved_as(**named)
+        saved = saved_as(**file.state["config"])
         if getattr(saved, "cache_rank", None) not in (None, "stream", "host"):
             raise ValueError(f"cache_rank is {saved.cache_rank!r}, and caches of a second device are not saved")
         if (getattr(saved, "channel_file", None) is None) != (file.state["channel_file"] is None):
@@ -84,5 +72,5 @@ def free_fields(config: type[SparseConfig]) -> list[str]:
 
 
 def keeps_queries(file: Reader) -> bool:
-    """Whether the predictor of the saved cache records the queries of its steps."""
-    return file.state["config"].get("predictor") not in (_DEFAULT, *BY_LAYER)
+    """Whether the predictor of the saved cache keeps the queries of its steps."""
+    return file.state["config"].get("predictor") == EARLIER

@@ -19,7 +19,6 @@ from .plan import DENSE, Plan
 
 if TYPE_CHECKING:
     from .ahead.foresight import Foresight
-    from .by_need import ByNeed
     from .device_tokens import DeviceTokens
     from .label_index import LabelIndex
     from .watch import BlockWatch
@@ -61,23 +60,20 @@ class Policy(Indexing):
         labels: of the tokens in full blocks, by which they are scored.
         tokens: copies of chosen tokens on the device.
         foresight: the query that the layer before expects of this one, in the same step.
-        need: how many tokens a step attends to, where that is not fixed.
         params: of the layer's attention, as its latest pass has them; None before one: tokens may come without.
         launch: how a captured step runs what comes after the attention.
     """
 
-    PARTS: ClassVar[tuple[str, ...]] = ("watch", "labels", "tokens", "foresight", "need")
+    PARTS: ClassVar[tuple[str, ...]] = ("watch", "labels", "tokens", "foresight")
 
     granularity = "token"  # of what a sparse step attends to
     fetches = False  # what is chosen is copied to the device
-    own_name = False  # files call it by its class, whatever the method calls its policies
     store_type = LayerStore
     drafts: Literal["exact", "each", "together"] = "exact"  # others: :class:`.drafting.Drafting`
     launch = Launch()
 
     # Of policies with `foresight` alone; the others of those that are `Drafting` alone.
     foresee: Callable[[Tensor, LayerStore, Plan], None]
-    drafts_read_less: Callable[[int, LayerStore], bool]
     begin_drafts: Callable[[], None]
     attend_drafts: Callable[[Tensor, LayerStore, LayerStore, Plan, AttentionParams], Tensor]
 
@@ -93,7 +89,6 @@ class Policy(Indexing):
         self.labels: LabelIndex | None = None
         self.tokens: DeviceTokens | None = None
         self.foresight: Foresight | None = None
-        self.need: ByNeed | None = None
         # Replays do not set it, so it stays. A list, which views of rows share.
         self._params: list[AttentionParams | None] = []
 

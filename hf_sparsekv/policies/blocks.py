@@ -21,7 +21,7 @@ from ..types import AttentionParams
 from .block_bounds import BlockBounds
 from .drafting import Drafting
 from .labelled import LabelledPolicy
-from .plan import CROSSOVER, DENSE, Plan, planned
+from .plan import Plan, planned
 
 
 class BlockPolicy(Drafting, LabelledPolicy):
@@ -49,8 +49,6 @@ class BlockPolicy(Drafting, LabelledPolicy):
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
         self.bounds.start(store)
-        if self.config.means:
-            store.keep_means(self.config.tail_tokens)
 
     def sealing(self, store: LayerStore) -> Index:
         return self.bounds.sealing(store, super().sealing(store))
@@ -58,18 +56,9 @@ class BlockPolicy(Drafting, LabelledPolicy):
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
-        labels, many = self.labels, store.full_blocks > self.config.coarse_blocks
-        if labels is not None and labels.calibrating:
-            return planned(learns=True, captured=labels.goes_on)
-        if not many and (labels is None or self.is_few(store)):
-            return DENSE
-        if self.crossover.below(store):
-            return CROSSOVER
-        return planned("chosen" if many else "every")
-
-    def is_few(self, store: LayerStore) -> bool:
-        """All tokens of full blocks are within the budget."""
-        return store.full_blocks * store.block_size <= self.config.budget
+        if (plan := self.plan_all(store)) is not None:
+            return plan
+        return planned("chosen" if store.full_blocks > self.config.coarse_blocks else "every")
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
@@ -122,13 +111,11 @@ class BlockPolicy(Drafting, LabelledPolicy):
         super().account(q, store, plan, tally)
         if scored := self.blocks_scored(plan, tally):
             store.counters.index_bytes += self.bounds.nbytes(store, scored)
-        if plan.dense:
-            return
-        if self.labels is not None:
-            few = self.config.coarse_blocks * tally.rows
-            read = few if plan.attends == "chosen" else tally.blocks
-            store.counters.index_bytes += self.labels.nbytes_read(store, read)
-        store.count_means(tally)
+
+    def labels_scored(self, plan: Plan, tally: Tally) -> int:
+        if plan.attends == "chosen":
+            return self.config.coarse_blocks * tally.rows
+        return super().labels_scored(plan, tally)
 
     def blocks_scored(self, plan: Plan, tally: Tally) -> int:
         """Blocks whose metadata the steps have read, of all rows together."""

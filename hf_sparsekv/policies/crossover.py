@@ -18,7 +18,7 @@ import functools
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -208,23 +208,8 @@ class Crossover:
 
 def lookup(device_name: str, method: str | None) -> Rule | None:
     """What is known about a method on a GPU: from the user's file, or built in."""
-    try:
-        users = _read(str(table_path()))
-    except RuntimeError:  # there is no home directory
-        users = {}
-    for table in (users, BUILT_IN):
-        rule = table.get(device_name, {}).get(method or "")
-        if rule is not None:
-            return rule
-    return None
-
-
-def verifications(device_name: str) -> dict[int, Verification]:
-    """What verifications take on a GPU, by their tokens, from the user's file; empty: they were not measured."""
-    try:
-        return _read_verifications(str(table_path())).get(device_name, {})
-    except RuntimeError:  # there is no home directory
-        return {}
+    name, built_in = method or "", BUILT_IN.get(device_name, {})
+    return measured(device_name).rules.get(name, built_in.get(name))
 
 
 def slower(device: torch.device, read: int) -> dict[int, float]:
@@ -233,7 +218,7 @@ def slower(device: torch.device, read: int) -> dict[int, float]:
     As the user's file says, or a guess by the H200's. ``read``: bytes of keys and values that both read.
     """
     there = gpu(device)
-    known, scale = verifications(torch.cuda.get_device_name(device)), 1.0
+    known, scale = measured(torch.cuda.get_device_name(device)).verifications, 1.0
     if not known and there.bandwidth is not None and H200.bandwidth is not None:
         known, scale = VERIFICATIONS, H200.bandwidth / there.bandwidth
     return {n: one.fixed + read * one.per_byte * scale for n, one in known.items()}
@@ -281,31 +266,40 @@ def table_path() -> Path:
     return user_file.cache_directory() / "crossover.json"
 
 
+class Measured(NamedTuple):
+    """What the user's file says of one GPU: rules by method, and verifications by their tokens."""
+
+    rules: dict[str, Rule]
+    verifications: dict[int, Verification]
+
+
+def measured(device_name: str) -> Measured:
+    """What the user's file says of a GPU; empty if it says nothing."""
+    nothing = Measured({}, {})
+    try:
+        return _read(str(table_path())).get(device_name, nothing)
+    except RuntimeError:  # there is no home directory
+        return nothing
+
+
 @functools.cache  # called once for each layer
-def _read(path: str) -> dict[str, dict[str, Rule]]:
-    return user_file.read(Path(path), FORMAT, _rules)
+def _read(path: str) -> dict[str, Measured]:
+    return user_file.read(Path(path), FORMAT, _parse)
 
 
-def _rules(entry: dict) -> dict[str, Rule]:
-    rules = {}
-    for method, numbers in entry["rules"].items():
-        rule = rules[method] = Rule(float(numbers["fixed_bytes"]), float(numbers["row_tokens"]))
-        if not (math.isfinite(rule.fixed_bytes) and math.isfinite(rule.row_tokens)):
-            raise ValueError(f"{numbers} are not finite numbers")
-    return rules
-
-
-@functools.cache
-def _read_verifications(path: str) -> dict[str, dict[int, Verification]]:
-    return user_file.read(Path(path), FORMAT, _verifications)
-
-
-def _verifications(entry: dict) -> dict[int, Verification]:
-    of = entry.get("verifications", {})  # files of earlier releases have none
-    found = {int(n): Verification(float(one["fixed"]), float(one["per_byte"])) for n, one in of.items()}
-    if not all(math.isfinite(one.fixed + one.per_byte) for one in found.values()):
-        raise ValueError(f"{of} are not finite numbers")
-    return found
+def _parse(entry: dict) -> Measured:
+    rules = {
+        method: Rule(float(numbers["fixed_bytes"]), float(numbers["row_tokens"]))
+        for method, numbers in entry["rules"].items()
+    }
+    verified = {
+        int(n): Verification(float(one["fixed"]), float(one["per_byte"]))
+        for n, one in entry.get("verifications", {}).items()  # files of earlier releases have none
+    }
+    for one in (*rules.values(), *verified.values()):
+        if not all(map(math.isfinite, vars(one).values())):
+            raise ValueError(f"{one} are not finite numbers")
+    return Measured(rules, verified)
 
 
 def save(
@@ -323,7 +317,6 @@ def save(
     path = table_path()
     entry = {"rules": {method: asdict(rule) for method, rule in rules.items()}, **about}
     entry["verifications"] = {str(tokens): asdict(one) for tokens, one in (verifications or {}).items()}
-    user_file.save(path, FORMAT, _rules, device_name, entry)
+    user_file.save(path, FORMAT, _parse, device_name, entry)
     _read.cache_clear()
-    _read_verifications.cache_clear()
     return path

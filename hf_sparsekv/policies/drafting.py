@@ -28,14 +28,6 @@ class Drafting(Policy):
 
     drafts: Literal["exact", "each", "together"] = "each"
 
-    def drafts_read_less(self, new: int, store: LayerStore) -> bool:
-        """So many queries of a row, each with its own selection, read less than exact attention, which reads all once.
-
-        Where chosen tokens have copies on the device, what is read in host memory is what any of them chooses: always
-        less.
-        """
-        return self.tokens is not None or new * self.config.budget < store.full_blocks * store.block_size
-
     def begin_drafts(self) -> None:
         """Several drafts come: what was chosen for a step that never came is not for them."""
 

@@ -46,7 +46,6 @@ class IndexedPolicy(LabelledPolicy):
     TENSORS: ClassVar = {"index_keys": Held(counted=True, file="index_keys"), "positions": Held(rows=1)}
     HOST: ClassVar = {"chosen": None}
     OWN: ClassVar = ("chosen",)
-    own_name = True
     indexers = 1
 
     index_keys: Tensor | None

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_sparsekv_config.labels import LabelConfig
+from hf_sparsekv_config.labels import LabelConfig, whole_tokens
 
 from ..kv.counters import Tally
 from ..kv.read_back import reindex
@@ -20,25 +20,31 @@ from ..predictor.channels import LabelChannels
 from ..tensors import no_inference_mode, reads_here
 from ..types import AttentionParams
 from .base import Policy
-from .by_need import expected
+from .by_need import ByNeed, expected
 from .crossover import Crossover
 from .device_tokens import DeviceTokens
 from .label_index import LabelIndex
 from .measured import PackStats, WalkStats
-from .plan import Plan
+from .plan import CROSSOVER, DENSE, Plan, planned
+
+FIRST = 1024  # tokens that are brought to the device before the first step by need
 
 
 class LabelledPolicy(Policy):
     """State: the label channels; with blocks in host memory, copies of chosen tokens on the device.
 
     Attributes:
+        need: how many tokens a step attends to, where that is not fixed.
         copies_tokens: such copies are kept, where there is device memory for them.
+        whole_tokens: so many tokens in full blocks are all attended to.
     """
 
     method: str  # its name in the table of crossovers
     HOST: ClassVar = {"_taken": None}  # tokens, and how many count or None: from a step's attention to its end
+    PARTS: ClassVar = ("need",)
     OWN: ClassVar[tuple[str, ...]] = ("_taken", "tokens")  # a copy's first step reads its tokens where they live
 
+    need: ByNeed | None
     _taken: tuple[Tensor, Tensor | None] | None
 
     def __init__(
@@ -50,6 +56,9 @@ class LabelledPolicy(Policy):
     ) -> None:
         super().__init__(config, layer_idx, offloaded)
         self.labels = LabelIndex(config, layer_idx, channels)
+        self.need = None if config.threshold is None else ByNeed(config)
+        self.budget = config.budget
+        self.whole_tokens = whole_tokens(config)
         self.fetches = self.copies_tokens = offloaded
 
     @no_inference_mode
@@ -61,6 +70,8 @@ class LabelledPolicy(Policy):
         if self.need is not None:
             self.need.start(store)
         self.tokens = DeviceTokens.begin(self.tokens, store)
+        if self.config.means:
+            store.keep_means(self.config.tail_tokens)
 
     # ------------------------------------------------------------------ labels
 
@@ -77,7 +88,45 @@ class LabelledPolicy(Policy):
         index = Index(store.key_dim)
         return index if self.labels is None else self.labels.sealing(store, index)
 
+    # ------------------------------------------------------------------ a step
+
+    def plan_all(self, store: LayerStore) -> Plan | None:
+        """The plan of a step that attends to all tokens: channels are not known, few are cached, or it is as fast."""
+        if self.labels is not None and self.labels.calibrating:
+            return planned(learns=True, captured=self.labels.goes_on)
+        if self.is_few(store):
+            return DENSE
+        return CROSSOVER if self.crossover.below(store) else None
+
+    def is_few(self, store: LayerStore) -> bool:
+        """All tokens of full blocks are attended to."""
+        return store.full_blocks * store.block_size <= self.whole_tokens
+
+    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        if self.launch.each_step:
+            self.audit(q, store, plan, tally)
+        super().account(q, store, plan, tally)
+        if self.labels is not None and (scored := self.labels_scored(plan, tally)):
+            store.counters.index_bytes += self.labels.nbytes_read(store, scored)
+        if not plan.dense:
+            store.count_means(tally)
+
+    def audit(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        """A step is about to be counted, of a policy whose host works in each step: check what it has chosen."""
+
+    def labels_scored(self, plan: Plan, tally: Tally) -> int:
+        """Full blocks whose labels the steps have read, of all rows together."""
+        return 0 if plan.dense else tally.blocks
+
     # ------------------------------------------------------------------ chosen tokens
+
+    def tokens_for(self, q: Tensor, store: LayerStore, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
+        """``TokenIds [batch, H, n]`` for ``q [batch, Hq, Dk]``, and how many count, ``[batch, H]`` (None: all)."""
+        if self.need is None:
+            return self.best_tokens(q, store), None
+        assert self.labels is not None
+        found = self.need.select(q, store, self.labels, params)
+        return found.ids, found.count
 
     def attend_to(
         self,
@@ -110,8 +159,7 @@ class LabelledPolicy(Policy):
             return 0
         if self.need is not None:
             return expected(tokens)
-        budget = self.config.budget
-        return budget if tokens > budget else 0
+        return self.budget if tokens > self.budget else 0
 
     def enter(self, store: LayerStore) -> DeviceTokens | None:
         """Make room for copies of chosen tokens on the device; None: there are none."""
@@ -145,7 +193,8 @@ class LabelledPolicy(Policy):
         """``TokenIds [batch, H, n]`` of the best labels for ``q [batch, Hq, Dk]``."""
         assert self.labels is not None
         scores = self.labels.scores(q, store, fill=False)
-        return token_select(scores, None, self.config.budget, store.block_size, rows=store.rows)
+        most = self.budget if self.need is None else min(FIRST, scores.shape[-1])
+        return token_select(scores, None, most, store.block_size, rows=store.rows)
 
     def reopened(self) -> None:
         super().reopened()

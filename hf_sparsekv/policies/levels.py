@@ -12,13 +12,12 @@ from .base import Policy
 from .block_bounds import bounds_bytes
 from .blocks import BlockPolicy
 from .by_need import expected
-from .by_need_policy import ByNeedPolicy
 from .device_tokens import add_device_tokens
 from .label_index import label_bytes
 from .memory import Memory, Request, mean_bytes
 from .registry import register
 from .shared import Labelled
-from .top_k import TopKPolicy
+from .token_policy import TokenPolicy
 
 
 class Levels(Labelled):
@@ -29,8 +28,6 @@ class Levels(Labelled):
     def __init__(self, policy: type[Policy], config: LabelConfig, offload: OffloadConfig | None) -> None:
         if _level(config) != "token":
             policy = LaggingBlockPolicy if lags(config) else BlockPolicy
-        elif config.threshold is None:
-            policy = TopKPolicy
         super().__init__(policy, config, offload)
         self.rows_join = not lags(config)
 
@@ -82,7 +79,7 @@ register(
     aliases=("two_level",),
     variants={"block_only": {"level": "block"}, "token_only": {"level": "token"}},
     shared=Levels,
-)(ByNeedPolicy)
+)(TokenPolicy)
 
 register(
     "progressive",
@@ -90,4 +87,4 @@ register(
     about="tokens in order of importance until a share of the attention mass is covered (PSA)",
     knob=("mass", 0.5, 1.0),
     shared=Levels,
-)(ByNeedPolicy)
+)(TokenPolicy)

@@ -24,9 +24,9 @@ class Shared:
     Attributes:
         channels: label channels from a file, for methods that have labels.
         places: where the cache's memory is: the keys of ``cache.memory_bytes()``.
-        saved_as: what files of saved caches call the policies; None: by their class.
-        foresight: what queries are expected from (:mod:`..attention.points`): ``"layer:in_delta"``, ``"layer:in"``, or
-            ``"layer"``, which is the last. None: none are.
+        saved_as: what files of saved caches call the policies that it creates; None: by their class.
+        foresight: what queries are expected from (:mod:`..attention.points`): ``"layer"`` or ``"layer:in_delta"``.
+            None: none are.
         rows_join: rows may come and go: what is chosen does not outlive its step.
         whole_tokens: a row of no more tokens attends to all of them, whoever decodes beside it.
     """
@@ -92,7 +92,7 @@ class Shared:
     def name_of(self, policy: Policy) -> str:
         """What files of saved caches call the policy of a layer."""
         kind = type(policy)
-        return kind.__name__ if self.saved_as is None or kind is Policy or kind.own_name else self.saved_as
+        return self.saved_as if kind is self.kind and self.saved_as is not None else kind.__name__
 
     def check_model(self, text_config) -> None:
         """Raise ``ValueError`` for a model that this cache cannot serve."""

@@ -21,7 +21,7 @@ def check_new(cache: CacheState, max_rows: int, max_length: int) -> None:
     if not cache.shared.rows_join:
         raise ValueError(
             f"rows() serves methods that choose for each step by itself; {cache.config} chooses ahead: leave lag, "
-            "the predictor of earlier queries, or the second device out"
+            "predictor='assembled', or the second device out"
         )
     for name, value in (("max_rows", max_rows), ("max_length", max_length)):
         if value < 1:

@@ -47,9 +47,8 @@ def fit(timings: list[Timing], width: int, methods: tuple[str, ...] = METHODS) -
     for method in methods:
         if any(method not in t.sparse for t in timings):
             continue
-        gain = np.array([t.dense - t.sparse[method] for t in timings])
-        weight = 1 / np.array([t.dense + t.sparse[method] for t in timings])
-        fixed, row, token = np.linalg.lstsq(features * weight[:, None], gain * weight, rcond=None)[0]
+        gain = [t.dense - t.sparse[method] for t in timings]
+        fixed, row, token = _linear(features, gain, [t.dense + t.sparse[method] for t in timings])
         if token > 0:
             rule = Rule(float(-fixed / token * width), float(-row / token))
             rules[method] = _least_wrong(rule, timings, method, width)
@@ -64,11 +63,16 @@ def fit_verifications(timings: list[Timing], width: int) -> dict[int, Verificati
     found = {}
     for tokens in sorted(set.intersection(*(set(t.verify) for t in timings)) if timings else ()):
         features = np.array([[1.0, t.batch * t.tokens * width] for t in timings])
-        longer = np.array([t.verify[tokens] - t.dense for t in timings])
-        weight = 1 / np.array([t.verify[tokens] for t in timings])
-        fixed, byte = np.linalg.lstsq(features * weight[:, None], longer * weight, rcond=None)[0]
+        longer = [t.verify[tokens] - t.dense for t in timings]
+        fixed, byte = _linear(features, longer, [t.verify[tokens] for t in timings])
         found[tokens] = Verification(max(0.0, float(fixed)) / 1e6, max(0.0, float(byte)) / 1e6)
     return found
+
+
+def _linear(features: np.ndarray, values: list[float], times: list[float]) -> np.ndarray:
+    """Coefficients of ``features`` that give ``values`` with the least squares relative to ``times``."""
+    weight = 1 / np.array(times)
+    return np.linalg.lstsq(features * weight[:, None], np.array(values) * weight, rcond=None)[0]
 
 
 def _least_wrong(rule: Rule, timings: list[Timing], method: str, width: int) -> Rule:

@@ -122,10 +122,10 @@ def test_rows_of_steps(stepped):
     settings["label_channels"] = 4
     net = build("llama", "sparsekv", num_hidden_layers=3, max_position_embeddings=4096)
     command = "--shapes 2x600 --tokens 12 --kv replayed --variants"
-    rows = stepped(net, f"{command} predictive:layer:in", "predictive", **settings)
+    rows = stepped(net, f"{command} predictive", "predictive", **settings)
     rows = stepped(net, f"{command} token_only --offload --device-pool 0.5kv", "token_only", **settings, level="token")
     found = {(row["variant"], row["metric"]): float(row["value"]) for row in rows}
-    tokens, offloaded = "predictive:layer:in:kv=replayed", "token_only+offload:pool=0.5kv:kv=replayed"
+    tokens, offloaded = "predictive:kv=replayed", "token_only+offload:pool=0.5kv:kv=replayed"
     printed = {tokens: ("foreseen_overlap", "foreseen_cosine", "overlap_1"), offloaded: ("overlap_1", "hit_rate")}
     for variant, metrics in printed.items():
         for metric in metrics:
@@ -144,7 +144,7 @@ def test_pairs_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "toy", lambda: config)
     path = tmp_path / "step.csv"
     args = f"--model toy --shapes 2x16k --tokens 48 --kv replayed --csv {path} --variants".split()
-    assert bench_step.main([*args, "predictive", "predictive:layer:in"]) == 0
+    assert bench_step.main([*args, "predictive", "predictive:mass:0.9"]) == 0
     assert bench_step.main([*args, "token_only", "--offload"]) == 0
     found = {(row["variant"], row["metric"]): float(row["value"]) for row in read_rows(path)}
     measured = {variant for variant, metric in found if metric == "foreseen_overlap"}

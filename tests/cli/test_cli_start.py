@@ -55,8 +55,8 @@ WRONG_USAGE = [
     (["serve", "x", "--max-body", "2000", "KiB"], "write sizes in one word, as 80KiB"),
     (["plan", "x", "--context", "3k", "--gpu-memory", "80"], "80 bytes? Write the unit, too: 80GiB"),
     (
-        ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "ridg"],
-        ": did you mean ridge?",
+        ["plan", "x", "--context", "3k", "--cache", "predictive", "--predictor", "layr"],
+        ": did you mean layer?",
     ),
     (["eval", "needl", "small"], "No such command 'needl': did you mean needle? (hf-sparsekv eval --help)"),
     (["generate", "small", "hello", "you"], "(hello you): the prompt is given by --prompt, in quotes"),
@@ -258,7 +258,7 @@ WRONG = (
     + [("token", "block_size", value) for value in (0, 8, 24, 256)]
     + [("token", name, -1) for name in ("sinks", "window", "dense_layers")]
     + [("progressive", "mass", 2.0), ("progressive", "token_budget", 0)]
-    + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "ridg")]
+    + [("predictive", "start_length", -1), ("predictive", "cache_rank", "a b"), ("predictive", "predictor", "asembled")]
     + [("token", "preset", "fastest"), ("streaming", "preset", "fast"), ("streaming", "mass", 0.5)]
 )
 

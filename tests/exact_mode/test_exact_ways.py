@@ -354,7 +354,7 @@ def test_an_interrupt_leaves_no_drafts_behind():
         ({"offload": True}, "host memory"),
         ({"offload": OffloadConfig(kv_dtype="int8")}, "host memory"),
         ({"config": TokenConfig(level="two_level", lag=True)}, "in the step before"),
-        ({"config": PredictiveConfig(predictor="ridge")}, "in the step before"),
+        ({"config": PredictiveConfig(predictor="assembled")}, "in the step before"),
         ({"drafts": 0}, "not between 1 and max_draft=16"),
         ({"drafts": 17}, "not between 1 and max_draft=16"),
         ({"exact": False, "drafts": 3}, "give both, or none"),

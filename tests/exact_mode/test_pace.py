@@ -140,7 +140,7 @@ def test_captures_have_to_pay():
     pace = Pace(16)
     pace.expected = Expected(0.01, {})
     pace.stepped(0.02, 5)
-    assert not pace.next(sparse=True, price=0.2, room=40).drafts
+    assert not pace.next(sparse=True, price=0.2, room=30).drafts
     assert pace.next(sparse=True, price=0.2, room=200).drafts
     pace = Pace(16)
     pace.expected = Expected(0.0, {})

@@ -162,11 +162,11 @@ CACHES: dict[str, Callable[..., SparseCache]] = {
     "predictive-host": _predictive(True),
     "predictive-host-nopool": _predictive(OffloadConfig(device_pool=0)),
     "predictive-tail": _predictive(False, **TAIL),
-    "predictive-host-tail": _predictive(True, predictor="ridge", **TAIL),
+    "predictive-host-tail": _predictive(True, predictor="assembled", **TAIL),
     "predictive-need": predicted_need(False),
     "predictive-need-host-tail": predicted_need(True, **TAIL),
-    "predictive-need-earlier": predicted_need(False, predictor="ridge", **TAIL),
-    "predictive-need-earlier-host": predicted_need(True, predictor="assembled_ridge"),
+    "predictive-earlier": _predictive(False, predictor="assembled", **TAIL),
+    "predictive-earlier-host": _predictive(True, predictor="assembled"),
     "predictive-mean": _predictive(False, token_reduce="mean", sinks=0),
     "predictive-late": _predictive(False, start_length=90, label_bits=16),
     "predictive-second": _predictive(False, cache_rank="cpu"),
@@ -200,14 +200,14 @@ ALL = CACHES | CODED
 # One of a kind: `make test` runs tests over all caches with these alone where they are marked ``few``.
 TELLING = (
     *("host", "device-block", "host-nolag", "host-default", "device-default", "host-default-smallpool"),
-    *("host-default-nopool", "need-host-tail", "progressive-host", "predictive-host", "predictive-need-earlier-host"),
+    *("host-default-nopool", "need-host-tail", "progressive-host", "predictive-host", "predictive-earlier-host"),
     *("predictive-late", "predictive-second", "streaming-host", "host-default-int8", "progressive-tail-int8"),
 )
 
 # One of each method and way to choose: enough where other tests show what each of the caches above does.
 ONE_EACH = (
     *("host", "device-block", "host-default-smallpool", "need-host-tail", "progressive-host"),
-    *("predictive-need-earlier-host", "predictive-second", "streaming-host", "progressive-tail-int8"),
+    *("predictive-earlier-host", "predictive-second", "streaming-host", "progressive-tail-int8"),
 )
 
 LATE = ("predictive-late",)  # choose nothing before some ninety tokens

@@ -244,8 +244,7 @@ def pages() -> None:
     gather_blocks(kv, table, place().nan(1, kv.shape[1], 4, 16, 128))
     gather_blocks(codes, table, place().nan(1, kv.shape[1], 4, 16, 128), scales=scales, split=64)
     bring_tokens(ids, codes, block_table, slots, scales=scales, split=64)
-    for window in (0, 16):
-        query_predict(**BY_NAME["query_predict"].call(place(), 1, 8, 17, 128, window, 5))
+    query_predict(**BY_NAME["query_predict"].call(place(), 1, 8, 17, 128, 16, 5))
 
 
 def small_layers() -> None:

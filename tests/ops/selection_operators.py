@@ -40,7 +40,7 @@ def queries(*shape: int) -> torch.Tensor:
     return x
 
 
-def query_predict(place, batch, heads, slots, dim, window, position, pool=True, softmax=True):
+def query_predict(place, batch, heads, slots, dim, window, position):
     """Rows have all, none, two or all of the ring's queries, the last in slots of its own; the rest is NaN."""
     ring = queries(batch, heads, slots, dim).to(place.dtype).to(place.device)
     counts = [slots, 0, min(2, slots), slots][:batch]
@@ -49,7 +49,7 @@ def query_predict(place, batch, heads, slots, dim, window, position, pool=True, 
         ring[row] = ring[row].roll(at, dims=1)
         for age in range(count, slots):
             ring[row, :, (at - 1 - age) % slots] = math.nan
-    return ring, column(place, *positions), column(place, *counts), window, 1e-2, pool, softmax
+    return ring, column(place, *positions), column(place, *counts), window, 1e-2
 
 
 def ragged(place, batch: int, cap: int, size: int) -> tuple:
@@ -198,8 +198,6 @@ RINGS = {
     "wide heads": (1, 1, 5, 192, 4, 3),
     "latents": (2, 3, 17, 576, 16, 9),
     "four rows": (4, 2, 9, 64, 8, 4),
-    "the last query": (3, 2, 1, 96, 0, 0),
-    "the last query of a longer ring": (4, 2, 4, 64, 0, 0),
     "no rows": (0, 2, 9, 64, 8, 0),
 }
 
@@ -227,8 +225,7 @@ OPERATORS = [
         "query_predict",
         query_predict,
         RINGS,
-        options=((True, False), (True, False)),  # windows are averaged, softmax
-        small=(3, 3, 6, 64, 4, 2, True, True),
+        small=(3, 3, 6, 64, 4, 2),
         ratio=lambda place, *_: 2e-5 if place.dtype == torch.float32 else None,  # two ways of solving, in float32
         views={"ring": "inside"},
         far={"ring": 0},

@@ -179,16 +179,15 @@ def test_channels_of_nan_come_last():
     assert stats.ranking().tolist() == [[[1, 0, 3, 2]]]
 
 
-@pytest.mark.parametrize("softmax", [True, False])
-def test_predicted_queries(place, softmax):
+def test_predicted_queries(place):
     """NaN and infinities before the last query are left out, in it they are the prediction's."""
     ring, position, count = list(BY_NAME["query_predict"].call(place, 1, 2, 17, 64, 16, 5).values())[:3]
     ring = ring[:1].repeat(4, 1, 1, 1)
     count, position = count[:1].repeat(4), position[:1].repeat(4)
     ring[0, 0, 1, 3], ring[1, 0, 4, 3], ring[2, 1, 2] = nan, nan, inf
     ring[3] = nan
-    expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2, True, softmax)
-    got = query_predict(ring, position, count, 16, 1e-2, True, softmax).cpu()
+    expected = reference_predict(ring.cpu(), position.cpu(), count.cpu(), 16, 1e-2)
+    got = query_predict(ring, position, count, 16, 1e-2).cpu()
     assert torch.equal(got.isnan(), expected.isnan())
     place.close(got.nan_to_num(0.0), expected.nan_to_num(0.0), ratio=1e-2)
     assert torch.equal(got[0, 0].cpu(), ring[0, 0, 4].cpu())

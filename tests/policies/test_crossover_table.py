@@ -421,11 +421,11 @@ def test_verifications_are_fitted_and_kept(empty_table):
     found = fit_verifications(made, WIDTH)
     assert (found[4].fixed, found[4].per_byte) == pytest.approx((13.5e-6, 1e-12 / 30), rel=1e-6)
     assert (found[8].fixed, found[8].per_byte) == (0, pytest.approx(0, abs=1e-18))
-    assert crossover.verifications("Made-up GPU") == {}
+    assert crossover.measured("Made-up GPU").verifications == {}
     crossover.save("Made-up GPU", fit(made, WIDTH), {}, found)
-    assert crossover.verifications("Made-up GPU") == found
+    assert crossover.measured("Made-up GPU").verifications == found
     crossover.save("Made-up GPU", fit(made, WIDTH), {})
-    assert crossover.verifications("Made-up GPU") == {}
+    assert crossover.measured("Made-up GPU").verifications == {}
 
 
 def test_what_drafts_are_expected_to_save(monkeypatch):

@@ -15,9 +15,10 @@ from oracle import TOLERANCE, Oracle, Race
 from torch import Tensor
 
 from hf_sparsekv import OffloadConfig, PredictiveConfig
+from hf_sparsekv.policies.ahead.query_ring import EPSILON, SLOTS, WINDOW
 from hf_sparsekv.policies.device_tokens import DeviceTokens
 
-TIGHT = {"token_budget": 32, "predictor": "assembled_ridge"}
+TIGHT = {"token_budget": 32, "predictor": "assembled"}
 
 
 class PredictiveOracle(Oracle):
@@ -48,17 +49,19 @@ class PredictiveOracle(Oracle):
 
     def predict(self, queries: Tensor) -> Tensor:
         """The next of ``queries [columns, D]``."""
-        config = self.config
-        if config.predictor == "last" or len(queries) == 1:
+        if len(queries) == 1:
             return queries[-1]
         if not len(queries):
             return torch.zeros(queries.shape[1])
-        n = min(config.predictor_window, len(queries) - 1)
+        n = min(WINDOW, len(queries) - 1)
         past, now = queries[-n - 1 : -1].flip(0).double(), queries[-1].double()
-        gram = past @ past.T
-        ridge = config.predictor_epsilon * gram.diagonal().mean()
-        weights = torch.linalg.solve(gram + ridge * torch.eye(n), past @ now)
-        return (weights @ queries[-n:].flip(0).double()).float()
+        gram, right = past @ past.T, past @ now
+        gram += EPSILON * gram.diagonal().mean() * torch.eye(n)
+        found = [
+            torch.linalg.solve(gram[:k, :k], right[:k]).softmax(0) @ queries[-k:].flip(0).double()
+            for k in range(1, n + 1)
+        ]
+        return torch.stack(found).mean(0).float()
 
     def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
         config = self.config
@@ -77,11 +80,10 @@ class PredictiveOracle(Oracle):
 
     def crop(self, length: int) -> None:
         """Queries that those of removed columns have overwritten are gone."""
-        slots = 1 if self.config.predictor == "last" else self.config.predictor_window + 1
         for layer, state in self.layers.items():
             ends = [len(self.real(row, state.queries.shape[2])) for row in range(len(self.since[layer]))]
             left = [len(self.real(row, length)) for row in range(len(ends))]
-            self.since[layer] = [min(max(c, end - slots), n) for c, end, n in zip(self.since[layer], ends, left)]
+            self.since[layer] = [min(max(c, end - SLOTS), n) for c, end, n in zip(self.since[layer], ends, left)]
         super().crop(length)
 
     def map_rows(self, index: Tensor) -> None:
@@ -91,7 +93,7 @@ class PredictiveOracle(Oracle):
 
 class PredictiveRace(Race):
     def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
-        ours = predictive(offload, **{**TIGHT, "predictor": "ridge", **config})
+        ours = predictive(offload, **{**TIGHT, **config})
         super().__init__(ours, PredictiveOracle(ours.config), name, captured)
 
     def agree(self) -> None:
@@ -102,8 +104,6 @@ class PredictiveRace(Race):
 
 CASES = {
     "usual": (False, {}),
-    "last": (False, {"predictor": "last"}),
-    "short window": (True, {"predictor_window": 3, "predictor_epsilon": 0.5}),
     "offloaded": (True, {}),
     "offloaded, not copied": (OffloadConfig(device_pool=0), {}),
     "whole keys": (False, {"label_channels": 16, "label_bits": 16, "token_reduce": "mean"}),
@@ -157,7 +157,7 @@ def test_calibration_ends_in_the_middle_of_an_answer():
     ("place", "captured"), [("host", False), ("host", True), ("stream", True), ("cpu", False)], ids=str
 )
 def test_second_turn_crop_and_rows(place, captured):
-    race = PredictiveRace("llama", place == "host", captured, predictor_window=8, cache_rank=place)
+    race = PredictiveRace("llama", place == "host", captured, cache_rank=place)
     # Some seeds come to near ties, which wide vectors of some processors turn.
     assert race.turns((3, 1, 20, 60), seed=3) < TOLERANCE  # drafts, and blocks that are reopened
     assert race.ours.stats().attended_tokens == race.oracle.attended

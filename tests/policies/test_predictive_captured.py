@@ -12,6 +12,7 @@ from test_predictive import TIGHT, PredictiveRace
 
 from hf_sparsekv.layers.replay import Replay
 from hf_sparsekv.policies.ahead.earlier_queries import EarlierQueriesPolicy
+from hf_sparsekv.policies.ahead.query_ring import QueryRing
 
 
 def test_a_captured_step_predicts_before_it_attends(monkeypatch):
@@ -26,7 +27,7 @@ def test_a_captured_step_predicts_before_it_attends(monkeypatch):
     tell(Replay, "on_side_stream")
     for name in ("attend", "choose_for"):
         tell(EarlierQueriesPolicy, name)
-    tell(type(race.ours.sparse_layers[0].policy.predictor), "predict")
+    tell(QueryRing, "predict")
     race.run(1)
     assert order[:10] == ["on_side_stream", "predict", "attend", "on_side_stream", "choose_for"] * 2
 

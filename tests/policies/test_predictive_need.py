@@ -9,7 +9,6 @@ from captured import imitated, same_counts
 from models import build, prompt
 from oracle import NAME, TOLERANCE, Race
 from test_layer_ahead import LayerOracle
-from test_predictive import PredictiveOracle
 from test_progressive import WalkOracle
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from hf_sparsekv.policies import by_need as by_need_module
 from hf_sparsekv_config import labels
 
 NEED = {"mass": 0.9, "token_budget": None}
-LAYER, EARLIER = {**NEED, "predictor": "layer"}, {**NEED, "predictor": "ridge"}
-KINDS = pytest.mark.parametrize("settings", [LAYER, EARLIER], ids=["layer", "earlier"])
 
 
 @pytest.fixture(autouse=True)
@@ -75,48 +72,15 @@ class LayerNeedOracle(_ByNeed, LayerOracle):
         return self.attended_to(state, row, self.real(row, key.shape[2]), taken)
 
 
-class EarlierNeedOracle(_ByNeed, PredictiveOracle):
-    """Chooses when a step has ended: a crop takes nothing back of that."""
-
-    def __init__(self, config: PredictiveConfig) -> None:
-        super().__init__(config)
-        self.take_options(config)
-        self.chosen: dict[int, list[list[list[int]]]] = {}  # layer, row, head
-
-    def attend(self, layer, query, key, value, scale):
-        out = super().attend(layer, query, key, value, scale)
-        state, (rows, heads) = self.layers[layer], key.shape[:2]
-        if layer >= self.config.dense_layers and state.last_query is not None:
-            asking = state.last_query.unflatten(1, (heads, -1))
-            self.chosen[layer] = [
-                [self.needed(state, row, head, asking[row, head], key, None) for head in range(heads)]
-                for row in range(rows)
-            ]
-        return out
-
-    def decode_columns(self, state, layer, row, head, group, query, key) -> list[int]:
-        real = self.real(row, key.shape[2])
-        if layer < self.config.dense_layers or state.last_query is None:
-            return real
-        self.selected += 1
-        return self.attended_to(state, row, real, self.chosen[layer][row][head])
-
-    def map_rows(self, index: Tensor) -> None:
-        super().map_rows(index)
-        self.chosen = {layer: [rows[i] for i in index.tolist()] for layer, rows in self.chosen.items()}
-
-
 class NeedRace(Race):
     def __init__(self, name: str = "llama", offload=False, captured: bool = False, **config) -> None:
         ours = predictive(offload, **config)
-        layered = ours.config.by_layer
-        super().__init__(ours, (LayerNeedOracle if layered else EarlierNeedOracle)(ours.config), name, captured)
-        if layered:
-            if not captured:
-                self.model = build(name, "sparsekv")
-                predict_ahead(self.model)
-            self.plain = build(name, NAME)
-            self.oracle.follow(self.plain, ours.config.prediction.partition(":")[2] or "in")
+        super().__init__(ours, LayerNeedOracle(ours.config), name, captured)
+        if not captured:
+            self.model = build(name, "sparsekv")
+            predict_ahead(self.model)
+        self.plain = build(name, NAME)
+        self.oracle.follow(self.plain, ours.config.prediction.partition(":")[2] or "in")
 
     def agree(self) -> None:
         """The same number of tokens, but for one or two on the border of two bins: the oracle has float64."""
@@ -129,19 +93,16 @@ class NeedRace(Race):
 
 
 CASES = {
-    "usual": ("llama", False, LAYER),
-    "offloaded": ("llama", True, LAYER),
-    "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), LAYER),
-    "a small pool": ("llama", OffloadConfig(device_pool=20_000), LAYER),
-    "what the layer before has added": ("qwen3", True, {**LAYER, "predictor": "layer:in_delta"}),
-    "few channels": ("llama-mqa", False, {**LAYER, "mass": 0.7, "label_channels": 4}),
-    "capped": ("llama-mha", True, {**LAYER, "mass": 0.95, "token_budget": 37}),
-    "late": ("llama", False, {**LAYER, "start_length": 130}),
-    "dense first": ("llama", True, {**LAYER, "dense_layers": 1, "sinks": 0}),
-    "earlier": ("llama", False, EARLIER),
-    "earlier, offloaded": ("llama", True, {**EARLIER, "predictor": "last"}),
-    "earlier, capped": ("llama", True, {**EARLIER, "mass": 0.95, "token_budget": 37}),
-    "earlier, wide": ("llama", False, {**EARLIER, "block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
+    "usual": ("llama", False, NEED),
+    "offloaded": ("llama", True, NEED),
+    "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), NEED),
+    "a small pool": ("llama", OffloadConfig(device_pool=20_000), NEED),
+    "what the layer before has added": ("qwen3", True, {**NEED, "predictor": "layer:in_delta"}),
+    "few channels": ("llama-mqa", False, {**NEED, "mass": 0.7, "label_channels": 4}),
+    "capped": ("llama-mha", True, {**NEED, "mass": 0.95, "token_budget": 37}),
+    "late": ("llama", False, {**NEED, "start_length": 130}),
+    "dense first": ("llama", True, {**NEED, "dense_layers": 1, "sinks": 0}),
+    "wide": ("llama", False, {**NEED, "block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
 }
 
 
@@ -161,9 +122,8 @@ def test_logits_follow_the_oracle(case, captured, pads):
 
 @pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
-@KINDS
-def test_second_turn_crop_and_rows(settings, offload):
-    race = NeedRace("llama", offload, **settings)
+def test_second_turn_crop_and_rows(offload):
+    race = NeedRace("llama", offload, **NEED)
     assert race.turns((3, 1, 20, 60)) < TOLERANCE  # blocks that are reopened
 
 
@@ -181,11 +141,10 @@ def logits(cache, net, steps: int = 20, pads=(0, 9)) -> Tensor:
 
 @pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
-@KINDS
-def test_a_replayed_step_chooses_as_an_eager_one(settings, offload):
+def test_a_replayed_step_chooses_as_an_eager_one(offload):
     """The same masses: what a captured step has not stored yet does not count, nor is a token of a row without one."""
     eager, (net, runner) = build("llama", "sparsekv"), imitated()
-    caches = [predictive(offload, **settings, **TAIL) for _ in range(2)]
+    caches = [predictive(offload, **NEED, **TAIL) for _ in range(2)]
     with predict_ahead(eager):
         expected = logits(caches[0], eager)
     torch.testing.assert_close(logits(caches[1], net), expected, rtol=1e-4, atol=1e-4)
@@ -193,28 +152,12 @@ def test_a_replayed_step_chooses_as_an_eager_one(settings, offload):
     assert runner.replays >= 19
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
-def test_a_replayed_step_attends_to_what_was_chosen_before_the_table_grew(offload):
-    """Its place is made larger between two steps, an eager step's just before it chooses."""
-    ids, found = prompt(2, 310, seed=5)["input_ids"], []
-    for net in (build("llama", "sparsekv"), imitated()[0]):
-        cache, room = predictive(offload, **EARLIER), set()
-        with torch.no_grad():
-            net(ids[:, :240], past_key_values=cache)
-            for token in ids[:, 240:].split(1, dim=1):
-                found.append(net(token, past_key_values=cache).logits.clone())
-                room.add(cache.sparse_layers[-1].policy.ids.shape[-1])
-        assert len(room) > 1, "it has grown"
-    steps = len(found) // 2
-    torch.testing.assert_close(torch.cat(found[steps:]), torch.cat(found[:steps]), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.few
 @pytest.mark.parametrize("pads", [None, (0, 30)])
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
 def test_its_own_query_needs_what_the_default_method_chooses(offload, pads):
-    net = build("llama", "sparsekv")
-    mine, theirs = predictive(offload, predictor="own", **NEED, **TAIL), by_need(offload, **NEED, **TAIL)()
+    net = build("llama", "sparsekv")  # no layer before expects anything
+    mine, theirs = predictive(offload, **NEED, **TAIL), by_need(offload, **NEED, **TAIL)()
     assert torch.equal(logits(mine, net, pads=pads), logits(theirs, net, pads=pads))
     assert mine.stats().attended_tokens == theirs.stats().attended_tokens
     assert mine.stats().walks == theirs.stats().walks
@@ -223,8 +166,7 @@ def test_its_own_query_needs_what_the_default_method_chooses(offload, pads):
 
 @pytest.mark.few
 @pytest.mark.parametrize("offload", [False, True], ids=["stream", "host"])
-@KINDS
-def test_what_is_after_the_last_token_says_nothing(settings, offload, monkeypatch, tmp_path):
+def test_what_is_after_the_last_token_says_nothing(offload, monkeypatch, tmp_path):
     """Kernels may leave it as it was: in attention, marks of blocks, copies on the device and files."""
     net, select, found = build("llama", "sparsekv"), by_need_module.mass_select, []
 
@@ -238,7 +180,7 @@ def test_what_is_after_the_last_token_says_nothing(settings, offload, monkeypatc
         if scribbles:
             monkeypatch.setattr(by_need_module, "mass_select", scribbled)
         with predict_ahead(net), torch.no_grad():
-            cache = predictive(offload, **settings, **TAIL)
+            cache = predictive(offload, **NEED, **TAIL)
             cache.watch_blocks()
             out = logits(cache, net)
             cache.save(tmp_path / str(scribbles))
@@ -250,12 +192,11 @@ def test_what_is_after_the_last_token_says_nothing(settings, offload, monkeypatc
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-@KINDS
-def test_everything_is_needed_of_the_whole_mass(settings):
+def test_everything_is_needed_of_the_whole_mass():
     net = build("llama", "sparsekv")
     with predict_ahead(net):
         ways = ({"mass": 1.0}, {"mass": None, "token_budget": FULL["token_budget"]})
-        found = [logits(predictive(True, **{**settings, **way}), net) for way in ways]
+        found = [logits(predictive(True, **{**NEED, **way}), net) for way in ways]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
@@ -264,22 +205,18 @@ def test_everything_is_needed_of_the_whole_mass(settings):
 
 @pytest.mark.few
 @pytest.mark.parametrize("saves", ["by need", "fixed"])
-@KINDS
-def test_a_choice_of_one_kind_may_go_on_as_the_other(settings, saves, tmp_path):
-    """By need takes over a fixed number of tokens that is chosen; the other way round nothing is."""
-    net, fixed = build("llama", "sparsekv"), {**settings, "mass": None, "token_budget": 32}
-    mine, theirs = (settings, fixed) if saves == "by need" else (fixed, settings)
+def test_a_choice_of_one_kind_may_go_on_as_the_other(saves, tmp_path):
+    net, fixed = build("llama", "sparsekv"), {**NEED, "mass": None, "token_budget": 32}
+    mine, theirs = (NEED, fixed) if saves == "by need" else (fixed, NEED)
     token = torch.tensor([[5], [6]])
     with predict_ahead(net), torch.no_grad():
         cache = predictive(False, **mine)
         logits(cache, net)
         cache.save(tmp_path / "cache")
         loaded = SparseCache.load(tmp_path / "cache", config=predictive(False, **theirs).config)
-        first, second = (net(token, past_key_values=loaded).logits for _ in range(2))
-        assert torch.isfinite(second).all()
-        if settings is EARLIER and saves == "fixed":
-            assert torch.equal(first, net(token, past_key_values=cache).logits)
-    assert loaded.stats().sparse_calls == (2 if settings is EARLIER and saves == "by need" else 4)
+        for _ in range(2):
+            assert torch.isfinite(net(token, past_key_values=loaded).logits).all()
+    assert loaded.stats().sparse_calls == 4
 
 
 def test_the_papers_preset_has_a_fixed_number():
@@ -304,7 +241,7 @@ def test_a_mass_is_a_share(mass):
 
 
 def test_a_second_device_chooses_a_fixed_number():
-    with pytest.raises(ValueError, match=r"mass=0.5 .* cache_rank='cuda:1' cannot: give a token_budget instead"):
+    with pytest.raises(ValueError, match=r"mass=0.5 is for .* or a second device: give a token_budget instead"):
         PredictiveConfig(mass=0.5, cache_rank="cuda:1")
     there = PredictiveConfig(cache_rank="cuda:1")
     assert (there.budget, there.threshold) == (1024, None)

@@ -7,12 +7,12 @@ from captured import ImitatedGraphs, Imitation
 from models import build
 from test_progressive import decode
 
-from hf_sparsekv.policies.by_need_policy import ByNeedPolicy
+from hf_sparsekv.policies.token_policy import TokenPolicy
 
 
 def test_audits_of_steps_captured_before_a_reset(monkeypatch):
     """An allocator may give a later prompt's tensors the memory of an earlier one's: its graph is replayed at once."""
-    start, observe, held, made = ByNeedPolicy.start, ByNeedPolicy.observe, {}, {}
+    start, observe, held, made = TokenPolicy.start, TokenPolicy.observe, {}, {}
 
     def again(policy, store, q_heads):
         start(policy, store, q_heads)
@@ -42,8 +42,8 @@ def test_audits_of_steps_captured_before_a_reset(monkeypatch):
             graph.replay = silently
             return graph, output
 
-    monkeypatch.setattr(ByNeedPolicy, "start", again)
-    monkeypatch.setattr(ByNeedPolicy, "observe", watch)
+    monkeypatch.setattr(TokenPolicy, "start", again)
+    monkeypatch.setattr(TokenPolicy, "observe", watch)
     net = build("llama", "sparsekv")
     runner = Imitation(net, Silent())
     runner.install()

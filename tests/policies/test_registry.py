@@ -138,7 +138,7 @@ def test_a_subclass_of_a_configuration_is_of_the_same_method():
     [
         (OffloadedSparseCache, TokenConfig(**TIGHT), OffloadConfig()),
         (ProgressiveCache, ProgressiveConfig(mass=0.6), None),
-        (AsyncPredictiveCache, PredictiveConfig(token_budget=32, predictor="last"), None),
+        (AsyncPredictiveCache, PredictiveConfig(token_budget=32, predictor="assembled"), None),
     ],
 )
 def test_named_caches_are_the_same_with_a_default(kind, config, offload):

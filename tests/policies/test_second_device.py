@@ -121,20 +121,6 @@ def test_what_a_step_attends_to_is_not_being_written():
                 assert not torch.equal(policy.packs[0].held, policy.packs[1].held)
 
 
-def test_a_predictor_of_ones_own_is_not_captured_there():
-    def newest(ring, position, count):
-        slot = ((position.long() - 1) % ring.shape[2]).view(-1, 1, 1, 1)
-        return ring.take_along_dim(slot, dim=2)[:, :, 0]
-
-    race = PredictiveRace(captured=True, cache_rank="cpu", predictor=newest)
-    race.feed(prompt(1, 130)["input_ids"])
-    race.oracle.config.predictor = "last"
-    race.crop(1)
-    with torch.no_grad():
-        race.model(torch.full((1, 1), 5), past_key_values=race.ours)
-    assert race.runner.replays == 0
-
-
 def test_a_crop_behind_captured_steps():
     """A trial step is taken back on the other device as well, which has to reopen the same blocks."""
     race = PredictiveRace(captured=True, cache_rank="cpu", strict=True)

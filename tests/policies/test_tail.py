@@ -136,7 +136,7 @@ def test_the_same_wherever_tokens_are(pads):
         [two_level(offload, level="token", **settings) for offload in (False, True)],
         [two_level(offload, lag=True, **settings) for offload in (False, True)],
         [predictive(offload, **settings) for offload in (False, True)],
-        [predictive(offload, predictor="last", **settings) for offload in (False, True)],
+        [predictive(offload, predictor="assembled", **settings) for offload in (False, True)],
         [progressive(offload, **settings) for offload in (False, True)],
     )
     for device, host in pairs:

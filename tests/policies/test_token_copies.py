@@ -13,12 +13,13 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from hf_sparsekv import OffloadConfig
 from hf_sparsekv.policies.device_tokens import DeviceTokens
 
+pytestmark = pytest.mark.filterwarnings("ignore:AsyncPredictiveCache chooses")  # by each layer's own query
 BUDGET = {"token_budget": 32}
 METHODS = {
     "two_level": lambda offload: two_level(offload, level="token", lag=False, **BUDGET),
     "progressive": lambda offload: progressive(offload, mass=0.5),
-    "predictive": lambda offload: predictive(offload, predictor="own", **BUDGET),
-    "ahead": lambda offload: predictive(offload, predictor="assembled_ridge", **BUDGET),
+    "predictive": lambda offload: predictive(offload, **BUDGET),
+    "ahead": lambda offload: predictive(offload, predictor="assembled", **BUDGET),
 }
 ROOM = 2 * 2 * 32 * (2 * 16 * 4 + 8)  # bytes of a layer for 32 tokens of each row and KV head
 

@@ -644,9 +644,9 @@ def test_the_cache_of_rows_takes_nothing_else():
     "cache",
     [
         lambda: OffloadedSparseCache(TokenConfig(**BUDGET, **BLOCKS, lag=True)),
-        lambda: AsyncPredictiveCache(PredictiveConfig(predictor="ridge")),
+        lambda: AsyncPredictiveCache(PredictiveConfig(predictor="assembled")),
     ],
-    ids=["lag", "ridge"],
+    ids=["lag", "assembled"],
 )
 def test_methods_that_choose_ahead_are_refused(cache):
     with pytest.raises(ValueError, match="chooses ahead"):

@@ -200,8 +200,8 @@ def test_progressive(offload, kept):
 @pytest.mark.parametrize(
     "changes",
     [
-        *[{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "last", "max_length": 5300}],
-        *[{"mass": 0.9, "token_budget": None}, {"mass": 0.9, "token_budget": None, "predictor": "last"}],
+        *[{}, {"start_length": 400}, {"token_budget": 400}, {"predictor": "assembled", "max_length": 5300}],
+        {"mass": 0.9, "token_budget": None},
     ],
     ids=str,
 )

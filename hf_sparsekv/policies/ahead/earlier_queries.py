@@ -5,10 +5,8 @@ Apart from :mod:`.layer_ahead` because the choice outlives its step, and needs t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_sparsekv_config.predictive import PredictiveConfig
@@ -17,11 +15,9 @@ from ...kv.counters import Tally
 from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...predictor.channels import LabelChannels
-from ...predictor.query import CustomPredictor, QueryPredictor, make_predictor
 from ...tensors import no_inference_mode
 from ...types import AttentionParams
 from ..launch import Launch
-from ..memory import Request
 from ..plan import Plan, planned
 from .chosen_before import ChosenBefore
 from .predicted_tokens import PredictedTokens
@@ -36,22 +32,17 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     chosen.
     """
 
-    TENSORS: ClassVar = {
-        "ids": Held(trial=True, counted=True, file="chosen", when="chosen"),  # [batch, H, room]
-        "counts": Held(trial=True, counted=True),  # by need: int32 [batch, H], how many of the ids there are
-    }
+    TENSORS: ClassVar = {"ids": Held(trial=True, counted=True, file="chosen", when="chosen")}  # [batch, H, room]
     HOST: ClassVar = {"_predicted": None}  # in a captured step, from its query to the end of its attention
     PARTS: ClassVar = ("queries",)
 
     queries: QueryRing
-    counts: Tensor | None
     _predicted: Tensor | None
 
     def __init__(
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
-        self.predictor = predictor_of(config)
         # Measured on an H200, 8 x 32k on the device (benchmarks/NOTES.md, "Choosing from all tokens"): choosing after
         # the step 7.5 ms, among it 7.1; fetching yields.
         self.launch = Launch(low_priority=offloaded)
@@ -59,30 +50,10 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        self._fit(store)
         made = store.batch, q_heads, store.key_dim, store.dtype, store.device
         if self.queries is None or not self.queries.fits(*made):
-            self.queries = QueryRing(store.batch, q_heads, self.predictor.slots, *made[2:])
+            self.queries = QueryRing(*made)
         self.queries.clear()
-
-    @no_inference_mode
-    def _fit(self, store: LayerStore) -> None:
-        """By need, have room for all tokens that the block table has room for."""
-        if self.need is None:
-            return
-        held, shape = self.ids, (store.batch, store.heads, store.block_table.shape[1] * store.block_size)
-        same = held is not None and (held.shape[0], held.device) == (store.batch, store.device)
-        if same and held.shape[-1] >= shape[-1]:
-            return
-        self.ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
-        if same:
-            self.ids[..., : held.shape[-1]] = held
-        else:
-            self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=store.device)
-
-    def _there(self, store: LayerStore) -> Tensor:
-        """The ids that a step of these rows may choose, ``[batch, H, n]``."""
-        return self.ids if self.need is None else self.ids[..., : store.table.shape[1] * store.block_size]
 
     # ------------------------------------------------------------------ a step
 
@@ -101,8 +72,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
             self.queries.forget(end)
             return
         if self.queries.held.shape[1] != q.shape[1]:  # the layer began without queries
-            held = self.queries
-            self.queries = QueryRing(store.batch, q.shape[1], held.size, q.shape[3], store.dtype, store.device)
+            self.queries = QueryRing(store.batch, q.shape[1], q.shape[3], store.dtype, store.device)
             self.queries.forget(lengths)
         picks = None if valid is None else store.table_of_rows.picks(valid)
         # Of some of a prompt's tokens the queries are there as they are the keys; of others the last ones only.
@@ -114,14 +84,10 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         return planned("chosen" if self.chosen else "dense", True, self.chosen and self.paged)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        return self.attend_to(q, self._there(store), store, params, plan.paged, self.counts)
+        return self.attend_to(q, self.ids, store, params, plan.paged)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        super().account(q, store, plan, tally)
-        if plan.ahead:  # after what the step has sealed
-            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks + tally.sealed)
-        if not plan.dense:
-            store.count_means(tally)
+    def labels_scored(self, plan: Plan, tally: Tally) -> int:
+        return tally.blocks + tally.sealed if plan.ahead else 0  # after what the step has sealed
 
     # ------------------------------------------------------------------ the next step
 
@@ -129,7 +95,6 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         self.queries.rewind(store.held.lengths)
         plan = self.plan(store)
         if plan.ahead:
-            self._fit(store)
             self.enter(store)
         return plan
 
@@ -140,52 +105,16 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         # Other orders: benchmarks/NOTES.md, "Choosing from all tokens".
         self.queries.push(q[:, :, None], valid, store.step_rows.past)
         if plan.ahead:
-            self._predicted = self._predict()
+            self._predicted = self.queries.predict()
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         super().look_ahead(q, store, plan)
         if not plan.ahead:
             return
-        if self.need is not None and self.params is None:  # tokens came without an attention, as in no step
-            self.chosen = self.paged = False
-            return
         self.chosen = True
         predicted, self._predicted = self._predicted, None
-        self.choose_for(self._predict() if predicted is None else predicted, store)
-        self.paged = self.bring(self._there(store), store, self.counts)
-
-    def choose_for(self, q: Tensor, store: LayerStore) -> None:
-        if self.need is None:
-            super().choose_for(q, store)
-            return
-        if not store.capturing:
-            self._fit(store)
-        assert self.params is not None and self.counts is not None
-        # The step has stored its token, and sealed: the ring holds every recent token of the rows.
-        self.need.select(q, store, self.labels, self.params, out=(self._there(store), self.counts))
-
-    def _predict(self) -> Tensor:
-        """The next query ``[batch, Hq, Dk]``."""
-        queries = self.queries
-        return self.predictor.predict(queries.held, queries.position, queries.count)
-
-    # ------------------------------------------------------------------ files
-
-    def to_file(self, lengths: Sequence[int]) -> dict[str, Tensor]:
-        found = super().to_file(lengths)
-        if self.counts is not None and "chosen" in found:
-            ids = found["chosen"][..., : max(1, int(self.counts.max()))]
-            there = torch.arange(ids.shape[-1], device=ids.device) < self.counts[..., None]
-            found["chosen"] = torch.where(there, ids, -1)
-        return found
-
-    def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
-        chosen = found.get("chosen")
-        if self.counts is not None and chosen is not None:  # perhaps of a fixed number
-            ids = torch.nn.functional.pad(chosen, (0, self.ids.shape[-1] - chosen.shape[-1]), value=-1)
-            found = {**found, "chosen": ids}
-            self.counts.copy_((ids >= 0).sum(-1))
-        super().from_file(found, device, lengths)
+        self.choose_for(self.queries.predict() if predicted is None else predicted, store)
+        self.paged = self.bring(self.ids, store)
 
     # ------------------------------------------------------------------ after replays
 
@@ -194,15 +123,3 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
         self.queries.end = store.held.lengths
         if plan.ahead:
             self.chosen, self.paged = True, self.tokens is not None
-
-
-def predictor_of(config: PredictiveConfig) -> QueryPredictor | CustomPredictor:
-    """What predicts from earlier steps' queries."""
-    return make_predictor(config.prediction, config.predictor_window, config.predictor_epsilon)
-
-
-def queries_bytes(request: Request) -> int:
-    """Bytes of the latest queries, all layers."""
-    slots = predictor_of(request.config).slots
-    each = (request.query_heads * slots * layer.query_dim * request.item + 12 for layer in request.layers)
-    return request.batch * sum(each)

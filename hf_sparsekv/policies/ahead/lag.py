@@ -15,7 +15,7 @@ from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...tensors import no_inference_mode
 from ..blocks import BlockPolicy
-from ..plan import CROSSOVER, DENSE, Plan, planned
+from ..plan import Plan, planned
 from .chosen_before import ChosenBefore
 
 
@@ -40,17 +40,10 @@ class LaggingBlockPolicy(ChosenBefore, BlockPolicy):
             self.page_ids = torch.full(shape, -1, dtype=torch.int32, device=store.device)
 
     def plan(self, store: LayerStore) -> Plan:
-        labels, many = self.labels, store.full_blocks > self.config.coarse_blocks
-        if labels is not None and labels.calibrating:
-            return planned(learns=True, captured=labels.goes_on)
-        few = self.is_few(store) or (labels is None and not many)
-        if few and not many:
-            return DENSE
-        if self.crossover.below(store):  # nothing is chosen; sealing the block that ends it chooses again
-            return DENSE if few else CROSSOVER
-        chosen = self.chosen and not few
-        attends = "chosen" if chosen else "dense" if few or labels is None else "every"
-        return planned(attends, many, self.paged and chosen)
+        if (plan := self.plan_all(store)) is not None:
+            return plan  # nothing is chosen; sealing the block that ends it chooses again
+        attends = "chosen" if self.chosen else "every" if self.labels is not None else "dense"
+        return planned(attends, store.full_blocks > self.config.coarse_blocks, self.paged and self.chosen)
 
     def blocks_for(self, q: Tensor, store: LayerStore, plan: Plan) -> tuple[Tensor, Tensor | None]:
         return self.ids, self.page_ids if plan.paged else None

@@ -39,6 +39,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         "_places": None,
     }
 
+    foresight: Foresight
     foreseen: int | None
     _chosen: tuple[Tensor, Tensor] | None
     _places: Tensor | None
@@ -47,32 +48,29 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
         self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
-        self.foresight = None if config.prediction == "own" else Foresight()
+        self.foresight = Foresight()
         self.launch = Launch(low_priority=False)  # the next layer waits for it
 
     @property
     def follows_crops(self) -> bool:
-        return self.foresight is not None and self.foresight.by_delta
+        return self.foresight.by_delta
 
     def plan(self, store: LayerStore) -> Plan:
         if (plan := self.plan_all(store)) is not None:
             return plan
-        foresees = self.foresight is not None and self.foresight.source is not None
-        return planned("chosen", paged=self.tokens is not None, foresees=foresees)
+        return planned("chosen", paged=self.tokens is not None, foresees=self.foresight.source is not None)
 
     def prepare(self, store: LayerStore) -> Plan:
         plan = self.plan(store)
         if not plan.dense and not plan.paged and self.enter(store):
             plan = self.plan(store)
         if plan.foresees:
-            assert self.foresight is not None
             self.foresight.prepare(store)
         return plan
 
     def cropped(self) -> None:
         super().cropped()
-        if self.foresight is not None:
-            self.foresight.cropped()
+        self.foresight.cropped()
 
     def foresee(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         """The layer before expects ``q [batch, Hq, Dk]`` of this one, in the step that has begun."""
@@ -107,10 +105,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        if self.need is None:
-            ids, used = self.best_tokens(q, rows), None
-        else:
-            ids, used, *_ = self.need.select(q, rows, self.labels, params)
+        ids, used = self.tokens_for(q, rows, params)
         return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
 
     def _choose_for(self, q: Tensor, store: LayerStore, stored: Tensor | None = None) -> None:
@@ -127,14 +122,7 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
             assert self.tokens is not None
             self._places = self.tokens.locate(ids, store, used)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        super().account(q, store, plan, tally)
-        if not plan.dense:
-            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
-            store.count_means(tally)
-
     def replayed(self, store: LayerStore, plan: Plan, tally: Tally) -> None:
         super().replayed(store, plan, tally)
         store.counters.foreseen += plan.foresees * tally.steps
-        if self.foresight is not None:
-            self.foresight.replayed(store, plan.foresees)
+        self.foresight.replayed(store, plan.foresees)

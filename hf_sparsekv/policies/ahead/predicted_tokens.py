@@ -16,13 +16,10 @@ from hf_sparsekv_config.predictive import PredictiveConfig
 from ...kv.state import Held
 from ...kv.store import LayerStore
 from ...ops.selection.topk_select import token_select
-from ...predictor.channels import LabelChannels
 from ...tensors import no_inference_mode
-from ..by_need import ByNeed
 from ..label_index import LabelIndex
 from ..labelled import LabelledPolicy
 from ..memory import Request
-from ..plan import CROSSOVER, DENSE, Plan, planned
 
 
 class PredictedTokens(LabelledPolicy):
@@ -35,30 +32,17 @@ class PredictedTokens(LabelledPolicy):
     ids: Tensor
     method = "predictive"
 
-    def __init__(
-        self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
-    ) -> None:
-        super().__init__(config, layer_idx, offloaded, channels)
-        self.need = None if config.threshold is None else ByNeed(config)
-
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
-        if self.config.means:
-            store.keep_means(self.config.tail_tokens)
         if self.need is not None:
             return
         room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
 
-    def plan_all(self, store: LayerStore) -> Plan | None:
-        """The plan of a step that attends to all tokens, because few are cached or channels are not known yet."""
-        if self.labels.calibrating:
-            return planned(learns=True, captured=self.labels.goes_on)
-        if not selects(self.config, store):
-            return DENSE
-        return CROSSOVER if self.crossover.below(store) else None
+    def is_few(self, store: LayerStore) -> bool:
+        return not selects(self.config, store)
 
     def choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`."""
@@ -96,8 +80,5 @@ def room_for(config: PredictiveConfig) -> int:
 def ids_bytes(request: Request) -> int:
     """Bytes of the ids of chosen tokens, all layers."""
     config = request.config
-    if config.threshold is None:
-        room = room_for(config)
-    else:  # those of the same step are not kept
-        room = 0 if config.by_layer else request.table * config.block_size + 1
+    room = room_for(config) if config.threshold is None else 0  # by need they are not kept
     return sum(request.batch * each.heads * room * 4 for each in request.layers)

@@ -13,9 +13,10 @@ from ..label_index import label_bytes
 from ..memory import Memory, Request, mean_bytes
 from ..registry import register
 from ..shared import Labelled
-from .earlier_queries import EarlierQueriesPolicy, queries_bytes
+from .earlier_queries import EarlierQueriesPolicy
 from .layer_ahead import LayerAheadPolicy
 from .predicted_tokens import ids_bytes, room_for
+from .query_ring import queries_bytes
 from .second_device.policy import SecondDevice
 
 
@@ -28,8 +29,7 @@ class Predictive(Labelled):
         super().__init__(LayerAheadPolicy if config.by_layer else policy, config, offload)
         self.rows_join = config.by_layer
         self.whole_tokens = whole_tokens(config)
-        if config.by_layer and config.prediction != "own":
-            assert isinstance(config.prediction, str)
+        if config.by_layer:
             self.foresight = config.prediction
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The latest queries of a layer, on its device."""
+"""The latest queries of a layer, on its device, and the next one that they predict (AsyncSpade section 4.2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from ...kv.state import Held, State
+from ...ops.selection.query_predict import query_predict
 from ...ops.selection.query_ring import push
 from ...tensors import no_inference_mode
+from ..memory import Request
+
+# Predecessors that the regression has, and the strength of its ridge. Windows of 4 to 32 and strengths of 0.1 to 1 do
+# alike: docs/studies/predicted-queries.md.
+WINDOW, EPSILON = 16, 0.1
+SLOTS = WINDOW + 1  # the newest query and its predecessors
 
 
 class QueryRing(State):
@@ -19,7 +26,7 @@ class QueryRing(State):
     So a step needs no count of earlier queries, and repeating a step changes nothing.
 
     Attributes:
-        held: ``[batch, Hq, R, D]``.
+        held: ``[batch, Hq, R, D]``, with ``R`` = :data:`SLOTS`.
         count: int32 ``[batch]``, queries of each row that are known.
         position: int32 ``[batch]``, where the next one goes.
         first: int32 ``[batch]``, the token from which on they are known.
@@ -35,25 +42,24 @@ class QueryRing(State):
     HOST: ClassVar = {"end": None}
 
     @no_inference_mode
-    def __init__(self, batch: int, heads: int, size: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.held = torch.zeros(batch, heads, size, dim, dtype=dtype, device=device)
+        self.held = torch.zeros(batch, heads, SLOTS, dim, dtype=dtype, device=device)
         self.first, self.count, self.position = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
         self.end = (0,) * batch
 
-    @property
-    def size(self) -> int:
-        """Queries of a row that it holds at most."""
-        return self.held.shape[2]
-
     def fits(self, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
         """This ring could have been made so."""
-        shape = (batch, heads, self.size, dim)
+        shape = (batch, heads, SLOTS, dim)
         return (tuple(self.held.shape), self.held.dtype, self.held.device) == (shape, dtype, device)
 
     def push(self, q: Tensor, valid: Tensor | None, past: Tensor) -> None:
         """A step's queries ``q [batch, Hq, 1, D]``, see :func:`...ops.selection.query_ring.push`."""
         push(q, valid, past, self.held, self.first, self.count, self.position)
+
+    def predict(self, out: Tensor | None = None) -> Tensor:
+        """The next query of each row and head ``[batch, Hq, D]``: the average of all windows' regressions."""
+        return query_predict(self.held, self.position, self.count, WINDOW, EPSILON, out=out)
 
     def store(
         self,
@@ -80,7 +86,7 @@ class QueryRing(State):
                 at = picks[first]
                 at = torch.arange(at.start, at.stop, device=q.device) if isinstance(at, slice) else at.to(q.device)
                 mine = mine[:, :, at[at >= missing] - missing]
-            n = min(mine.shape[2], tokens, self.size)
+            n = min(mine.shape[2], tokens, SLOTS)
             held = [x[one] for x in (self.held, self.first, self.count, self.position)]
             if mine.shape[2] < tokens:
                 held[1].clamp_min_(end[first] - mine.shape[2])
@@ -96,15 +102,15 @@ class QueryRing(State):
         if any(end > length for end, length in zip(self.end, lengths)):
             end, length = self._ints(self.end), self._ints(lengths)
             gone = end > length
-            known = torch.minimum(torch.maximum(self.first, end - self.size), length)  # those that follow are known
+            known = torch.minimum(torch.maximum(self.first, end - SLOTS), length)  # those that follow are known
             self.first.copy_(torch.where(gone, known, self.first))
             self.end = tuple(min(both) for both in zip(self.end, lengths))
             self._count()
 
     def _count(self) -> None:
         end = self._ints(self.end)
-        self.count.copy_((end - self.first).clamp(0, self.size))
-        self.position.copy_(end % self.size)
+        self.count.copy_((end - self.first).clamp(0, SLOTS))
+        self.position.copy_(end % SLOTS)
 
     def forget(self, lengths: Sequence[int]) -> None:
         """The rows hold ``lengths`` tokens, and no query of these is known."""
@@ -122,18 +128,17 @@ class QueryRing(State):
         return super().to_file(lengths)
 
     def from_file(self, found: dict[str, Tensor], device: torch.device, lengths: Sequence[int]) -> None:
-        """Take over what another ring, which may have held more or fewer, knew at these lengths."""
+        """Take over what another ring knew at these lengths; the file of a cache that predicted by layer has none."""
         self.forget(lengths)
-        if "queries" not in found:  # of a cache whose predictor needed none
-            return
-        held, first = (found[name].to(device) for name in ("queries", "queries_from"))
-        for row, length in enumerate(lengths):
-            n = min(held.shape[2], self.size, length)
-            kept = torch.arange(length - n, length, device=device) % held.shape[2]
-            mine = [x[row : row + 1] for x in (self.held, self.first, self.count, self.position)]
-            mine[1].copy_(first[row : row + 1].clamp_min(length - n))
-            push(held[row : row + 1, :, kept], None, torch.full_like(mine[1], length - n), *mine)
+        super().from_file(found, device, lengths)
+        self._count()
 
     def clear(self) -> None:
         """Nothing is cached."""
         self.forget((0,) * len(self.held))
+
+
+def queries_bytes(request: Request) -> int:
+    """Bytes of the latest queries, all layers."""
+    each = (request.query_heads * SLOTS * layer.query_dim * request.item + 12 for layer in request.layers)
+    return request.batch * sum(each)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_sparsekv_config.predictive import MAX_WINDOW, MIN_EPSILON
-
 from ..._dispatch import give
 
 TINY = 1e-30  # queries with a smaller mean squared norm count as zero: the inverse must be a normal float32
+
+MAX_WINDOW = 32  # one warp holds the Gram matrix of a head in registers; longer windows measured no better
+MIN_EPSILON = 1e-4  # the Gram matrix's condition number stays below MAX_WINDOW / MIN_EPSILON: float32 solves that
 
 
 def check(ring: Tensor, position: Tensor, count: Tensor, window: int, epsilon: float, out: Tensor | None) -> None:
@@ -17,8 +18,8 @@ def check(ring: Tensor, position: Tensor, count: Tensor, window: int, epsilon: f
     if ring.ndim != 4 or not ring.is_floating_point():
         raise ValueError(f"ring must be floating point [batch, Hq, slots, D], got {ring.dtype} {tuple(ring.shape)}")
     batch, heads, slots, dim = ring.shape
-    if not 0 <= window <= MAX_WINDOW:
-        raise ValueError(f"window must lie in [0, {MAX_WINDOW}], got {window}")
+    if not 1 <= window <= MAX_WINDOW:
+        raise ValueError(f"window must lie in [1, {MAX_WINDOW}], got {window}")
     if slots < window + 1:
         raise ValueError(f"a window of {window} needs a ring of {window + 1} slots or more, got {slots}")
     if not MIN_EPSILON <= epsilon < float("inf"):
@@ -41,15 +42,13 @@ def query_predict(
     count: Tensor,
     window: int,
     epsilon: float,
-    pool: bool = True,
-    softmax: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """Predict the next query of each row and head by ridge regression over its last ones.
 
     For ``k`` predecessors: ``w = argmin |Q_t - sum_i w_i Q_(t-i)|^2 + lambda |w|^2`` over ``i = 1 .. k``, then
-    softmax, and ``Q^(k)_(t+1) = sum_i w_i Q_(t+1-i)``. With ``pool`` all windows ``k = 1 .. n`` are averaged, without
-    it only ``n`` is used. Source: AsyncSpade section 4.2, equations 2 to 5; not its Algorithm 1, which differs.
+    softmax, and ``Q^(k)_(t+1) = sum_i w_i Q_(t+1-i)``. All windows ``k = 1 .. n`` are averaged. Source: AsyncSpade
+    section 4.2, equations 2 to 5; not its Algorithm 1, which differs.
 
     ``lambda`` is ``epsilon`` times the mean squared norm of the ``n`` predecessors, the same for all windows. Their
     systems are therefore leading submatrices of one matrix, whose Cholesky factor solves them all. A row uses the
@@ -61,10 +60,8 @@ def query_predict(
             may hold anything. Layers may be stacked along the batch.
         position: int32 ``[batch]``, the slot of a row's next query; the newest query is in the slot before it.
         count: int32 ``[batch]``, queries that a row has in the ring.
-        window: longest window; 0 returns the last query unchanged.
+        window: longest window.
         epsilon: strength of the ridge, relative to the mean squared norm of the predecessors; at least ``MIN_EPSILON``.
-        pool: average the predictions of all windows.
-        softmax: normalise the weights of each window.
 
     Returns:
         ``[batch, Hq, D]`` in the ring's dtype, ``out`` if given. The call does not synchronise with the device.
@@ -75,8 +72,6 @@ def query_predict(
     slot = (position[:, None].long() - 1 - age) % ring.shape[2]  # [batch, window + 1], newest first
     q = ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3])).float()
     q = q.masked_fill((age >= count[:, None])[:, None, :, None], 0.0)
-    if window == 0:
-        return give(q[:, :, 0].to(ring.dtype), out)
     gram = q @ q.transpose(-1, -2)
     n = (count - 1).clamp(0, window)[:, None]  # [batch, 1]
     mean = gram[..., 1:, 1:].diagonal(dim1=-2, dim2=-1).sum(-1) / n.clamp_min(1)  # [batch, Hq]
@@ -88,9 +83,8 @@ def query_predict(
     inverse = torch.linalg.solve_triangular(factor, torch.eye(window, device=device), upper=False)
     weights = (inverse @ gram[..., 1:, :1] * inverse).cumsum(-2)  # [batch, Hq, k, i], of window k + 1
     i = torch.arange(window, device=device)
-    if softmax:
-        weights = weights.masked_fill(i > i[:, None], float("-inf")).softmax(-1)
-    used = i < n if pool else i == n - 1  # [batch, k]
+    weights = weights.masked_fill(i > i[:, None], float("-inf")).softmax(-1)
+    used = i < n  # [batch, k]
     weights = (weights * used[:, None, :, None]).sum(-2) / used.sum(-1).clamp_min(1)[:, None, None]
     weights = torch.where(solvable[..., None], weights, (i == 0).float())
     q = q[:, :, :-1].masked_fill((weights == 0)[..., None], 0.0)  # queries of weight 0 may be infinite

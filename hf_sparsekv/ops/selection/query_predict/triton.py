@@ -48,8 +48,6 @@ def query_predict_kernel(
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
-    POOL: tl.constexpr,
-    SOFTMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,51 +64,39 @@ def query_predict_kernel(
     o_d = tl.arange(0, BD)
     dtype = p_out.dtype.element_ty
 
-    if W == 0:
-        for i in tl.static_range(0, D, BD):
-            m_d = (i + o_d < D) & (count > 0)
-            b_out = tl.load(p_ring + newest * ring.token + i + o_d, mask=m_d, other=0.0)  # [BD]
-            tl.store(p_out + i + o_d, b_out, mask=i + o_d < D)
-    else:
-        o_w = tl.arange(0, BW)
-        p_past = p_ring + ((newest + (2 * SLOTS - 1) - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
-        p_shifted = p_ring + ((newest + 2 * SLOTS - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
-        b_gram, b_right = tl.zeros([BW, BW], tl.float32), tl.zeros([BW], tl.float32)
-        for i in tl.static_range(0, D, BD):
-            m_d = i + o_d < D
-            b_past = tl.load(p_past + i, mask=(o_w < n)[:, None] & m_d[None, :], other=0.0)  # [BW, BD]
-            b_last = tl.load(p_ring + newest * ring.token + i + o_d, mask=m_d & (count > 0), other=0.0)  # [BD]
-            b_gram = tl.dot(b_past, tl.trans(b_past), b_gram, input_precision="ieee")  # [BW, BW]
-            b_right += tl.sum(b_past.to(tl.float32) * b_last.to(tl.float32)[None, :], axis=1)  # [BW]
+    o_w = tl.arange(0, BW)
+    p_past = p_ring + ((newest + (2 * SLOTS - 1) - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
+    p_shifted = p_ring + ((newest + 2 * SLOTS - o_w) % SLOTS)[:, None] * ring.token + o_d[None, :]
+    b_gram, b_right = tl.zeros([BW, BW], tl.float32), tl.zeros([BW], tl.float32)
+    for i in tl.static_range(0, D, BD):
+        m_d = i + o_d < D
+        b_past = tl.load(p_past + i, mask=(o_w < n)[:, None] & m_d[None, :], other=0.0)  # [BW, BD]
+        b_last = tl.load(p_ring + newest * ring.token + i + o_d, mask=m_d & (count > 0), other=0.0)  # [BD]
+        b_gram = tl.dot(b_past, tl.trans(b_past), b_gram, input_precision="ieee")  # [BW, BW]
+        b_right += tl.sum(b_past.to(tl.float32) * b_last.to(tl.float32)[None, :], axis=1)  # [BW]
 
-        m_diagonal = o_w[:, None] == o_w[None, :]
-        mean = tl.sum(tl.sum(tl.where(m_diagonal, b_gram, 0.0), axis=1), axis=0) / tl.maximum(n, 1).to(tl.float32)
-        solvable = (mean > SMALLEST) & (mean < float("inf"))
-        unit = tl.where(solvable, mean, 1.0)
-        b_gram = tl.where(solvable, b_gram / unit, 0.0) + tl.where(m_diagonal, epsilon, 0.0)
-        b_right = tl.where(solvable, b_right / unit, 0.0)
-        b_weights = _sweep(b_gram, b_right, W, BW)  # [BW, BW]: entry, window
+    m_diagonal = o_w[:, None] == o_w[None, :]
+    mean = tl.sum(tl.sum(tl.where(m_diagonal, b_gram, 0.0), axis=1), axis=0) / tl.maximum(n, 1).to(tl.float32)
+    solvable = (mean > SMALLEST) & (mean < float("inf"))
+    unit = tl.where(solvable, mean, 1.0)
+    b_gram = tl.where(solvable, b_gram / unit, 0.0) + tl.where(m_diagonal, epsilon, 0.0)
+    b_right = tl.where(solvable, b_right / unit, 0.0)
+    b_weights = _sweep(b_gram, b_right, W, BW)  # [BW, BW]: entry, window
 
-        m_own = o_w[:, None] <= o_w[None, :]
-        if SOFTMAX:
-            b_weights = tl.where(m_own, b_weights, float("-inf"))
-            b_weights = tl.exp(b_weights - tl.max(b_weights, axis=0)[None, :])
-            b_weights = b_weights / tl.sum(b_weights, axis=0)[None, :]
-        else:
-            b_weights = tl.where(m_own, b_weights, 0.0)
-        if POOL:
-            b_use = tl.sum(tl.where((o_w < n)[None, :], b_weights, 0.0), axis=1) / tl.maximum(n, 1).to(tl.float32)
-        else:
-            b_use = tl.sum(tl.where((o_w == n - 1)[None, :], b_weights, 0.0), axis=1)  # [BW]
-        b_use = tl.where(solvable, b_use, tl.where(o_w == 0, 1.0, 0.0))
-        m_w = (o_w < count) & (b_use != 0.0)  # queries of weight 0 may be infinite
-        for i in tl.static_range(0, D, BD):
-            m_d = i + o_d < D
-            b_q = tl.load(p_shifted + i, mask=m_w[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [BW, BD]
-            tl.store(p_out + i + o_d, tl.sum(b_use[:, None] * b_q, axis=0).to(dtype), mask=m_d)
+    m_own = o_w[:, None] <= o_w[None, :]
+    b_weights = tl.where(m_own, b_weights, float("-inf"))
+    b_weights = tl.exp(b_weights - tl.max(b_weights, axis=0)[None, :])
+    b_weights = b_weights / tl.sum(b_weights, axis=0)[None, :]
+    b_use = tl.sum(tl.where((o_w < n)[None, :], b_weights, 0.0), axis=1) / tl.maximum(n, 1).to(tl.float32)  # [BW]
+    b_use = tl.where(solvable, b_use, tl.where(o_w == 0, 1.0, 0.0))
+    m_w = (o_w < count) & (b_use != 0.0)  # queries of weight 0 may be infinite
+    for i in tl.static_range(0, D, BD):
+        m_d = i + o_d < D
+        b_q = tl.load(p_shifted + i, mask=m_w[:, None] & m_d[None, :], other=0.0).to(tl.float32)  # [BW, BD]
+        tl.store(p_out + i + o_d, tl.sum(b_use[:, None] * b_q, axis=0).to(dtype), mask=m_d)
 
 
-def query_predict(ring, position, count, window, epsilon, pool=True, softmax=True, out=None):
+def query_predict(ring, position, count, window, epsilon, out=None):
     """As ``reference.query_predict``, in one launch. The ring may be strided, a query's dimensions are contiguous."""
     check(ring, position, count, window, epsilon, out)
     batch, heads, slots, dim = ring.shape
@@ -131,8 +117,6 @@ def query_predict(ring, position, count, window, epsilon, pool=True, softmax=Tru
             SLOTS=slots,
             D=dim,
             W=window,
-            POOL=pool,
-            SOFTMAX=softmax,
             SMALLEST=TINY,
             BD=max(16, min(CHUNK[ring.element_size()], triton.next_power_of_2(dim))),
             num_warps=1,

@@ -20,7 +20,6 @@ from ....kv.store import LayerStore
 from ....ops._dispatch import use_triton
 from ....ops.selection.topk_select import token_select
 from ....predictor.channels import LabelChannels
-from ....predictor.query import QueryPredictor
 from ....tensors import no_inference_mode
 from ....types import AttentionParams
 from ...base import Policy
@@ -31,8 +30,9 @@ from ...memory import Memory, Request
 from ...plan import Plan, planned
 from ...shared import Labelled
 from ..chosen_before import ChosenBefore
-from ..earlier_queries import EarlierQueriesPolicy, queries_bytes
+from ..earlier_queries import EarlierQueriesPolicy
 from ..predicted_tokens import ids_bytes, room_for, selects
+from ..query_ring import SLOTS, queries_bytes
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
 
@@ -71,9 +71,9 @@ class ReplicaPolicy(EarlierQueriesPolicy):
         return predicted, scores, scratch, peer.buffer("pack", (2 * self.ids.numel(),), torch.int32, stream_index)
 
     def choose(self, store: LayerStore) -> None:
-        queries, budget = self.queries, self.config.budget
+        budget = self.config.budget
         predicted, scores, scratch, _ = self.memory(store)
-        self.predictor.predict(queries.held, queries.position, queries.count, out=predicted)
+        self.queries.predict(predicted)
         scores = scores[..., : store.table.shape[1] * store.block_size]
         self.scores(predicted, store, scores)
         scratch = scratch if store.capturing else None  # it is for all that there is room for
@@ -158,7 +158,7 @@ class SecondDevicePolicy(ChosenBefore):
             elif self._calibrating:
                 self.replica.observe(q.to(there), k.to(there), known, store.replica)
             else:  # of the keys nothing but their number is asked
-                self.replica.observe(q[:, :, -self.replica.queries.size :].to(there), k, known, store.replica)
+                self.replica.observe(q[:, :, -SLOTS:].to(there), k, known, store.replica)
         if q is k:
             self.chosen, self.pending = False, None
 
@@ -170,8 +170,6 @@ class SecondDevicePolicy(ChosenBefore):
 
     def _allocates(self, store: PrimaryStore) -> bool:
         """Whether choosing allocates memory there, which a captured step cannot: it has no pool there."""
-        if not isinstance(self.replica.predictor, QueryPredictor):
-            return True  # a user's may
         if self.config.token_reduce != "mean" or not use_triton(self.peer.enabled):
             return False
         from ....ops._group import MANY

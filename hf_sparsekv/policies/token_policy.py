@@ -1,4 +1,4 @@
-"""The default: tokens in order of their estimated mass until enough of it is covered (PSA, Twilight's top-p)."""
+"""The default: tokens by their labels, among all, for a step's own query (Double Sparsity; PSA, Twilight's top-p)."""
 
 from __future__ import annotations
 
@@ -14,36 +14,29 @@ from ..kv.counters import Tally
 from ..kv.store import LayerStore
 from ..ops._recent import recent_valid
 from ..ops.attention.sparse_decode.reference import gather
-from ..ops.selection.topk_select import token_select
 from ..predictor.channels import LabelChannels
-from ..tensors import no_inference_mode
 from ..types import AttentionParams
-from .by_need import ByNeed
 from .drafting import Drafting
 from .label_index import LabelIndex
 from .labelled import LabelledPolicy
 from .launch import Launch
 from .measured import PackStats, WalkStats
-from .plan import CROSSOVER, DENSE, Plan, planned
+from .plan import Plan, planned
 
-FIRST = 1024  # tokens that are brought to the device before the first step
 NOTHING = (0, 0.0, 1.0, 0.0)  # audited: walks, their masses, the least, their estimates
 
 
-class ByNeedPolicy(Drafting, LabelledPolicy):
-    """State: the label channels, and what walks have read.
+class TokenPolicy(Drafting, LabelledPolicy):
+    """Each step scores the labels of all tokens for its own query, and attends to those that it needs, or to the best.
 
-    Each step scores the labels of all tokens for its own query, so nothing is chosen ahead. With offload, the tokens
-    that a step has taken are copied to the device after it; what the next step wants beyond them is read in host
-    memory.
+    By need where the configuration has a share of the mass, else a fixed number. Nothing that is chosen outlives its
+    step. Offloaded, a step reads what it has chosen where it is, and copies it to the device after the attention, for
+    the steps that follow.
 
     PSA's own estimate, by boxes around the keys of blocks, is a reference of the evaluation.
     """
 
-    config: LabelConfig
     labels: LabelIndex
-    need: ByNeed
-    method = "progressive"
     follows_crops = False
     drafts = "together"
 
@@ -51,7 +44,7 @@ class ByNeedPolicy(Drafting, LabelledPolicy):
         self, config: LabelConfig, layer_idx: int, offloaded: bool, channels: LabelChannels | None = None
     ) -> None:
         super().__init__(config, layer_idx, offloaded, channels)
-        self.need = ByNeed(config)
+        self.method = "token_only" if self.need is None else "progressive"
         self._audited = NOTHING
         self.launch = Launch(each_step=config.audit_every is not None)
 
@@ -59,70 +52,52 @@ class ByNeedPolicy(Drafting, LabelledPolicy):
         super().reset()
         self._audited = NOTHING
 
-    @no_inference_mode
-    def start(self, store: LayerStore, q_heads: int) -> None:
-        super().start(store, q_heads)
-        if self.config.means:
-            store.keep_means(self.config.tail_tokens)
-
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
-        if self.labels.calibrating:
-            return planned(learns=True, captured=self.labels.goes_on)
-        if store.full_blocks * store.block_size <= self.config.min_tokens:
-            return DENSE
-        if self.crossover.below(store):
-            return CROSSOVER
-        return planned("walk", self.fetches, self.tokens is not None, brings=self.fetches)
+        if (plan := self.plan_all(store)) is not None:
+            return plan
+        return planned("every", self.fetches, self.tokens is not None, brings=self.fetches)
 
     def attend(self, q: Tensor, store: LayerStore, plan: Plan, params: AttentionParams) -> Tensor:
-        found = self.need.select(q, store, self.labels, params)
+        ids, used = self.tokens_for(q, store, params)
         if plan.ahead:
-            self._taken = found.ids, found.count
-        return self.attend_to(q, found.ids, store, params, plan.paged, found.count)
+            self._taken = ids, used
+        return self.attend_to(q, ids, store, params, plan.paged, used)
 
     def attend_drafts(
         self, q: Tensor, store: LayerStore, rows: LayerStore, plan: Plan, params: AttentionParams
     ) -> Tensor:
-        found = self.need.select(q, rows, self.labels, params)
-        brings = self.bring(found.ids, store, found.count)
-        return self.attend_to(q, found.ids, rows, params, brings, found.count)
+        ids, used = self.tokens_for(q, rows, params)
+        return self.attend_to(q, ids, rows, params, self.bring(ids, store, used), used)
 
-    def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
-        every = self.config.audit_every
-        if every is not None and not plan.dense and store.counters.steps % every == 0:
+    def audit(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
+        if not plan.dense and store.counters.steps % self.config.audit_every == 0:
             assert tally.last is not None
             if len(q) < store.batch:  # steps of the first rows: the others have asked for nothing
                 q = torch.cat((q, q.new_zeros(store.batch - len(q), *q.shape[1:])))
             with store.at(tally.last):
                 self._audit(q, store)
-        super().account(q, store, plan, tally)
-        if not plan.dense:
-            store.counters.index_bytes += self.labels.nbytes_read(store, tally.blocks)
-            store.count_means(tally)
 
     # ------------------------------------------------------------------ the next step
 
     def prepare(self, store: LayerStore) -> Plan:
-        if not self.plan(store).dense:
-            self.enter(store)
+        plan = self.plan(store)
+        if not plan.ahead:
+            return plan
+        self.enter(store)
         return self.plan(store)
 
     def look_ahead(self, q: Tensor, store: LayerStore, plan: Plan) -> None:
         if plan.ahead:
             self.bring_taken(q, store)
 
-    def best_tokens(self, q: Tensor, store: LayerStore) -> Tensor:
-        scores = self.labels.scores(q, store, fill=False)
-        return token_select(scores, None, min(FIRST, scores.shape[-1]), store.block_size, rows=store.rows)
-
     # ------------------------------------------------------------------ numbers
 
     def _audit(self, q: Tensor, store: LayerStore) -> None:
         """Compute what share of the attention mass the step's tokens really hold. Waits for the GPU."""
         params, heads = self.params, store.heads
-        assert params is not None
+        assert params is not None and self.need is not None
         found = self.need.select(q, store, self.labels, params, counted=False)
         n = found.ids.shape[-1]
         there = torch.arange(n, device=q.device) < found.count[..., None]
