@@ -94,13 +94,9 @@ class LabelledPolicy(Policy):
         """The plan of a step that attends to all tokens: channels are not known, few are cached, or it is as fast."""
         if self.labels is not None and self.labels.calibrating:
             return planned(learns=True, captured=self.labels.goes_on)
-        if self.is_few(store):
+        if store.full_blocks * store.block_size <= self.whole_tokens:
             return DENSE
         return CROSSOVER if self.crossover.below(store) else None
-
-    def is_few(self, store: LayerStore) -> bool:
-        """All tokens of full blocks are attended to."""
-        return store.full_blocks * store.block_size <= self.whole_tokens
 
     def account(self, q: Tensor, store: LayerStore, plan: Plan, tally: Tally) -> None:
         if self.launch.each_step:

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_sparsekv_config.labels import whole_tokens
 from hf_sparsekv_config.predictive import PredictiveConfig
 
 from ...kv.state import Held
@@ -32,6 +31,10 @@ class PredictedTokens(LabelledPolicy):
     ids: Tensor
     method = "predictive"
 
+    def __init__(self, config: PredictiveConfig, layer_idx: int, offloaded: bool, channels=None) -> None:
+        super().__init__(config, layer_idx, offloaded, channels)
+        self.whole_tokens = max(self.whole_tokens, whole_until(config))
+
     @no_inference_mode
     def start(self, store: LayerStore, q_heads: int) -> None:
         super().start(store, q_heads)
@@ -40,9 +43,6 @@ class PredictedTokens(LabelledPolicy):
         room, batch = room_for(self.config), store.batch
         if self.ids is None or self.ids.shape[0] != batch or self.ids.device != store.device:
             self.ids = torch.full((batch, store.heads, room), -1, dtype=torch.int32, device=store.device)
-
-    def is_few(self, store: LayerStore) -> bool:
-        return not selects(self.config, store)
 
     def choose_for(self, q: Tensor, store: LayerStore) -> None:
         """Write the tokens that this query wants to :attr:`ids`."""
@@ -61,15 +61,9 @@ class PredictedTokens(LabelledPolicy):
         return super().file_names() | {"chosen", "queries", "queries_from"}  # perhaps of another predictor
 
 
-def selects(config: PredictiveConfig, store: LayerStore, all_of: int | None = None) -> bool:
-    """Steps attend to a selection at this length; that changes only where a block is sealed.
-
-    ``all_of``: so many tokens in full blocks are all attended to; default: the budget, or the least by need.
-    """
-    held = store.full_blocks * store.block_size
-    if held <= (whole_tokens(config) if all_of is None else all_of):
-        return False
-    return held + config.window + config.max_draft >= config.start_length
+def whole_until(config: PredictiveConfig) -> int:
+    """So many tokens in full blocks are all attended to because of ``start_length``."""
+    return config.start_length - config.window - config.max_draft - 1
 
 
 def room_for(config: PredictiveConfig) -> int:

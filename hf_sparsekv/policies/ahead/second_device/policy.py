@@ -31,7 +31,7 @@ from ...plan import Plan, planned
 from ...shared import Labelled
 from ..chosen_before import ChosenBefore
 from ..earlier_queries import EarlierQueriesPolicy
-from ..predicted_tokens import ids_bytes, room_for, selects
+from ..predicted_tokens import ids_bytes, room_for, whole_until
 from ..query_ring import SLOTS, queries_bytes
 from .packed import Packed
 from .replica import PeerDevice, PrimaryStore
@@ -164,7 +164,11 @@ class SecondDevicePolicy(ChosenBefore):
 
     def plan(self, store: PrimaryStore) -> Plan:
         # What is attended to densely is on the other device: that is never as quick, whatever the length.
-        ahead = not self._calibrating and selects(self.config, store, 0)  # what is not brought here is read there
+        # Tokens that are not brought here are read there.
+        held = store.full_blocks * store.block_size
+        ahead = not self._calibrating and held > max(0, whole_until(self.config))
+            0, whole_until(self.config)
+        )  # what is not brought here is read there
         captured = self.peer.device.type == store.device.type and not (self._calibrating or self._allocates(store))
         return planned("chosen" if ahead and self.chosen else "dense", ahead, pack=self.at, captured=captured)
 
