@@ -167,8 +167,6 @@ class SecondDevicePolicy(ChosenBefore):
         # Tokens that are not brought here are read there.
         held = store.full_blocks * store.block_size
         ahead = not self._calibrating and held > max(0, whole_until(self.config))
-            0, whole_until(self.config)
-        )  # what is not brought here is read there
         captured = self.peer.device.type == store.device.type and not (self._calibrating or self._allocates(store))
         return planned("chosen" if ahead and self.chosen else "dense", ahead, pack=self.at, captured=captured)
 
