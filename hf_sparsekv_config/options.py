@@ -19,6 +19,8 @@ from os import PathLike
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+DIGITS = 80  # of an integer that an error quotes, and of a name that is compared with others
+
 
 def require(ok: bool, message: str) -> None:
     if not ok:
@@ -31,11 +33,10 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def guess(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the one of ``known`` that a wrong name resembles; empty if none does."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    near = [] if len(name) > DIGITS else difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-DIGITS = 80  # of an integer that an error quotes
 _QUOTED = reprlib.Repr()
 _QUOTED.maxstring = _QUOTED.maxother = 80
 _QUOTED.maxlevel = 2
@@ -169,8 +170,7 @@ def check_names(config: type, names: Iterable[str]) -> None:
     known = [field.name for field in fields(config)]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(known)}"
+            hint = guess(name, known).strip(" ()") or f"its options are {', '.join(known)}"
             raise TypeError(f"{config.__name__} got an unexpected keyword argument {name!r}: {hint}")
 
 

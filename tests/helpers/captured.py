@@ -134,10 +134,12 @@ def same_counts(*caches) -> None:
     """The same was done, but for what a second device copies."""
     stats = [cache.stats() for cache in caches]
     if stats[0].hit_rate is not None and stats[1].hit_rate is not None:
-        # A second device writes two buffers in turn, but only one in captured steps.
-        more = 6 if getattr(caches[0].shared, "peer", None) is not None else 1
-        assert stats[0].hit_rate == pytest.approx(stats[1].hit_rate, abs=0.02 * more)
-        assert stats[0].host_to_device_bytes == pytest.approx(stats[1].host_to_device_bytes, rel=0.06 * more)
+        # A second device writes two buffers in turn, but only one in captured steps: what is chosen differs from the
+        # choice two steps before by at most twice of what it differs by from the last one.
+        second = getattr(caches[0].shared, "peer", None) is not None
+        eager, captured = (one.host_to_device_bytes for one in stats)
+        assert stats[0].hit_rate == pytest.approx(stats[1].hit_rate, abs=0.12 if second else 0.02)
+        assert 0.94 * captured <= eager <= (2 if second else 1.06) * captured
         if stats[0].working_set_bytes is not None:
             assert stats[0].working_set_bytes == pytest.approx(stats[1].working_set_bytes, rel=0.05)
         unlike = {"hit_rate": None, "host_to_device_bytes": 0, "working_set_bytes": None}
