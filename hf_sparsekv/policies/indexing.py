@@ -1,6 +1,6 @@
-"""What a policy keeps of full blocks, and who makes it: the kernels that seal them, or the policy itself.
+"""The metadata that a policy keeps of full blocks. The kernels that fill blocks write it, or the policy does.
 
-Apart from :mod:`.base` because stores ask for it when a block becomes full, whatever a step does.
+Stores ask for it when a block becomes full, independently of the steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one decode step of a layer does, decided once, before it."""
+"""The work of one decode step of a layer, decided once, before it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Method:
     aliases: tuple[str, ...] = ()
 
     def share(self, config: SparseConfig, offload: OffloadConfig | None) -> Shared:
-        """What all layers of a new cache have in common; ``offload``: what :meth:`.shared.Shared.place` said."""
+        """State that all layers of a new cache share; ``offload``: the result of :meth:`.shared.Shared.place`."""
         return self.shared.of(self.policy, config, offload)
 
 

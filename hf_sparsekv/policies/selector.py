@@ -32,11 +32,11 @@ class Selector(Drafting):
         self.crossover = Crossover(self.method, self.config, self.offloaded, q_heads)
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
+        """The selection for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
 
-        Only tokens of full blocks that are no sinks may be chosen, each once: of a row those from ``store.sinks`` on,
-        before ``store.rows[row, 1]``; of a block those are attended to. In a captured step shapes must not depend on
-        ``store.full_blocks``: go by ``store.table``.
+        Only tokens of full blocks that are no sinks may be chosen, each once. For a row, these are the tokens from
+        ``store.sinks`` on, before ``store.rows[row, 1]``. In a chosen block, only these tokens are attended to. In a
+        captured step shapes must not depend on ``store.full_blocks``: use ``store.table``.
         """
         raise NotImplementedError
 
