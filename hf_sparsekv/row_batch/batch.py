@@ -1,6 +1,6 @@
 """The rows of a cache: joining, waiting, forking, leaving, and their steps.
 
-Apart from its parts (places, slots, prompts, shared blocks) because here they change together.
+Its parts (places, slots, prompts, shared blocks) change together here.
 """
 
 from __future__ import annotations

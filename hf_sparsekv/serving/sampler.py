@@ -338,7 +338,7 @@ class Sampler:
             noise.popleft()
 
     def counted(self, rows: Sequence[int]) -> logit_edits.Counted | None:
-        """What was counted of these rows' answers, for :meth:`count_again`; None: none asks for it."""
+        """Token counts of these rows' answers, for :meth:`count_again`; None: no row needs them."""
         asked = [self._asked[row] for row in rows]
         if not any(one is not None and (logit_edits.repeats(one) or logit_edits.counts(one)) for one in asked):
             return None
