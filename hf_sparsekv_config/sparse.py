@@ -1,4 +1,4 @@
-"""What a user chooses for every method, as frozen dataclasses that are checked when they are made.
+"""Options of every method, as frozen dataclasses that are checked when they are made.
 
 The options of one method are in a file beside this one. A class lists in ``FREE`` the fields of its own
 that only later steps depend on: a saved cache may be loaded with others (:meth:`SparseCache.load`). Every other field
@@ -22,7 +22,7 @@ FreeShare = Annotated[float, Number(0, 1, above=True, below=True, unit="share of
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Options):
-    """What every sparse method shares: block layout and the tokens that are always attended.
+    """Options that every sparse method shares: block layout and the tokens that are always attended.
 
     Args:
         block_size: tokens in a block, the unit of storage, transfer and coarse selection. A power of two
@@ -108,10 +108,10 @@ class OffloadConfig(Options):
             Any size gives the same tokens.
         keep_dense: blocks of the first, dense layers stay on the device: a step reads all of them, which takes long
             over the link. False: they go to host memory as well.
-        kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, with a scale for the
-            key and one for the value of each token and KV head, which stay on the device (4 bytes); they become the
-            model's dtype again where they are read. Half the bytes in host memory and over the link of 16-bit KV; an
-            entry's error is at most 1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
+        kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, read back as the
+            model's dtype. Each token and KV head has a scale for the key and one for the value, which stay on the
+            device (4 bytes). Half the bytes in host memory and over the link of 16-bit KV; an entry's error is at most
+            1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
     """
 
     pin_memory: bool | None = None
