@@ -8,7 +8,7 @@
 
 ``--save`` writes a recording, which the page plays (``demo/recording.py``). A model is what the page takes, or
 ``random:SHAPE``: random weights of a known shape, over random tokens, for times. Random weights choose other tokens in
-each step, which a cache in host memory has to fetch; with ``--kv replayed`` keys and queries of the sparse lane imitate
+each step, which a cache in host memory has to fetch. With ``--kv replayed`` keys and queries of the sparse lane imitate
 recorded ones instead (``benchmarks/filling.py``).
 """
 
