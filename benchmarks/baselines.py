@@ -1,4 +1,4 @@
-"""What is measured: transformers' caches, the selections of ours, and the best dense attention of torch."""
+"""The measured variants: transformers' caches, the selections of ours, and the best dense attention of torch."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def median(values: list[float]) -> float:
 
 
 def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float:
-    """Of a pass over so many tokens, which are taken back."""
+    """Milliseconds of a pass over so many tokens, which are taken back."""
     clock, past = Clock(model.device), int(cache.get_seq_length())
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(past, past + tokens, device=model.device).repeat(batch, 1)
@@ -87,7 +87,7 @@ def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float
 
 
 def costs(model, batch: int, context: int, variant: Variant) -> str:
-    """Of steps and verifications."""
+    """Times of steps and verifications."""
     cache = filled(model, batch, context, variant, 512)
     cache.going_on = True
     found = [f"dense {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}"]
@@ -98,7 +98,7 @@ def costs(model, batch: int, context: int, variant: Variant) -> str:
 
 
 def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float | None) -> tuple[float, Counter[int]]:
-    """Of ``generate()`` over a full cache, and rounds by their drafts. ``accepts``: None: no drafts."""
+    """Seconds of ``generate()`` over a full cache, and rounds by their drafts. ``accepts``: None: no drafts."""
     rounds: Counter[int] = Counter()
     drafted: Callable = Pace.drafted
 

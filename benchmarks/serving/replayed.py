@@ -34,7 +34,7 @@ STRETCHES = 128  # blocks from which on a prompt may take its keys
 
 
 class ReplayedKeys:
-    """What prompts and steps get in place of a random model's keys and queries.
+    """Keys and queries for prompts and steps in place of a random model's.
 
     Args:
         model: gives shapes, dtype and device.
@@ -98,7 +98,7 @@ class ReplayedKeys:
         cache.beside, rows.step, rows.move = prompt, stepped, moved
 
     def _replace(self, index: int, layer, at: int) -> None:
-        """What a prompt's layer caches: keys from ``at`` on. Its attention has been computed with the model's own."""
+        """Make a prompt's layer cache made keys from ``at`` on. Its attention was computed with the model's own."""
         own, parameters, config = layer.commit, self.made.parameters(index), layer.owner.config
 
         def commit(step, query: Tensor, valid: Tensor | None) -> None:

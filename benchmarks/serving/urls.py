@@ -12,8 +12,8 @@ its arrival a request was sent (median and quartiles; :p99). closed: tokens_per_
 and ttft_s of all, which came at once. client_cpu: what this process computed, of one core; near 1 the client does not
 keep up, and times are its own.
 
-A server keeps what it has read: play a trace against it again with another --salt, the same lengths and arrivals with
-other tokens, or its prompts are found in its prefix cache.
+A server keeps what it has read. Play a trace against it again with another --salt: the same lengths and arrivals with
+other tokens. Otherwise its prompts are found in its prefix cache.
 
 An event of a stream may hold several tokens. Where the text has a word for each token (`hf-sparsekv serve
 random:SHAPE`) they are counted; else the answer's tokens are spread evenly over its events.
