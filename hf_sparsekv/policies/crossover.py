@@ -178,7 +178,7 @@ def _longer(method: str | None, group: int) -> float:
 
 
 class Crossover:
-    """Up to which length one layer's dense attention is as quick as selecting (``config.dense_below``).
+    """Up to which length one layer's dense attention is as fast as selecting (``config.dense_below``).
 
     Args:
         name: the selection's in the table; None: it has none there.
@@ -190,7 +190,7 @@ class Crossover:
         self._blocks: dict[int, int] = {}  # by rows: full blocks of each, on average
 
     def below(self, store: LayerStore) -> bool:
-        """Dense attention is as quick at this batch and length.
+        """Dense attention is as fast at this batch and length.
 
         Full blocks are what counts: they are what there is to select from. Rows of different lengths count by their
         mean: one decision for the whole batch. Rows that hold nothing do not count.
