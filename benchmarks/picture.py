@@ -1,6 +1,6 @@
 """README's pictures: times a token and the score of the same settings from the newest rows; badges from pyproject.toml.
 
-Written as SVG without a library, so that it is small and the same on every machine; one file for light pages and one
+Written as SVG without a library, so that it is small and the same on every machine. One file is for light pages and one
 for dark ones. ``python -m benchmarks.readme --write`` draws it together with the tables.
 """
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks step --shapes 1x32k 1x128k 8x32k
 
-Random weights of a known shape, KV filled with random keys and values (the time of a step does not depend on them while
-all KV is on the device). Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
+Random weights of a known shape, KV filled with random keys and values. The time of a step does not depend on them while
+all KV is on the device. Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
 dense attention; block-only and token-only selection. The limit is the bytes that must be read over the measured
 read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
 

@@ -1,4 +1,4 @@
-"""One at a time: whoever generates takes turns, so that each step has the machine to itself."""
+"""Lanes that generate take turns, one at a time, so that each step has the machine to itself."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ class CacheSource:
     """Replaces one model's ``_prepare_cache_for_generation``, and restores the model at the end.
 
     The innermost ``sparse()`` decides, and without one ``enable()``. Several threads or tasks may be inside only with
-    equal settings. A thread that is not inside gets what is enabled, or else the settings of whoever is (a streamer's).
+    equal settings. A thread that is not inside gets what is enabled, or else the settings of the thread that is (a
+    streamer's).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

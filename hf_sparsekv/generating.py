@@ -231,8 +231,8 @@ def enable(
     """From now on each ``model.generate()`` decodes sparsely over a new cache, until :func:`disable`.
 
     As :func:`sparse` without an end: for notebooks and servers, where no ``with`` encloses the calls. Enabled again, it
-    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open; meanwhile
-    other threads' calls, which expect what is enabled, raise RuntimeError if it differs.
+    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open. Meanwhile
+    other threads' calls expect the enabled settings, and raise RuntimeError if these differ.
 
     Args:
         model, config, offload, optimize, exact, drafts, changes: as in :func:`sparse`.
@@ -328,7 +328,7 @@ def generate(
         offload, optimize, exact, drafts: as in :func:`sparse`.
 
     Returns:
-        What ``generate()`` returns.
+        The result of ``generate()``.
 
     Raises:
         ValueError: transformers no longer has this generation mode itself.

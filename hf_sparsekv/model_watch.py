@@ -322,7 +322,7 @@ class ModelWatch:
     def end(self) -> None:
         """Restore the modules. (Dictionaries with hooks stay, because handles refer to them.)
 
-        After an interrupt, of this or of :meth:`begin`, a second call does the rest: the mark of a watched module is
+        After an interrupt, of this or of :meth:`begin`, a second call does the rest. The mark of a watched module is
         set first and removed last.
         """
         for module in {*self._modules, *self.model.modules()}:

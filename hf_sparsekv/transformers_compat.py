@@ -267,8 +267,8 @@ class GivenToGenerate:
     """``Cache._is_user_defined``, which ``generate()`` sets on a cache that it is given, before it reads anything.
 
     So its input is checked there, once a call. ``generate()`` skips as many first tokens of its input as the cache
-    holds, by a count that may be negative: 50 tokens over 93 cached ones leave the last 7. A forward pass could tell
-    only by its mask. From transformers 5.18 on a mask of ones is dropped before that.
+    holds. Its count may be negative: 50 tokens over 93 cached ones leave the last 7. A forward pass could tell only by
+    its mask. From transformers 5.18 on a mask of ones is dropped before that.
     """
 
     def __get__(self, cache: Any, kind: type) -> Any:

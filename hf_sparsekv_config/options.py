@@ -1,7 +1,7 @@
 """Types of options with their bounds and choices, and the checks and sentences that follow from them.
 
 A field of a configuration is declared once, as ``sinks: Count = 4``. Its type is checked when a configuration is made,
-the command line makes an option of it, and the docstring of its class describes it for both.
+and the command line makes an option of it. The docstring of its class describes it for both.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class SparseConfig(Options):
         dense_below: a decode step attends to everything while the layer's full blocks hold at most this many tokens,
             counted over all rows (batch x tokens a row, padding included). Recent tokens come on top. ``"auto"``: while
             that is measured or guessed to be as fast as selecting on this GPU (:mod:`hf_sparsekv.policies.crossover`;
-            ``hf-sparsekv calibrate-device`` measures). So never with blocks in host memory that a GPU reads, for
-            predicted queries over keys and values (over latents it is measured), or with progressive selection.
+            ``hf-sparsekv calibrate-device`` measures). So never with blocks in host memory that a GPU reads, or with
+            progressive selection. Never for predicted queries over keys and values, either; over latents it is
+            measured.
             ``None``: never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
         prefill: sparse prompts: each tile of 128 queries attends to the blocks of 64 keys that hold this share of its
             attention mass, as 0.98 (docs/sparse-prompts.md). Layers before ``dense_layers`` and the last 256 queries of
@@ -110,7 +111,7 @@ class OffloadConfig(Options):
             over the link. False: they go to host memory as well.
         kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, read back as the
             model's dtype. Each token and KV head has a scale for the key and one for the value, which stay on the
-            device (4 bytes). Half the bytes in host memory and over the link of 16-bit KV; an entry's error is at most
+            device (4 bytes). Half the bytes in host memory and over the link of 16-bit KV. An entry's error is at most
             1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
     """
 

@@ -18,10 +18,10 @@ class TokenConfig(LabelConfig):
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
-    By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/studies/settings.md). Offloaded, what a step chooses is copied to the device
-    after its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose they
-    read in host memory (docs/host-memory.md).
+    By default every cached token can be chosen. On the device that is as fast as choosing blocks before. It finds
+    tokens that a bound on a block hides (docs/studies/settings.md). Offloaded, what a step chooses is copied to the
+    device after its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose
+    they read in host memory (docs/host-memory.md).
 
     Each row and KV head attends to as many tokens as it needs: heads differ (docs/studies/by-need.md).
 

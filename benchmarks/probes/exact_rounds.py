@@ -1,14 +1,14 @@
-"""What does a token cost in exact mode, by how many drafts are accepted?
+"""Time of a token in exact mode, by how many drafts are accepted.
 
     python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k] [--variant token_only]
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
-each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
-``generate()``. Then ms a token of ``generate()``: dense by transformers' loop with captured steps, and in exact mode
-for each acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache;
-dense and exact calls take turns. A "first" call knows nothing of the model, and its captures count. A "later" one knows
-what the first has measured, and as a dense one's its captures do not count: a call of ``--lead`` tokens is subtracted.
-Prints only.
+each shape, in a row without ``generate()``: milliseconds of a dense and a sparse step, and of a verification of 4, 8
+and 16 tokens. Then ms a token of ``generate()``. Dense: by transformers' loop with captured steps. Exact mode: for each
+acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache; dense and
+exact calls take turns. A "first" call knows nothing of the model, and its captures count. A "later" one knows what the
+first has measured. As with dense ones, its captures do not count: a call of ``--lead`` tokens is subtracted. Prints
+only.
 """
 
 from __future__ import annotations

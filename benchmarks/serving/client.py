@@ -2,7 +2,7 @@
 
 A system is anything with ``submit(ids, sampling) -> handle`` and ``handle.result(timeout) -> Output``; times are
 ``time.perf_counter()``. All are counted from a request's arrival in the trace, not from when a busy client or system
-took it: a late submission is the system's delay.
+took it. A late submission is the system's delay.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A random model's queries choose other tokens in each step, so that nothing which
 computed as ever, but what is cached of them are keys of :class:`..synthetic.keys.SyntheticKV`; decode steps ask with
 its queries. Each row walks through them with a phase of its own, and each prompt takes another stretch of the keys.
 
-This asks three things of an engine: that it makes its batch by ``cache.rows()``, before it captures a step, that its
-steps are ``rows.step()``, and that rows move by ``rows.move()``. Nothing of it has to know::
+This asks three things of an engine. It makes its batch by ``cache.rows()`` before it captures a step, its steps are
+``rows.step()``, and rows move by ``rows.move()``. Nothing of it has to know::
 
     with replaying(source):
         engine = Engine(...)

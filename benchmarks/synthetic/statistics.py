@@ -1,8 +1,8 @@
 """Statistics of a decoding model's selections: overlap of consecutive steps, attention mass.
 
 Every function takes plain tensors, so that recorded attention and made-up tensors (:mod:`.keys`)
-are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
-recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
+are measured alike. Everything is about *stored* blocks, those that a cache selects from. Sinks, the recent window and
+blocks that are not full yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class IndexedLayer(SparseLayer):
         index_at: the column that the next key of each of ``policy.indexers`` belongs to.
         size: columns that an index stands for: of a block, where heads choose blocks (MiniMax M3); else 1.
         asked_first: the indexer is called before :meth:`update` (Qwen4-Exp).
-        choice: what an indexer left here for the attention of this pass, which does not get it: columns as
-            ``Step.indices``, and the mask that hides some.
+        choice: the indexer's result for the attention of this pass, which does not get it. Columns as ``Step.indices``,
+            and the mask that hides some.
     """
 
     policy: IndexedPolicy

@@ -48,8 +48,8 @@ class Policy(Indexing):
        ``launch.each_step``), and then :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on
        the host.
 
-    Drafts, several new tokens over a cached past that are to be verified, attend to everything, as prompts do
-    (:attr:`drafts` is ``"exact"``); what can do otherwise is a :class:`.drafting.Drafting`.
+    Drafts are several new tokens over a cached past that are to be verified. They attend to everything, as prompts do
+    (:attr:`drafts` is ``"exact"``), unless the policy is a :class:`.drafting.Drafting`.
 
     State of the whole cache is in :class:`.shared.Shared`. A policy reports its own numbers through :meth:`measured`. A
     policy that chooses tokens for the step's own query and keeps nothing is a :class:`.selector.Selector`, and

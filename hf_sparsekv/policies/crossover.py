@@ -8,8 +8,8 @@ little with the length. Both take equal time where
 
 so a GPU is described by two numbers a method. They are measured by ``hf-sparsekv calibrate-device``, whose file goes
 before the built-in values. For a GPU that was not measured they are guessed from its memory and processors
-(:func:`guess`); one that says nothing of its memory has no crossover: its steps select. A CPU copies what it chooses,
-so there the time grows with the budget (:class:`CpuRule`).
+(:func:`guess`). A GPU of unknown memory has no crossover: its steps select. A CPU copies what it chooses, so there the
+time grows with the budget (:class:`CpuRule`).
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ WITHOUT_CUDA_KERNELS: dict[str, Rule] = {
     "token_only": Rule(88.1e6, 198),
     "token_only:mla": Rule(147e6, 8072),
 }
-# By need every query head of a KV head covers a share of its own, so more of them take longer, which they do not in
-# attention to everything. Two numbers above by query heads of a KV head: times these. Whole steps of four (Qwen3-8B)
-# and of eight (Qwen3-32B over two H200s, Llama-3.3-70B over four: the table's test has them). More were not measured.
+# By need every query head of a KV head covers a share of its own, so more of them take longer. In attention to
+# everything they do not. Two numbers above by query heads of a KV head: times these. Whole steps of four (Qwen3-8B) and
+# of eight (Qwen3-32B over two H200s, Llama-3.3-70B over four: the table's test has them). More were not measured.
 BY_NEED = "progressive"
 GROUPS = {4: 1.0, 8: 2.8}
 # Verifications in these whole steps on an H200, by their number of tokens.

@@ -18,8 +18,8 @@ from .memory import Memory, Request
 
 SLOT_BYTES = 8  # of a slot beside its copy: column and stamp
 COUNTER_BYTES = 16
-# Selections that the tokens chosen within 12 steps amount to: 3.2 with one token in 64 chosen, 2.7 with one in 16, on
-# the recorded real model (benchmarks/results/foreseen_queries.csv).
+# Tokens chosen within 12 steps, in units of one step's selection. Recorded real model: 3.2 with one token in 64 chosen,
+# 2.7 with one in 16 (benchmarks/results/foreseen_queries.csv).
 REUSED = 3.2
 
 

@@ -35,7 +35,7 @@ class Indexing(State):
     def sealing(self, store: LayerStore) -> Index | None:
         """Where the fields of blocks are kept, for the kernels that seal them.
 
-        None if these kernels cannot make them, and :meth:`index` does: steps are not captured then, because only the
-        device knows which rows have a block due.
+        None if these kernels cannot make them, and :meth:`index` does. Steps are not captured then: only the device
+        knows which rows have a block due.
         """
         return Index(store.key_dim) if type(self).index is Indexing.index else None

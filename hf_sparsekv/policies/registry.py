@@ -1,7 +1,7 @@
 """The methods that there are: ``@register`` above a policy, in a file that ``policies/__init__.py`` imports.
 
-Everything that offers methods reads them here: ``SparseCache``, the command line, evaluation specs, the memory plan,
-saved caches, benchmarks, the demo, and the tests that hold for every method. docs/extending.md shows how to add one.
+Readers are ``SparseCache``, the command line, evaluation specs, the memory plan, saved caches, benchmarks and the demo.
+So are the tests that hold for every method. docs/extending.md shows how to add one.
 """
 
 from __future__ import annotations

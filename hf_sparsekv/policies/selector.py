@@ -14,8 +14,8 @@ from .plan import CROSSOVER, DENSE, Plan, planned
 class Selector(Drafting):
     """A subclass says in :meth:`select` which tokens or blocks a step attends to beside sinks and recent tokens.
 
-    A step attends to everything, without a call of :meth:`select`, while the full blocks hold at most
-    ``config.token_budget`` tokens (if it has that) or dense attention is as fast (``config.dense_below``).
+    A step attends to everything, without a call of :meth:`select`, in two cases. The full blocks hold at most
+    ``config.token_budget`` tokens (if it has that), or dense attention is as fast (``config.dense_below``).
 
     Attributes:
         granularity: ``"token"`` or ``"block"``, what :meth:`select` gives.

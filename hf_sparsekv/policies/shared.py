@@ -28,7 +28,7 @@ class Shared:
         foresight: what queries are expected from (:mod:`..attention.points`): ``"layer"`` or ``"layer:in_delta"``.
             None: none are.
         rows_join: rows may come and go: what is chosen does not outlive its step.
-        whole_tokens: a row of no more tokens attends to all of them, whoever decodes beside it.
+        whole_tokens: a row of no more tokens attends to all of them, in any batch.
     """
 
     channels: LabelChannels | None = None

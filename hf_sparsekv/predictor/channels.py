@@ -27,8 +27,8 @@ _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_
 class KeyMoments(State):
     """Running mean and spread of one layer's keys, per row and channel.
 
-    Deviations are from the mean of what they come with, never from zero (Chan's formulas): the spread of a channel with
-    a mean of 400 keeps its digits in float32.
+    Deviations are from the mean of their own batch, never from zero (Chan's formulas). The spread of a channel with a
+    mean of 400 keeps its digits in float32.
 
     Attributes:
         seen: float32 ``[batch]``, tokens without padding; None before the first.
@@ -92,9 +92,9 @@ class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
     ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group. A channel
-    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's
-    ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double Sparsity's mean of ``|q[j] k[j]|`` over all
-    pairs, which is the product of the means.
+    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's ``I(j) =
+    sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``. ``"mean"`` is Double Sparsity's mean of ``|q[j] k[j]|`` over all pairs,
+    which is the product of the means.
 
     Attributes:
         q: float32 ``[batch, Hq, D]`` running maximum, or sum (of squares); None before the first token.

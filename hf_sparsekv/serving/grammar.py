@@ -1,8 +1,8 @@
 """Answers that follow a grammar: which tokens may come next, by ``llguidance`` (the extra ``structured``).
 
 Grammars are compiled and followed in processes of their own (:mod:`.grammar_worker`), so that none takes the engine's
-time and memory. A step's logits are computed while the host reads the token before, so a grammar costs a step nothing
-but the time that its mask takes, if that is longer. :mod:`.drawn` knows tokens in flight and no grammar.
+time and memory. A step's logits are computed while the host reads the token before. So a grammar delays a step only if
+its mask takes longer than these logits. :mod:`.drawn` knows tokens in flight and no grammar.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .request import Logprob
 from .sampler import Logprobs
 from .work import Work
 
-_RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done nothing but what rounds need
+_RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done only the work of rounds
 _UNASKED = 7  # dense steps at most for which nothing is asked, if the same rows go on: these are 90 calls of Python
 
 

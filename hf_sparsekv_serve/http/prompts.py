@@ -66,7 +66,7 @@ class Prompts:
         """Parse, tokenise and submit, on a thread. Appends to ``handles``.
 
         Returns:
-            What is asked, without its texts: answers may take long, and many wait.
+            The requests, without their texts: answers may take long, and many wait.
         """
         step_aside()
         with contextlib.ExitStack() as reading:

@@ -27,8 +27,8 @@ class LayerAheadPolicy(Drafting, PredictedTokens):
     """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
 
     The selection includes blocks that the step before filled. Crops, beams and copies of the cache have no selection to
-    follow. Where a layer's query is not foreseen (the first layer; no hooks on the model), :meth:`attend` chooses by
-    the query that it gets, before it attends. So do drafts: their queries are not foreseen.
+    follow. Some queries are not foreseen: the first layer's, drafts', and all without hooks on the model. For these,
+    :meth:`attend` chooses by the query that it gets, before it attends.
     """
 
     drafts = "together"

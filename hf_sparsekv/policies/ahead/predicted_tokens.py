@@ -1,4 +1,4 @@
-"""Tokens chosen by their labels for a query that is not there yet, whoever expects it.
+"""Tokens chosen by their labels for a query that is not there yet, by any prediction.
 
 The expected query is an earlier one (:mod:`.earlier_queries`), or comes from the layer before (:mod:`.layer_ahead`).
 """

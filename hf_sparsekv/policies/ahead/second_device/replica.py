@@ -236,7 +236,7 @@ class PrimaryStore(LayerStore):
         replica: the other one, made when the first tokens come.
         peer: where it is.
         new: key, value and validity of a step's token, which the replica does not have yet.
-        kept: those of the last captured step: in a graph, what is let go is later layers' memory at once, and the other
+        kept: tensors of the last captured step. In a graph, freed memory goes to later layers at once, and the other
             device may not have read it yet.
     """
 
