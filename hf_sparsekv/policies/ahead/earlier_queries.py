@@ -75,8 +75,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
             self.queries = QueryRing(store.batch, q.shape[1], q.shape[3], store.dtype, store.device)
             self.queries.forget(lengths)
         picks = None if valid is None else store.table_of_rows.picks(valid)
-        # The ring keeps the queries of sampled prompt tokens beside their keys; of other tokens, only the latest
-        # queries.
+        # Some passes give a query for each key, others only the last queries.
         self.queries.store(q, lengths, end, picks, k.shape[2])
 
     def plan(self, store: LayerStore) -> Plan:
