@@ -1,4 +1,4 @@
-"""What is measured: transformers' caches, the selections of ours, and the best dense attention of torch."""
+"""The measured variants: transformers' caches, the selections of ours, and the best dense attention of torch."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ def forget_compiled(model) -> None:
 class DenseForward:
     """A decode step over contiguous keys and values: ``context`` random tokens and the new one, no mask.
 
-    Keys and values lie as sdpa likes them and nothing is appended beyond the last column: a bound for what dense
-    attention can do in a captured step.
+    Keys and values have sdpa's layout, and nothing is appended beyond the last column. The variant bounds dense
+    attention in a captured step.
     """
 
     def __init__(self, model, batch: int, context: int) -> None:

@@ -211,7 +211,7 @@ def _each(totals: list[int]) -> list[int]:
 
 
 def count_steps(step: Steps, steps: int) -> tuple[list[int], list[int], Counter]:
-    """Make decode steps. Of each: allocations of torch's CUDA allocator, and waits of the host; and where it waited."""
+    """Run decode steps: each one's allocations of torch's CUDA allocator and host waits, and where the host waited."""
     allocated, waited = [], []
     with synchronisations() as so_far:
         for at in range(steps + 1):
@@ -260,7 +260,7 @@ def in_a_row_ms(step: Steps, steps: int) -> list[float]:
 
 
 def replay_ms(model, cache) -> list[float]:
-    """Milliseconds of the captured forward alone, the same step each time. What the cache holds is void afterwards."""
+    """Milliseconds of the captured forward alone, the same step each time. The cache's contents are void afterwards."""
     step = list(runner_of(model).graphs[cache].values())[-1]
     rows, device = cache.joined_rows(), model.device
     steps = cache.row_table.steps(device)

@@ -1,6 +1,6 @@
 """Caches that hold a long context without a prefill: the keys and values of every layer are put there directly.
 
-What a step costs does not depend on where its keys and values come from while all of them are on the device. Where it
+The time of a step does not depend on where its keys and values come from while all of them are on the device. Where it
 does (blocks in host memory that are used again), ``replayed`` imitates keys and queries recorded on a real model.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CALIBRATION = 512  # tokens that the label channels are made from
 LATEST = 33  # queries that a predictor may look at
-SHOWN_STEPS = 32  # of which the achieved statistics are printed
+SHOWN_STEPS = 32  # steps whose achieved statistics are printed
 STEPS = 256  # replayed queries; after the last one they run backwards
 
 
@@ -66,8 +66,8 @@ class RandomSource:
 class ReplayedSource(RandomSource):
     """Full-attention layers of keys and queries that imitate recorded ones; sliding layers as above.
 
-    What they achieve in three layers is printed beside the recorded values, once for each shape. Where a cache chooses
-    for the query that the layer before expects, that is as far from the true one as recorded.
+    Their statistics in three layers are printed beside the recorded values, once for each shape. Where a cache chooses
+    for the query that the layer before expects, the expected query is as far from the true one as recorded.
 
     Attributes:
         replayed, pairs: of the cache that was started last; None if it needs none.
@@ -122,7 +122,7 @@ class ReplayedSource(RandomSource):
         return self.replayed.next
 
     def _pairs(self, cache) -> Pairs | None:
-        """Of true and expected queries, for a cache that chooses for expected ones."""
+        """Pairs of true and expected queries, for a cache that chooses for expected ones."""
         from .foresight import selection_of
         from .synthetic.foreseen import Pairs
 

@@ -1,4 +1,4 @@
-"""What was chosen for the queries that the layers before expect, beside what the steps' own queries choose."""
+"""Selections for the queries that the layers before expect, compared with those of the steps' own queries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLACK = 0.25  # selections that there may be room for less than the smallest rec
 
 
 def selection_of(cache: SparseCache) -> Selection | None:
-    """What a cache chooses for queries that the layer before expects, or copies to the device behind a step.
+    """A cache's selection for queries that the layer before expects, or its copies to the device after a step.
 
     None if it does neither: its own query chooses, by bounds or from what is on the device.
     """
@@ -61,14 +61,14 @@ def shared(ids: Tensor, others: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Of replayed queries: achieved or recorded, averaged over layers, steps, rows and heads.
+    """Statistics of replayed queries: achieved or recorded, averaged over layers, steps, rows and heads.
 
     Args:
         step_overlap: share of what the step's own query chooses that the step before chose.
         overlap: share of it that is chosen for the expected query, too; None where nothing is expected.
         cosine: of both queries.
-        hit_rate, missed: recorded only, where the device holds copies of chosen tokens: share of those that a step's
-            own query chooses that are held, with so much room; and bytes a step of the others.
+        hit_rate, missed: recorded only, where the device holds copies of chosen tokens, with so much room. Share of the
+            tokens of a step's own query that are held, and bytes a step of the others.
     """
 
     step_overlap: float
@@ -108,7 +108,7 @@ def achieved(cache: SparseCache, replayed: ReplayedQueries, selection: Selection
 
 
 def recorded(cache: SparseCache, pairs: Pairs) -> Foresight:
-    """What was recorded for these layers, such a share of tokens, and so much room for copies of them."""
+    """The recorded statistics for these layers, such a share of tokens, and so much room for copies of them."""
     place, layers = pairs.selection.place, choosing(cache, pairs.selection)
 
     def mean(of: str | None) -> float:

@@ -4,8 +4,8 @@
     python -m benchmarks generate --model small --device cpu --context 512 --new-tokens 8
 
 Known shapes get random weights; models by name or path their own. The cache is filled directly unless --prefill has
-generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly; where dense attention is
-known to be as quick as selecting they attend densely, as everybody's do (rows end in +dense).
+generate() read the context. On a GPU our caches decode by captured steps, on a CPU eagerly. Where dense attention is
+known to be as fast as selecting they attend densely, as users' caches do (rows end in +dense).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def arguments() -> ArgumentParser:
 
 
 def suffix(variant: Variant, args: Namespace) -> str:
-    """What else the rows' names say."""
+    """The other settings in the rows' names."""
     eager = variant.ours and args.device.startswith("cuda") and not args.capture
     replayed = variant.ours and args.kv != "random" and not args.prefill
     return "+eager" * eager + ":sample" * args.sample + f":kv={args.kv}" * replayed

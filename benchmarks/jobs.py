@@ -146,7 +146,7 @@ class Jobs:
                 still.append(one)
                 continue
             with suppress(ProcessLookupError):
-                os.killpg(one.process.pid, signal.SIGKILL)  # what it has left behind, too
+                os.killpg(one.process.pid, signal.SIGKILL)  # its leftover child processes, too
             one.process.wait()
             self.free += one.gpus
             good &= code == 0

@@ -47,7 +47,7 @@ SHOWN = 16  # kernels: a layer and some
 
 
 def added(kernels: list[Kernel], first: int, count: int = SHOWN) -> list[tuple[Kernel, float]]:
-    """``count`` kernels from ``first`` on, and microseconds that each ended behind all before it.
+    """``count`` kernels from ``first`` on, and microseconds that each ended after all before it.
 
     A kernel is launched before the one in front of it has ended and then waits: only what it adds makes a step longer.
     """

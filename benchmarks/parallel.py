@@ -2,15 +2,20 @@
 
     python -m benchmarks parallel --ranks 2 --model qwen3-32b --shapes 1x32k 8x32k --prompts 32k 128k
 
-Random weights of a known shape, of which each rank makes its share; caches filled as in ``step``, by each rank for its
-heads. ``--ranks`` starts that many processes (torchrun); 1 is one GPU, measured alike. Rows are rank 0's. An error in
-one rank ends all, because the others wait for it: give large shapes last.
+Each rank makes its share of the random weights of a known shape. Each rank fills caches for its heads, as in ``step``.
+``--ranks`` starts that many processes (torchrun); 1 is one GPU, measured alike. Rows are rank 0's. An error in one rank
+ends all, because the others wait for it: give large shapes last.
 
-Metrics: capture_s, steps_ms, tpot_ms and step_ms as in ``step``; ttft_s of a prompt (--chunk: read in pieces);
-peak_gb:rank0, ... of each GPU while decoding; limit's step_ms: the bytes that a dense step reads on each rank (and
-weights_ms: of its weights alone) over the read-only bandwidth. With --profile, of one replayed step on rank 0, sums
-over its kernels: sums_ms (NCCL's, with waiting for other ranks), selection_ms, attention_ms, linear_ms, other_ms; and
-agree_ms, one agreement of the ranks' hosts, which a step unlike the one before needs.
+Metrics:
+
+- capture_s, steps_ms, tpot_ms and step_ms as in ``step``.
+- ttft_s of a prompt (--chunk: read in pieces).
+- peak_gb:rank0, ... of each GPU while decoding.
+- limit's step_ms: the bytes that a dense step reads on each rank over the read-only bandwidth (weights_ms: of its
+  weights alone).
+- With --profile, sums over the kernels of one replayed step on rank 0: sums_ms (NCCL's, with waiting for other ranks),
+  selection_ms, attention_ms, linear_ms, other_ms.
+- With --profile, agree_ms: one agreement of the ranks' hosts, which a step unlike the one before needs.
 """
 
 from __future__ import annotations
@@ -231,7 +236,7 @@ def measure(spread: Spread, report: Report, args: Namespace, rate: float) -> Non
 
 @contextmanager
 def leaving(spread: Spread, report: Report) -> Iterator[None]:
-    """An error inside ends this process if others wait for it: torchrun ends them. What was measured is kept."""
+    """An error inside ends this process if others wait for it: torchrun ends them. Earlier measurements are kept."""
     try:
         yield
     except NotRun:  # on all ranks

@@ -1,6 +1,6 @@
 """README's pictures: times a token and the score of the same settings from the newest rows; badges from pyproject.toml.
 
-Written as SVG without a library, so that it is small and the same on every machine; one file for light pages and one
+Written as SVG without a library, so that it is small and the same on every machine. One file is for light pages and one
 for dark ones. ``python -m benchmarks.readme --write`` draws it together with the tables.
 """
 
@@ -52,7 +52,7 @@ def _figure(value: float) -> str:
 
 
 def times(place: str) -> list[Times]:
-    """Those of readme.yaml's ``picture`` with the KV cache in ``place``, as far as there are rows."""
+    """Times of readme.yaml's ``picture`` with the KV cache in ``place``, as far as there are rows."""
     rows, found = read("step.csv", GPU), []
     theirs, ours = next((theirs, ours) for where, theirs, ours, _ in DATA["speed"] if where == place)
     todays = since_defaults(rows, ours)
@@ -80,7 +80,7 @@ def score() -> Panel:
 
 
 def panels() -> tuple[list[Panel], list[Panel], str]:
-    """Those of the left and of the right column, and what is below them.
+    """Panels of the left and of the right column, and the text below them.
 
     Raises:
         ValueError: there are no rows.

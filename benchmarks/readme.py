@@ -3,10 +3,9 @@
     python -m benchmarks.readme            # print them
     python -m benchmarks.readme --write    # put them between their marks in these pages
 
-Which lines and columns they have is in readme.yaml. ``--write`` also draws README's pictures (picture.py).
-A line of the first one without a row of ours is left out; elsewhere a cell that has none says so. Times are an H200's
-where nothing else is said.
-The commands that measure are beside the tables.
+Their lines and columns are in readme.yaml. ``--write`` also draws README's pictures (picture.py). A line of the first
+one without a row of ours is left out; elsewhere an empty cell is marked. Times are an H200's where nothing else is
+said. The commands that measure are beside the tables.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NEEDLES = ("1k", "3k", "5k", "7k")  # tokens of the contexts with facts
 
 
 def first_commits(name: str) -> list[str]:
-    """Those of the first rows in which a variant, or a spec of ``eval``, means what it means today."""
+    """Commits of the first rows in which a variant, or a spec of ``eval``, means what it means today."""
     two_layers = name.startswith("predictive") or name.endswith("=paper")
     return DATA["since"]["earlier" if two_layers else "defaults"]
 
@@ -157,7 +156,7 @@ def _needles_found(rows: list[dict], variant: str) -> list[float] | None:
 
 
 def all_presets() -> str:
-    """What every method's presets cost and find: a token's time, RULER, needles, divergence on running text."""
+    """Cost and accuracy of every method's presets: a token's time, RULER, needles, divergence on running text."""
     steps, accuracy, lines = read("step.csv", GPU), read("accuracy.csv"), []
     shapes, context = DATA["preset_shapes"], shape(f"1x{DATA['text']['context']}")
     for about, variant, timed in DATA["all_presets"]:

@@ -1,4 +1,4 @@
-"""What a benchmark says and keeps: a line per figure, rows on disk after every variant, and what did not run."""
+"""Output of a benchmark: a line per figure, rows on disk after every variant, and the variants that did not run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Report:
     Args:
         benchmark, case: of all rows.
         path: the csv; None writes nothing.
-        total: variants to come, for the progress bar on standard error; None: nobody knows.
+        total: variants to come, for the progress bar on standard error; None: unknown.
     """
 
     def __init__(self, benchmark: str, case: str, path: Path | None, total: int | None) -> None:
@@ -64,7 +64,7 @@ class Report:
 
     @contextmanager
     def measuring(self, batch: int, context: int, variant: str, model=None) -> Iterator[None]:
-        """One variant. What it raises is told, and does not lose its earlier rows or the other variants'.
+        """One variant. An error is reported, and does not lose its earlier rows or the other variants'.
 
         Args:
             model: taken out of ``optimize()`` after an error: a runner that has met one does not capture again.
@@ -106,7 +106,7 @@ class Report:
         print(f"{batch:3} x {context:7}  {variant:24} {metric:20} {median:9.3f}{shown} {unit}", flush=True)
 
     def rename(self, variant: str) -> None:
-        """What is being measured turned out to be something else."""
+        """Rename the variant that is being measured."""
         self._where = (*self._where[:2], variant)
 
     def note(self, text: str) -> None:

@@ -126,7 +126,7 @@ def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> to
         CommandError: there is no such model, or the hub does not answer.
     """
     model = pretrained(AutoModelForCausalLM, name, SHAPES, dtype=dtype or "auto", attn_implementation="sparsekv")
-    # What a checkpoint says about sampling, or where to stop, has no place in a measurement.
+    # A checkpoint's settings for sampling and stopping are dropped: they would change a measurement.
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.to(device).eval()
 
@@ -134,8 +134,8 @@ def real_model(name: str, dtype: torch.dtype | None, device: torch.device) -> to
 def weight_bytes(model, batch: int = 1) -> int:
     """Bytes of weights that a decode step reads: all but an embedding table that is not the output layer, too.
 
-    Of a mixture of experts those that ``batch`` rows choose, if each takes any of them alike: of E experts of which a
-    row takes k, ``E (1 - (1 - k / E) ** batch)``.
+    A mixture of experts counts the experts that ``batch`` rows choose, if each takes any of them alike. With E experts,
+    k a row, they are ``E (1 - (1 - k / E) ** batch)``.
     """
     total = sum(p.nbytes for p in model.parameters())
     config = text_config(model)
@@ -168,7 +168,7 @@ def parse_pool(text: str) -> str:
 
 
 def pool_size(text: str | None, kv: int) -> int | float | None:
-    """What ``OffloadConfig(device_pool=...)`` takes, for a cache of ``kv`` bytes.
+    """The value of ``OffloadConfig(device_pool=...)`` for a cache of ``kv`` bytes.
 
     Raises:
         ValueError: the text says no size.

@@ -1,6 +1,6 @@
 """Tables of docs/measured/serving.md, from the newest rows of ``parallel``: several GPUs.
 
-Apart from :mod:`.readme`, which writes them into the page, because their columns are numbers of GPUs.
+:mod:`.readme` writes them into the page. Their columns are numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Found:
         return sorted(found, key=lambda one: (list(MODELS).index(one[0]), one[1], one[2]))
 
     def row(self, case: str, batch: int, context: int, name: str, ranks: int, metric: str) -> dict | None:
-        """Of our cache, fused or not; or of other rows by their name."""
+        """The row of our cache, fused or not; or another row by its name."""
         name, plus, more = name.partition("+")
         ends = f"{plus}{more}:kv=replayed:ranks={ranks}"
         for variant in (f"{name}+fused{ends}", f"{name}{ends}", f"{name}:ranks={ranks}"):

@@ -2,26 +2,34 @@
 
     python -m benchmarks step --shapes 1x32k 1x128k 8x32k
 
-Random weights of a known shape, KV filled with random keys and values (the time of a step does not depend on them while
-all KV is on the device). Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
-dense attention; block-only and token-only selection; and the limit, the bytes that must be read over the measured
+Random weights of a known shape, KV filled with random keys and values. The time of a step does not depend on them while
+all KV is on the device. Baselines in the same run: transformers' DynamicCache with sdpa, eager; the captured step with
+dense attention; block-only and token-only selection. The limit is the bytes that must be read over the measured
 read-only bandwidth. A failure in one variant does not lose the others, and rows are written after each variant.
 
-Metrics: tpot_ms through generate(); steps_ms steps in a row without its loop, each with its own query; step_ms the
-captured forward alone, the same step again and again; capture_s from the first decode step to the end of its capture
-(capture_s:cold: the variant's first in this process, compilation of Triton kernels included if its cache on disk is
-empty); peak_gb while decoding (peak_gb:second on a second GPU, if that chooses);
-allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block);
-generate_host_syncs of one token. Offloaded caches also: fill_s to make and fill the cache, pinned memory included;
-over the tokens of tpot_ms, hit_rate (share of the chosen tokens or blocks that were on the device), missed_mb (those
-that were not) and host_mb (what crossed the link), 10^6 bytes a step. With --kv replayed, caches that choose for the
-query that the layer before expects: foreseen_overlap (share of what a step's own query chooses that is chosen for the
-expected one, too), foreseen_cosine (of both queries), overlap_1 (share that the step before chose); caches that copy
-chosen tokens behind a step: overlap_1. Beside these, and hit_rate and missed_mb of tokens, stands what was recorded on
-a real model: foreseen_overlap:recorded. Selections are measured whether they pay or not; --crossover does as users'
-caches do, and its rows end in +dense where attention was dense. --kernels prints where a captured step's time goes:
-the longest kernels by their sums, and those of a layer in the middle, in their order, with how much later each ended
-than all before it.
+Metrics:
+
+- tpot_ms: through generate().
+- steps_ms: steps in a row without its loop, each with its own query.
+- step_ms: the captured forward alone, the same step again and again.
+- capture_s: from the first decode step to the end of its capture. capture_s:cold: the variant's first in this process,
+  compilation of Triton kernels included if its cache on disk is empty.
+- peak_gb while decoding (peak_gb:second on a second GPU, if that chooses).
+- allocations and host_syncs of one replayed step (:seal: the largest, of a step that seals a block).
+- generate_host_syncs of one token.
+- Offloaded caches: fill_s to make and fill the cache, pinned memory included.
+- Offloaded caches, over the tokens of tpot_ms: hit_rate, the share of the chosen tokens or blocks that were on the
+  device; missed_mb, the others; host_mb, what crossed the link. Both are 10^6 bytes a step.
+- With --kv replayed, caches that choose for expected queries: foreseen_overlap, the share of the own query's selection
+  that is chosen for the expected one, too; foreseen_cosine, of both queries.
+- With --kv replayed, these caches and caches that copy chosen tokens after a step: overlap_1, the share that the step
+  before chose.
+- Names that end in :recorded: the same figures on a recorded real model, for the three above, and hit_rate and
+  missed_mb of tokens.
+
+Selections are measured whether they pay or not. --crossover decides as users' caches do, and its rows end in +dense
+where attention was dense. --kernels prints where a captured step's time goes. It lists the longest kernels by their
+sums. It lists a middle layer's kernels in their order, with how much later each ended than all before it.
 """
 
 from __future__ import annotations
@@ -198,7 +206,7 @@ class Bench:
             report.add("host_gb", host / 1e9, "GB")
         report.add("steps_ms", in_a_row_ms(Steps(model, cache, batch, IN_A_ROW + WARM_UP, after), IN_A_ROW))
         self.counts(cache, batch, after)
-        # A second cache of the same shape is captured anew: so is this one, once its graph is gone.
+        # A second cache of the same shape is captured again: so is this one, once its graph is gone.
         runner.graphs.pop(cache, None)
         step = Steps(model, cache, batch, 8, after)
         report.add("capture_s", capture_seconds(model, step), "s")

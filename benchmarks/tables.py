@@ -1,4 +1,4 @@
-"""What tables of several pages are made with: their data, rows of benchmarks/results, cells."""
+"""Parts of tables on several pages: their data, rows of benchmarks/results, cells."""
 
 from __future__ import annotations
 

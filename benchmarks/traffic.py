@@ -1,4 +1,4 @@
-"""What the decode steps of an offloaded cache needed, found on the device, and read over the link."""
+"""Blocks or tokens that an offloaded cache's decode steps needed, found on the device, and read over the link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .report import Report
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of the steps between two looks at a cache's counters.
+    """Traffic of the steps between two looks at a cache's counters.
 
     Args:
         steps: how many.

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gives; see :func:`arguments`. The first of ``models`` is chosen at first; without any
-    it is ``small``, or ``probe`` while that is not here."""
+    """Options of the command line; see :func:`arguments`.
+
+    The first of ``models`` is chosen at first. Without any it is ``small``, or ``probe`` while that is not here.
+    """
 
     models: Sequence[str] | None = None
     device: str = "auto"

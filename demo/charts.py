@@ -192,7 +192,7 @@ def _per_second(lane: LaneView, rows: int) -> str:
 
 
 def _reads(dense: LaneView, sparse: LaneView) -> tuple[str, str]:
-    """What full attention reads is known from the other pane: as much as its cache holds."""
+    """Reads of both panes. Full attention reads as much as its cache holds, which the other pane shows."""
     stats = sparse.stats or dense.stats
     if stats is None or not stats.decode_steps:
         return "&ndash;", "&ndash;"

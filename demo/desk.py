@@ -1,4 +1,4 @@
-"""What the page's events do: tabs, tasks, and what a race looks like."""
+"""The page's events: tabs, tasks, and how a race is shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .view import Asked, RaceView
 REFRESH = 0.2  # seconds between pictures
 DEPTH = 50  # %, of the hidden fact at first; docs/demo.md has the measurements
 _ANSWER = 1024  # tokens of context that are left for question and answer at first
-SILENT = 600  # seconds until the document and the conversation of a tab that nobody uses are forgotten
+SILENT = 600  # seconds until an unused tab's document and conversation are dropped
 _SWEEP = 15  # seconds between looks for such tabs
 
 
@@ -82,7 +82,7 @@ class Desk:
             del left
 
     def _forget_lost(self) -> None:
-        """What tabs have read with a model that gave its place to another is of no use to them."""
+        """Drop what tabs have read with a model that left memory: it is of no use to them."""
         with self._lock:
             tabs = list(self._tabs.values())
         for tab in tabs:
@@ -158,7 +158,7 @@ class Desk:
         return now
 
     def press(self, model: str) -> str:
-        """What the page says at first: what the button costs."""
+        """The page's first text: how long a press of the button takes."""
         if self._on_gpu:
             takes = "seconds"
         else:
@@ -167,7 +167,7 @@ class Desk:
         return f"{shown}Run one here: both caches answer the same question about the same document ({takes})."
 
     def first(self) -> list[str]:
-        """What the page shows below that: how the first recording ends, or nothing."""
+        """The page's first picture: how the first recording ends, or nothing."""
         view = self.recordings[0].view(float("inf")) if self.recordings else RaceView()
         return self._shown(view, []) if self.recordings else ["", "", "", charts.line_plot(view), "", ""]
 
@@ -245,7 +245,7 @@ class Desk:
             lane.answer, lane.after = loaded.say(lane.ids)
 
     def player(self, recording: Recording) -> Callable[[gr.Request], Iterator[list]]:
-        """What the button of a recording does."""
+        """The event of a recording's button."""
 
         def play(request: gr.Request) -> Iterator[list]:
             yield from self.play(request, recording)
@@ -444,7 +444,7 @@ def _needle(language: Language, depth: float, length: int) -> Needle:
 
 
 def _told(error: Exception, page: Callable[[str], list]) -> Iterator[list]:
-    """What the page shows of an error; ``page`` makes its outputs of a message."""
+    """The page's answer to an error; ``page`` makes its outputs of a message."""
     if isinstance(error, Busy):
         gr.Info(str(error))
         yield gr.skip()

@@ -35,7 +35,7 @@ class Language:
         self.probe = speaks_probe(tokenizer)
         self.chat = tokenizer.chat_template is not None and not self.probe
         if self.chat:
-            # What the template writes before a first message, between a question and its answer, and so on.
+            # The template's text before a first message, between a question and its answer, and so on.
             one = self._render([("user", _MARK)])
             self._before, self._after = one.split(_MARK)
             more = self._render([("user", "a"), ("assistant", _MARK), ("user", _MARK)])
@@ -69,13 +69,13 @@ class Language:
 
     @property
     def breaks(self) -> frozenset[int]:
-        """Tokens that end a sentence or a line: facts are hidden behind one."""
+        """Tokens that end a sentence or a line: facts are hidden after one."""
         if self.probe:
             return frozenset()
         return frozenset(self.tokenizer.convert_tokens_to_ids([t for t in self.tokenizer.get_vocab() if t in _ENDS]))
 
     def head(self) -> list[int]:
-        """What comes before the document."""
+        """Tokens before the document."""
         if self.probe:
             return [probe.BOS]
         if self.chat:
@@ -83,7 +83,7 @@ class Language:
         return [*self.tokenizer("", verbose=False)["input_ids"], *self.ids(_HEAD)]
 
     def question(self, text: str, first: bool) -> list[int]:
-        """What comes after the document, or after the last answer, which is without the token that ends it."""
+        """Tokens after the document, or after the last answer, which is without the token that ends it."""
         if self.probe:
             return self.ids(text) if first else [probe.END, *self.ids(text)]
         if not self.chat:

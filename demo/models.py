@@ -26,9 +26,9 @@ from .language import Language
 PROBE, SMALL = "probe", "small"
 PROBE_PATH = Path(__file__).resolve().parent.parent / "assets" / "probe-gqa"
 _KEPT = 2  # models with weights; another one takes the place of the one that was not used for longest
-_LOOKED = 16  # models of which tokenizer and length are kept, those with weights included
-# transformers sets torch's default dtype and replaces functions of torch.nn.init while it builds a model, both for the
-# whole process: two at once would leave each other's behind.
+_LOOKED = 16  # models whose tokenizer and length are kept, those with weights included
+# While it builds a model, transformers sets torch's default dtype and replaces functions of torch.nn.init. Both hold
+# for the whole process: two builds at once would leave each other's settings in place.
 _BUILDING = threading.Lock()
 
 
@@ -38,7 +38,7 @@ class ModelError(ValueError):
 
 @dataclass(eq=False)
 class Loaded:
-    """A model with all that goes with it. Whoever keeps it beyond a race keeps its weights in memory."""
+    """A model with all that goes with it. A reference kept beyond a race keeps its weights in memory."""
 
     name: str
     model: torch.nn.Module
@@ -76,7 +76,7 @@ class Loaded:
 
 
 def locate(name: str) -> str:
-    """What is loaded for a name of the list, a hub id, a directory or a GGUF file; one for all spellings of a path.
+    """The model of a list's name, a hub id, a directory or a GGUF file; one for all spellings of a path.
 
     Raises:
         ModelError: nothing is there.
@@ -128,7 +128,7 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass(eq=False)
 class _Entry:
-    """What is known of one model.
+    """The record of one model.
 
     Args:
         looking, loading: held while its configuration or its weights are read.
@@ -147,11 +147,11 @@ class _Entry:
 class Models:
     """The models in memory: at most 2 with weights, and tokenizers of 16.
 
-    Each has locks of its own, so that a hub that is slow to answer for one name keeps nobody else waiting.
+    Each has locks of its own. A hub that is slow to answer for one name delays no other.
 
     Args:
         device: where they run.
-        dtype: ``None``: the checkpoint's; on a CPU float32, which is quicker there than 16 bits.
+        dtype: ``None``: the checkpoint's; on a CPU float32, which is faster there than 16 bits.
         listed: only these may be named; ``None``: any hub id and any directory.
     """
 
@@ -187,7 +187,7 @@ class Models:
             language, _ = self._looked(entry, name, path)
             with entry.loading:
                 if entry.loaded is None:
-                    _fetch(path)  # first: a download that stalls or fails takes nobody's place
+                    _fetch(path)  # first: a download that stalls or fails takes no place
                     self._take_place(entry)
                     try:
                         gc.collect()  # models have cycles
@@ -209,7 +209,7 @@ class Models:
             return loaded
 
     def _path(self, name: str) -> str:
-        # The name itself: whether another spelling is a directory here is nobody's business.
+        # The name itself: clients must not learn whether another spelling is a directory here.
         if self.listed is not None and name not in self.listed:
             raise ModelError(
                 f"this server offers {', '.join(self.listed)} and no other models: choose one of them (whoever runs "

@@ -1,4 +1,4 @@
-"""What the page says above and in its panes, as HTML; apart from ``charts`` because here are words, there pictures."""
+"""Texts above the panes and in them, as HTML; pictures are in ``charts``."""
 
 from __future__ import annotations
 

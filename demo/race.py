@@ -25,16 +25,16 @@ from .stopwatch import Stopwatch
 from .turns import Lane, Stopped, Turns
 
 TURN = 0.15  # seconds of a lane's turn, after which its counters are read
-_QUEUED = 64  # events that nobody has read yet, before generation waits
+_QUEUED = 64  # events not yet read, before generation waits
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to race.
+    """The task of a race.
 
     Args:
         context: ids of the document, with what comes before it.
-        question: ids of the question; ``follow_up``: the same behind an answer.
+        question: ids of the question; ``follow_up``: the same after an answer.
         method: a key of ``METHODS``; ``values``, ``offload``: its controls.
         new_tokens: tokens to decode.
         go_on: do not stop where the answer ends: clocks need something to measure.
@@ -120,7 +120,7 @@ class Busy(RuntimeError):
 
 
 class Session:
-    """What one tab keeps: the document that it has read, and a conversation for each pane and for the chat."""
+    """State of one tab: the document that it has read, and a conversation for each pane and for the chat."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -136,7 +136,7 @@ class Session:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around everything that a run does: there is one at a time. What was stopped gives its memory back.
+        """Around everything that a run does: there is one at a time. A stopped run frees its memory.
 
         Raises:
             Busy: this session is running already.
@@ -154,7 +154,7 @@ class Session:
     def race(self, loaded: Loaded, task: Task) -> Iterator[Event]:
         """Run the task inside :meth:`running`, with an event for everything that happens.
 
-        Ends its threads if nobody listens any more.
+        Ends its threads when the caller stops listening.
 
         Raises:
             ValueError: the controls of the cache do not fit each other.
@@ -238,7 +238,7 @@ class Session:
         self.forget()
         lane = Lane(self, self.stop)
         self.turns.join(lane)
-        # On a GPU room for answers, too: storage that grows is captured anew.
+        # On a GPU room for answers, too: storage that grows is captured again.
         room = total + 4096 if loaded.on_gpu else None
         spent, prefix = 0.0, PrefixCache(max_length=room, model_config=loaded.model.config)
         try:
@@ -292,7 +292,7 @@ class Session:
             events.put(ended)
 
     def stepped(self, number: int) -> None:
-        """A lane has a new token, and another may be under way. A session of another kind may do something then."""
+        """A lane has a new token, and another may be in flight. A session of another kind may do something then."""
 
     def left(self, number: int) -> None:
         """A lane's answer has ended. A session of another kind may let go of its cache."""
@@ -371,8 +371,7 @@ class Session:
 
     @staticmethod
     def _settle(talk: _Talk, given: int, loaded: Loaded) -> None:
-        """Leave the conversation where its answer ended, before the token that says so: what came after it was for
-        the clocks."""
+        """Leave the conversation where its answer ended, before the end token. Later tokens were for the clocks."""
         kept = loaded.answer_tokens(talk.ids[given:])
         talk.ids = talk.ids[: given + kept]
         surplus = talk.cache.get_seq_length() - len(talk.ids)
@@ -431,7 +430,7 @@ def _memory(cache: Cache) -> dict[str, int]:
 
 
 def _put(events: queue.Queue, event: Event, stop: threading.Event) -> None:
-    """Wait for room, but not for ever: nobody may be listening."""
+    """Wait for room, but not for ever: the listener may be gone."""
     while True:
         try:
             events.put(event, timeout=0.1)

@@ -8,7 +8,7 @@
 
 ``--save`` writes a recording, which the page plays (``demo/recording.py``). A model is what the page takes, or
 ``random:SHAPE``: random weights of a known shape, over random tokens, for times. Random weights choose other tokens in
-each step, which a cache in host memory has to fetch; with ``--kv replayed`` keys and queries of the sparse lane imitate
+each step, which a cache in host memory has to fetch. With ``--kv replayed`` keys and queries of the sparse lane imitate
 recorded ones instead (``benchmarks/filling.py``).
 """
 
@@ -173,7 +173,7 @@ class ReplayedSession(Session):
     """A race in which the sparse lane's keys, and its steps' queries, imitate recorded ones.
 
     The document is read by the model, as ever; what the sparse lane's cache holds of it is replaced. Times of full
-    attention do not depend on keys, but on whether several rows share them: on a GPU, copies of a prefix share its
+    attention do not depend on keys, but on whether several rows share them. On a GPU, copies of a prefix share its
     blocks, which takes less time. So there each row of full attention gets keys of its own, too.
     """
 
@@ -213,7 +213,7 @@ def record(loaded: Loaded, task: Task, args: argparse.Namespace) -> tuple[RaceVi
     """Run the race.
 
     Returns:
-        What the page would show at the end, a row for each point of its plot, and the steps.
+        The page's view at the end, a row for each point of its plot, and the steps.
     """
     session = (ReplayedSession if args.kv == "replayed" else Session)(Turns())
     warm = args.warm_up if args.warm_up is not None else 16 * loaded.on_gpu

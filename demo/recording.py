@@ -93,7 +93,7 @@ class Recording:
 
     @property
     def mark(self) -> str:
-        """What tells it from a race that runs here."""
+        """A mark that distinguishes it from a race that runs here."""
         many = f" x {self.rows} sequences" if self.rows > 1 else ""
         return (
             f"{self.model}, {self.context:,} tokens{many}, on {self.device}, {self.date}, commit {self.commit}, "
@@ -119,7 +119,7 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """That the slower lane took to decode."""
+        """Seconds that the slower lane took to decode."""
         return max(sum(lane.ms[1:]) for lane in self.lanes) / 1e3
 
     @property
@@ -128,7 +128,7 @@ class Recording:
         return max(1.0, self.seconds / _SECONDS)
 
     def view(self, at: float) -> RaceView:
-        """What the page shows ``at`` seconds after the first tokens: each lane by its own clock."""
+        """The page's view ``at`` seconds after the first tokens: each lane by its own clock."""
         shown = RaceView(
             read_s=self.read_s, question=self.question, wanted=self.wanted, rows=self.rows, on_gpu=self.on_gpu,
             recorded=self.mark,
@@ -147,7 +147,7 @@ class Recording:
 
 
 def _events(number: int, lane: RecordedLane, at: float) -> Iterator[Stepped | Ended]:
-    """What happened in a lane up to ``at`` seconds after its first token."""
+    """Events in a lane up to ``at`` seconds after its first token."""
     looks = {token: (stats, memory) for token, stats, memory in lane.looks}
     maps, clock = dict(lane.maps), 0.0
     for token, ms in enumerate(lane.ms):
@@ -171,7 +171,7 @@ def write(path: Path, recording: Recording) -> None:
 
 
 def read(path: Path) -> Recording:
-    """What :func:`write` wrote.
+    """A recording from a file of :func:`write`.
 
     Raises:
         RecordingError: the file is damaged, or of another format.
@@ -246,7 +246,7 @@ def _stats_out(stats: CacheStats | None) -> dict | None:
 
 
 def _together(walks: tuple[WalkStats, ...]) -> tuple[WalkStats, ...]:
-    """Those of all layers as one: the page shows no layer's, and one for each of them is most of a file."""
+    """The counts of all layers as one. The page shows no layer's, and counts by layer would be most of a file."""
     if len(walks) < 2:
         return walks
     count, audits = sum(w.walks for w in walks), sum(w.audits for w in walks)
@@ -286,7 +286,7 @@ def _stats_in(fields: dict | None) -> CacheStats | None:
 
 
 def _nothing(field: dataclasses.Field) -> object:
-    """What a field that was not written holds."""
+    """The value of a field that was not written."""
     if field.default is not dataclasses.MISSING:
         return field.default
     return None if "None" in str(field.type) else 0

@@ -1,7 +1,7 @@
 """A lane's clock: it runs as long as ``generate()`` does, and stands while the lane waits for its next turn.
 
-Apart from the race because it alone decides which time is a token's. An optimised model computes the next token while
-one arrives, as it does for its users; and what a page wants to know is asked between turns.
+It alone decides which time is a token's. An optimised model computes the next token while one arrives, as it does for
+its users. The page's questions are answered between turns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Stopwatch(BaseStreamer):
 
     def _stand(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the next token's step may be under way
+            torch.cuda.synchronize(self.device)  # the next token's step may be in flight
         took, self._took, standing = self._took, [], self.clock()
         self.between(took)
         self._began = self.clock()

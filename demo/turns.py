@@ -1,4 +1,4 @@
-"""One at a time: whoever generates takes turns, so that each step has the machine to itself."""
+"""Lanes that generate take turns, one at a time, so that each step has the machine to itself."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class _Run:
 class Turns:
     """Hands out the machine, a turn at a time.
 
-    Runs (browser tabs) get equal time. Within a run the turn goes to the lane that has used less time so far: both
-    clocks advance together, and the quicker one is ahead on tokens, as in a race on two machines.
+    Runs (browser tabs) get equal time. Within a run the turn goes to the lane that has used less time so far. Both
+    clocks advance together, and the faster lane is ahead on tokens, as in a race on two machines.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Turns:
                     if self._holder is None and self._next() is lane:
                         self._holder = lane
                         return
-                    self._condition.wait(0.05)  # nobody notifies of a stop
+                    self._condition.wait(0.05)  # a stop sends no notification
                 raise Stopped
             finally:
                 run.waiting.remove(lane)

@@ -1,4 +1,4 @@
-"""What a race has shown so far, as numbers for a page, a table or a file."""
+"""Results of a race so far, as numbers for a page, a table or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LaneView:
     Args:
         ids: new tokens; ``seconds``: that each took, the first one included.
         latest: statistics of the last steps that were looked at; ``totals``: of the whole answer.
-        answer: its text so far; ``after``: what was decoded behind its end, for the clocks.
+        answer: its text so far; ``after``: text decoded after its end, for the clocks.
     """
 
     name: str = ""
@@ -210,7 +210,7 @@ class RaceView:
         return ", another answer"
 
     def _why(self, stats: CacheStats) -> str:
-        """Why the sparse lane was not quicker."""
+        """Why the sparse lane was not faster."""
         if stats.crossover_calls:
             return (
                 "At this length reading everything is as quick as choosing, so most of its steps read everything "

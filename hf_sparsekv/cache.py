@@ -134,9 +134,10 @@ class SparseCache(CacheState):
                 logits = model(drafts, past_key_values=cache).logits  # [rows, n, vocabulary]
             cache.crop(-rejected)
 
-        For loops of one's own. ``generate()`` with prompt lookup or an assistant needs it not: its passes are known.
-        Without an announcement any pass of several tokens is a prompt's, and exact. So are, inside, passes of more than
-        ``max_draft + 1`` tokens, or with padding among them; and methods that choose a step ahead (docs/drafts.md).
+        For loops of one's own. It is not needed inside ``generate()`` with prompt lookup or an assistant, which marks
+        drafts. Without an announcement any pass of several tokens is a prompt's, and exact. So are, inside, passes of
+        more than ``max_draft + 1`` tokens, or with padding among them; and methods that choose a step ahead
+        (docs/drafts.md).
 
         Args:
             sparse: False: inside, drafts attend to everything, those of ``generate()`` too.
@@ -200,7 +201,7 @@ class SparseCache(CacheState):
         return layers
 
     def joined_rows(self) -> Rows:
-        """What all layers hold. From here on they follow ``row_table``.
+        """The rows of all layers, joined. From here on they follow ``row_table``.
 
         Raises:
             RuntimeError: they hold different things, after an error.

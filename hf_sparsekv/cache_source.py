@@ -1,6 +1,6 @@
 """A new sparse cache for each ``generate()`` of one model while somebody wants that; the model as it was afterwards.
 
-Apart from :mod:`.generating`, which says who wants it, and for how long.
+:mod:`.generating` decides for which calls, and for how long.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Use:
         _around.set(tuple(one for one in _around.get() if one() not in (None, self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Use:
-        """Of a copy of the model. No ``with`` ends it there, so it lasts: ``disable()`` ends it."""
+        """The use in a copy of the model. No ``with`` ends it there, so it lasts until ``disable()``."""
         new = memo[id(self)] = Use(copy.deepcopy(self.settings, memo), lasting=True)
         new.sources = copy.deepcopy(self.sources, memo)
         return new
@@ -121,7 +121,8 @@ class CacheSource:
     """Replaces one model's ``_prepare_cache_for_generation``, and restores the model at the end.
 
     The innermost ``sparse()`` decides, and without one ``enable()``. Several threads or tasks may be inside only with
-    equal settings. A thread that is not inside gets what is enabled, or else the settings of whoever is (a streamer's).
+    equal settings. A thread that is not inside gets what is enabled, or else the settings of the thread that is (a
+    streamer's).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -162,7 +163,7 @@ class CacheSource:
 
         Raises:
             RuntimeError: another thread or task is inside, with other settings.
-            ValueError: exact mode of a model that chooses tokens by itself.
+            ValueError: exact mode of a model that chooses its own tokens.
         """
         if use.settings.exact is not None:
             check_exact(self.model.config)

@@ -1,6 +1,6 @@
 """Caches of one method each: their constructors take its configuration, or its options alone.
 
-Apart from :class:`.cache.SparseCache`, which does all of their work.
+:class:`.cache.SparseCache` does all of their work.
 """
 
 from __future__ import annotations

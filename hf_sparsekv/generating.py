@@ -144,7 +144,7 @@ def sparse(
     This covers every caller of this model's ``generate()``: pipelines, other threads (a streamer's), wrappers such as
     PEFT's. A cache passed as ``past_key_values`` is used instead of a new one. ``return_dict_in_generate=True`` returns
     the new one, for its ``stats()`` or for the next turn of a conversation. Contexts may be nested: the innermost
-    settings apply. Without ``with`` nothing happens, and a warning says so: :func:`enable` needs none.
+    settings apply. Without ``with`` nothing happens, except for a warning. :func:`enable` needs no ``with``.
 
     Args:
         model: a model of transformers, or a wrapper around one. Its attention implementation is ``"sparsekv"`` inside.
@@ -168,7 +168,7 @@ def sparse(
 
 
 class SparseContext(AbstractContextManager[torch.nn.Module], ContextDecorator):
-    """What :func:`sparse` returns, for one ``with``; or for a function's decorator, for each of its calls."""
+    """The result of :func:`sparse`: for one ``with``, or for each call of a decorated function."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
         self._model, self._settings = model, settings
@@ -231,8 +231,8 @@ def enable(
     """From now on each ``model.generate()`` decodes sparsely over a new cache, until :func:`disable`.
 
     As :func:`sparse` without an end: for notebooks and servers, where no ``with`` encloses the calls. Enabled again, it
-    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open; meanwhile
-    other threads' calls, which expect what is enabled, raise RuntimeError if it differs.
+    has the new settings. A :func:`sparse` context inside has its own settings for as long as it is open. Meanwhile
+    other threads' calls expect the enabled settings, and raise RuntimeError if these differ.
 
     Args:
         model, config, offload, optimize, exact, drafts, changes: as in :func:`sparse`.
@@ -271,7 +271,7 @@ def _sources(model: torch.nn.Module) -> list[CacheSource]:
 
 
 def _lasting(sources: Iterable[CacheSource]) -> list[Use]:
-    """What :func:`enable` has begun and :func:`disable` not ended."""
+    """The uses that :func:`enable` has begun and :func:`disable` not ended."""
     return list({id(use): use for source in sources for use in source.uses if use.lasting}.values())
 
 
@@ -328,7 +328,7 @@ def generate(
         offload, optimize, exact, drafts: as in :func:`sparse`.
 
     Returns:
-        What ``generate()`` returns.
+        The result of ``generate()``.
 
     Raises:
         ValueError: transformers no longer has this generation mode itself.

@@ -1,7 +1,6 @@
 """Models in GGUF files: configuration, tokenizer and dequantised weights.
 
-Apart because such a file has no config.json, gives a chat the wrong end tokens, and leaves its model marked as
-quantised.
+Such a file has no config.json, gives a chat the wrong end tokens, and leaves its model marked as quantised.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
 def read_once() -> Iterator[None]:
     """Have ``gguf`` read each file once in here.
 
-    transformers reads a file for the configuration, twice for the tokenizer, and for the weights, each time all entries
-    of the vocabulary: for 0.5B parameters 45 s of a core, so 14 s.
+    transformers reads a file for the configuration, twice for the tokenizer, and for the weights. Each time it reads
+    the whole vocabulary. For 0.5B parameters this took 45 s of a core; reading once takes 14 s.
     """
     gguf: Any = importlib.import_module("gguf")
     kind: Any = gguf.GGUFReader
@@ -185,7 +184,7 @@ def end_tokens(tokenizer: Any, named: Iterable[int | None]) -> list[int]:
 
 
 def _around_answer(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template writes before and after an answer; special tokens in it become single tokens.
+    """The chat template's text before and after an answer; special tokens in it become single tokens.
 
     Two empty texts where there is no template, or one that refuses a question and an answer.
     """

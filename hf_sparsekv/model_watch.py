@@ -1,7 +1,7 @@
 """Detects changes of a model since a step was captured: modules, parameters, hooks, attributes, addresses.
 
 A model of 36 layers has some 550 modules and 400 parameters. Reading all addresses takes 27 us, and reading all modules
-some 50 us (one core of a server). That is too much for each decode step. So changes report themselves, and a step
+some 50 us (one core of a server). Both cost too much for each decode step. So changes report themselves, and a step
 compares one object:
 
 * Each module's class becomes a subclass whose ``__setattr__`` reports every change of an attribute. These include
@@ -11,7 +11,7 @@ compares one object:
 * A weak reference to the memory of each parameter reports when it is freed, as by ``parameter.data = other``.
 
 Each step also compares configurations, and the number of hooks in dictionaries that had some before. One change is not
-reported: ``.data =`` while other code holds the old memory (joined parameters hold each other's). That memory is not
+reported: ``.data =`` while other code holds the old memory (joined parameters hold each other's). The old memory is not
 freed, so a replay never reads freed memory. To notice this change, each step compares a few addresses.
 :meth:`ModelWatch.check` compares all of them, where there is time: before a prompt, or before a new graph.
 """
@@ -322,7 +322,7 @@ class ModelWatch:
     def end(self) -> None:
         """Restore the modules. (Dictionaries with hooks stay, because handles refer to them.)
 
-        After an interrupt, of this or of :meth:`begin`, a second call does the rest: the mark of a watched module is
+        After an interrupt, of this or of :meth:`begin`, a second call does the rest. The mark of a watched module is
         set first and removed last.
         """
         for module in {*self._modules, *self.model.modules()}:

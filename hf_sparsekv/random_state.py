@@ -1,6 +1,6 @@
 """The state of torch's default random number generators, to leave them where another loop would.
 
-Apart from the loops that draw because nothing here knows what is drawn.
+Nothing here knows what is drawn.
 """
 
 from __future__ import annotations

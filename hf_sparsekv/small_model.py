@@ -58,9 +58,9 @@ def is_fetched(path: str | os.PathLike[str]) -> bool:
 def fetch_small_model(dest: str | os.PathLike[str] | None = None, *, console: Console | None = None) -> Path:
     """Fetch the small real model and return its directory; at once if it is already there.
 
-    The weights are saved in float32. Dequantised Q4_1 values have more bits than bfloat16 keeps: in float32
-    the directory holds exactly the published model, and tests that compare tokens need no tolerance. It takes
-    540 MB; ``dtype="bfloat16"`` when loading halves the memory.
+    The weights are saved in float32. Dequantised Q4_1 values have more bits than bfloat16 keeps. In float32 the
+    directory holds exactly the published model, and tests that compare tokens need no tolerance. It takes 540 MB;
+    ``dtype="bfloat16"`` when loading halves the memory.
 
     Args:
         dest: directory to create. Default: :func:`small_model_path`.
@@ -162,8 +162,8 @@ def _convert(gguf: Path, dest: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     fields = model.config.to_dict()
-    # A model marked as quantised refuses to be saved, although its weights are plain by now: hand the weights
-    # to a model that never heard of the file.
+    # A model marked as quantised refuses to be saved, although its weights are plain by now. Hand the weights to a
+    # model that was not loaded from the file.
     fields.pop("quantization_config", None)
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)

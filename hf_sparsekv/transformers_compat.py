@@ -61,7 +61,7 @@ def check_kind(config) -> None:
 def check_attention(config: Any, cache: Any) -> None:
     """Raise for a model whose attention function compiles what it is given, which is no tensor in sparse layers.
 
-    Before anything is stored: the cache is as it was. Other functions get real tensors, and a warning says so.
+    Before anything is stored: the cache is as it was. Other functions get real tensors, with a warning.
     """
     text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
     compiled = getattr(text, "_attn_implementation", None) == "flex_attention"
@@ -153,7 +153,7 @@ def has_indexer(config: PreTrainedConfig | None) -> bool:
 
 
 def in_blocks(text_config: Any) -> bool:
-    """Whether KV heads choose blocks of tokens, each by itself (MiniMax M3), in some layers."""
+    """Whether each KV head chooses its own blocks of tokens (MiniMax M3), in some layers."""
     return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
 
 
@@ -170,7 +170,7 @@ def check_options(config: SparseConfig, text_config: PreTrainedConfig) -> None:
 
 
 def check_exact(config: PreTrainedConfig) -> None:
-    """Raise ValueError for exact mode of a model that chooses tokens by itself."""
+    """Raise ValueError for exact mode of a model that chooses its own tokens."""
     if has_indexer(config):
         raise ValueError(f"{_model(config)}, and its steps follow it exactly: leave exact out")
 
@@ -267,8 +267,8 @@ class GivenToGenerate:
     """``Cache._is_user_defined``, which ``generate()`` sets on a cache that it is given, before it reads anything.
 
     So its input is checked there, once a call. ``generate()`` skips as many first tokens of its input as the cache
-    holds, by a count that may be negative: 50 tokens over 93 cached ones leave the last 7. A forward pass could tell
-    only by its mask. From transformers 5.18 on a mask of ones is dropped before that.
+    holds. Its count may be negative: 50 tokens over 93 cached ones leave the last 7. A forward pass could tell only by
+    its mask. From transformers 5.18 on a mask of ones is dropped before that.
     """
 
     def __get__(self, cache: Any, kind: type) -> Any:

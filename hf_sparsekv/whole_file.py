@@ -15,8 +15,8 @@ from typing import BinaryIO
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a new file for what is to lie at ``path``; it takes that place when the block ends, and none on an error.
 
-    Each writer has a file of its own in the same directory, so that threads and processes may write to one path at a
-    time: the last one to end wins. The file has the permissions that ``open()`` gives.
+    Each writer has a file of its own in the same directory. Threads and processes may write to one path at a time: the
+    last one to end wins. The file has the permissions that ``open()`` gives.
 
     Raises:
         OSError: the place cannot be written to; the error names ``path``.

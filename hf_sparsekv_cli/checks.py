@@ -1,6 +1,6 @@
 """Wrong usage that several options show together.
 
-What only a whole configuration or a model shows (a budget that does not fit the blocks) is told by these.
+A whole configuration or a model shows more errors (a budget that does not fit the blocks). These report them.
 """
 
 from __future__ import annotations

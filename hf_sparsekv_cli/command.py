@@ -1,6 +1,6 @@
 """Commands: declared without torch, checked, and only then done by a function that needs it.
 
-Apart from the declarations because those of the evaluation are in another file.
+The evaluation declares its commands in another file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a command ends when it is interrupted, when its output has no reader, or cannot be written.
 
-Apart from :mod:`.arguments` because ``--version`` and ``python -m hf_sparsekv`` end the same way. Libraries handle a
-broken pipe and an interrupt in ways of their own (typer, rich and transformers do), so neither is left to them.
+Commands, ``--version`` and ``python -m hf_sparsekv`` end the same way. Libraries handle a broken pipe and an interrupt
+in ways of their own (typer, rich and transformers do), so neither is left to them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _over(stream, kind: type[io.FileIO]):
 
 
 def _drop_output() -> None:
-    """What is left in buffers goes nowhere."""
+    """Discard the output left in buffers."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

@@ -25,7 +25,7 @@ class State:
 
 state = State()
 
-# Of several releases of typer, some with a click of their own.
+# The class in several releases of typer, some with a click of their own.
 _UsageError = typer.BadParameter.__mro__[1]
 
 
@@ -66,7 +66,7 @@ def usage(error: _UsageError) -> str:
 
 
 def _meant(error: _UsageError, text: str) -> str | None:
-    """What the words of the command line that are not known resemble; None: nothing, or the message says it."""
+    """Options or commands that resemble unknown words of the command line; None: none, or the message names them."""
     if hasattr(error, "possibilities"):  # no such option
         known = [name for p in error.ctx.command.params if not getattr(p, "hidden", False) for name in _spellings(p)]
         return _nearest(error.option_name, known)

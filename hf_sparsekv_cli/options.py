@@ -209,7 +209,7 @@ def spelling(command: Callable) -> Callable[[str], str]:
     """A function that writes arguments of Python in a message as this command's options.
 
     ``max_length=4096`` becomes ``--context 4096``, ``ServingConfig(prefix_cache=False)`` ``--no-prefix-cache``, and
-    ``TokenConfig()`` ``--cache token``. What the command has no option for stays.
+    ``TokenConfig()`` ``--cache token``. Arguments without an option stay as they are.
     """
     own = inspect.signature(command).parameters
     if "token_budget" not in own:  # an evaluation's caches are given by Python's names

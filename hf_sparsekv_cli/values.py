@@ -1,6 +1,6 @@
 """Values of options, as text, and what is wrong with them.
 
-Apart from :mod:`.checks`, which compares several options.
+:mod:`.checks` compares several options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user chooses, as frozen dataclasses that are checked when they are made: configurations and their options.
+"""A user's choices, as frozen dataclasses that are checked when they are made: configurations and their options.
 
 Beside :mod:`hf_sparsekv` because importing that imports torch, which takes seconds. The command line answers help and
 wrong usage from here.

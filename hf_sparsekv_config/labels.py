@@ -100,7 +100,7 @@ def whole_tokens(config: LabelConfig) -> int:
 
 
 def reads(config: SparseConfig, tokens: int) -> int:
-    """Of a row's ``tokens``, how many a step is reckoned to attend to."""
+    """Tokens that a step is expected to attend to in a row of ``tokens``."""
     need = tokens
     if isinstance(config, LabelConfig) and config.threshold is not None:
         need = max(config.min_tokens, round(READ * max(1 - config.threshold, 1e-3) ** POWER * tokens))

@@ -1,7 +1,7 @@
 """Types of options with their bounds and choices, and the checks and sentences that follow from them.
 
 A field of a configuration is declared once, as ``sinks: Count = 4``. Its type is checked when a configuration is made,
-the command line makes an option of it, and the docstring of its class describes it for both.
+and the command line makes an option of it. The docstring of its class describes it for both.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Options:
 
 
 def described(config: type, name: str) -> str:
-    """What the docstring of a class, or of a base class, says about a field: the first sentence, and what None is."""
+    """Help of a field, from the docstring of a class or a base class: the first sentence, and the meaning of None."""
     for kind in config.__mro__:
         entry = re.search(
             rf"^( +)(?:\w+, )*{name}(?:, \w+)*: (.*?)(?=\n\1\S|\n\n|\Z)", inspect.getdoc(kind) or "", re.M | re.S

@@ -97,7 +97,7 @@ class PredictiveConfig(LabelConfig):
 
     @property
     def prediction(self) -> str:
-        """What :attr:`predictor` stands for."""
+        """The predictor in use: :attr:`predictor`, or the default."""
         return self.predictor or (EARLIER if on_second_device(self) else "layer")
 
     @property

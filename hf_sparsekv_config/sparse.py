@@ -1,4 +1,4 @@
-"""What a user chooses for every method, as frozen dataclasses that are checked when they are made.
+"""Options of every method, as frozen dataclasses that are checked when they are made.
 
 The options of one method are in a file beside this one. A class lists in ``FREE`` the fields of its own
 that only later steps depend on: a saved cache may be loaded with others (:meth:`SparseCache.load`). Every other field
@@ -22,7 +22,7 @@ FreeShare = Annotated[float, Number(0, 1, above=True, below=True, unit="share of
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Options):
-    """What every sparse method shares: block layout and the tokens that are always attended.
+    """Options that every sparse method shares: block layout and the tokens that are always attended.
 
     Args:
         block_size: tokens in a block, the unit of storage, transfer and coarse selection. A power of two
@@ -40,8 +40,9 @@ class SparseConfig(Options):
         dense_below: a decode step attends to everything while the layer's full blocks hold at most this many tokens,
             counted over all rows (batch x tokens a row, padding included). Recent tokens come on top. ``"auto"``: while
             that is measured or guessed to be as fast as selecting on this GPU (:mod:`hf_sparsekv.policies.crossover`;
-            ``hf-sparsekv calibrate-device`` measures). So never with blocks in host memory that a GPU reads, for
-            predicted queries over keys and values (over latents it is measured), or with progressive selection.
+            ``hf-sparsekv calibrate-device`` measures). So never with blocks in host memory that a GPU reads, or with
+            progressive selection. Never for predicted queries over keys and values, either; over latents it is
+            measured.
             ``None``: never. A number holds for offloaded blocks, too; with blocks on a second device it is an error.
         prefill: sparse prompts: each tile of 128 queries attends to the blocks of 64 keys that hold this share of its
             attention mass, as 0.98 (docs/sparse-prompts.md). Layers before ``dense_layers`` and the last 256 queries of
@@ -108,10 +109,10 @@ class OffloadConfig(Options):
             Any size gives the same tokens.
         keep_dense: blocks of the first, dense layers stay on the device: a step reads all of them, which takes long
             over the link. False: they go to host memory as well.
-        kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, with a scale for the
-            key and one for the value of each token and KV head, which stay on the device (4 bytes); they become the
-            model's dtype again where they are read. Half the bytes in host memory and over the link of 16-bit KV; an
-            entry's error is at most 1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
+        kv_dtype: dtype of keys and values in host memory. ``"int8"``: symmetric codes of 8 bits, read back as the
+            model's dtype. Each token and KV head has a scale for the key and one for the value, which stay on the
+            device (4 bytes). Half the bytes in host memory and over the link of 16-bit KV. An entry's error is at most
+            1/254 of the largest one beside it. Not for latents (MLA). ``None``: as they are.
     """
 
     pin_memory: bool | None = None

@@ -12,8 +12,9 @@ from .sparse import SparseConfig
 class StreamingConfig(SparseConfig):
     """A decode step attends to the first ``sinks`` tokens and to the ``window`` most recent ones.
 
-    Source: StreamingLLM. What lies between them stays stored, at its own position, so that a later prompt can attend to
-    it; a step never reads it. Recent tokens that do not fill a block yet are attended to as well (``SparseConfig``).
+    Source: StreamingLLM. Tokens between them stay stored, at their own positions, so that a later prompt can attend to
+    them; a step never reads them. Recent tokens that do not fill a block yet are attended to as well
+    (``SparseConfig``).
     """
 
     window: Positive = 1024

@@ -18,10 +18,10 @@ class TokenConfig(LabelConfig):
 
     Source: AsyncTLS section 4.1; the block bound is Quest's, the label channels are Double Sparsity's.
 
-    By default every cached token can be chosen: on the device that is as fast as choosing blocks before, and it finds
-    what a bound on a block hides (docs/studies/settings.md). Offloaded, what a step chooses is copied to the device
-    after its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose they
-    read in host memory (docs/host-memory.md).
+    By default every cached token can be chosen. On the device that is as fast as choosing blocks before. It finds
+    tokens that a bound on a block hides (docs/studies/settings.md). Offloaded, what a step chooses is copied to the
+    device after its attention. The next steps, which want nearly the same, read it there. Other tokens that they choose
+    they read in host memory (docs/host-memory.md).
 
     Each row and KV head attends to as many tokens as it needs: heads differ (docs/studies/by-need.md).
 
@@ -43,19 +43,19 @@ class TokenConfig(LabelConfig):
             their spread) or 16 (unquantised). A label of 4 bits takes ``label_channels / 2 + 4`` bytes.
         channel_file: label channels made by ``hf-sparsekv calibrate``. ``None``: channels are found on the
             prompt.
-        channel_importance: how online calibration ranks channels: ``"spread"`` (root mean square of the queries times
-            standard deviation of the keys), ``"max"`` (AsyncTLS: product of the largest magnitudes) or ``"mean"``
-            (Double Sparsity: mean magnitude of the product). The last two rank a channel high that is the same in all
-            keys, which softmax ignores.
+        channel_importance: how online calibration ranks channels: ``"spread"``, ``"max"`` (AsyncTLS) or ``"mean"``
+            (Double Sparsity). ``"spread"``: root mean square of the queries times standard deviation of the keys.
+            ``"max"``: product of the largest magnitudes. ``"mean"``: mean magnitude of the product. The last two rank a
+            channel high that is the same in all keys, which softmax ignores.
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         token_reduce: how the query heads of a group share one score, of a block or of a token: ``"max"`` or ``"mean"``
             (AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).
         lag: choose tokens within the blocks that the previous step's query has chosen, so that fetching them can
             overlap (AsyncTLS section 4.2). Loses facts (docs/studies/settings.md).
-        tail: ``"mean"``: tokens that are not chosen count, too, as the mean key and value of each ``tail_tokens``
-            columns, times the tokens among them that are not chosen (RetroInfer's estimation zone). Nearer to full
-            attention for one more token's reading in ``tail_tokens`` (docs/studies/settings.md). Lost facts stay
-            lost. Without effect with ``level="block"``. ``None``: they do not count.
+        tail: ``"mean"``: tokens that are not chosen count, too, by the mean key and value of each ``tail_tokens``
+            columns (RetroInfer's estimation zone). A mean counts once for each token among them that is not chosen.
+            Nearer to full attention for one more token's reading in ``tail_tokens`` (docs/studies/settings.md). Lost
+            facts stay lost. Without effect with ``level="block"``. ``None``: they do not count.
         tail_tokens: columns that share one mean, a multiple of ``block_size``.
     """
 
@@ -119,7 +119,7 @@ TwoLevelConfig = TokenConfig
 
 
 def level(config: TokenConfig) -> str:
-    """What ``config.level`` comes to: ``"two_level"``, ``"block"`` or ``"token"``."""
+    """The level in use: ``"two_level"``, ``"block"`` or ``"token"``."""
     if config.level != "auto":
         return config.level
     return "two_level" if config.num_blocks is not None or config.lag else "token"
@@ -131,7 +131,7 @@ def lags(config: LabelConfig) -> bool:
 
 
 def selection(config: TokenConfig) -> str:
-    """What the table of crossovers calls the selection."""
+    """The selection's name in the table of crossovers."""
     of = level(config)
     if of != "two_level":
         return f"{of}_only"

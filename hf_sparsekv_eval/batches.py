@@ -1,6 +1,6 @@
 """Batches of an evaluation that fit: a batch that runs out of memory is done again in halves.
 
-Apart because answers and held-out text are batched in different ways, and both run out of memory alike.
+Answers and held-out text are batched in different ways, and both run out of memory alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Long documents that a user gives: text files of a directory, one file, or a column of a CSV file.
 
-Apart from :mod:`.text`, which makes prompts from a text that every Python installation has.
+:mod:`.text` makes prompts from a text that every Python installation has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Errors for missing packages of the extra ``eval``.
 
-Apart because most tasks run without it: only code that needs one of its packages imports it.
+Most tasks run without the extra: only code that needs one of its packages imports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Teacher-forced evaluation: held-out text goes in token by token, as if the model had written it.
 
-Prompts are exact by default, so only decode steps tell caches apart. Perplexity is that of the held-out text;
-agreement compares each step's distribution with full attention's, and is the most sensitive number there is.
+Prompts are exact by default, so caches differ only in decode steps. Perplexity is that of the held-out text; agreement
+compares each step's distribution with full attention's, and is the most sensitive number there is.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def evaluate(
 
     Args:
         samples: those of a task and length one after the other; they are batched together.
-        steps: so many tokens at a prompt's end, the question, are fed as decode steps, so that they are answered from
-            the sparse cache, too: the value ``stepped``. 0: not answered so.
+        steps: so many tokens at a prompt's end, the question, are fed as decode steps. So they are answered from the
+            sparse cache, too: the value ``stepped``. 0: not answered so.
         advance: called with the number of finished (sample, cache) pairs.
         prefilled: answer with the whole prompt prefilled, which is exact, as ``generate()`` does: the value ``score``.
         against: compare with full attention's answer to the prefilled prompt, part by part (``kept`` of ``known``) and

@@ -23,8 +23,8 @@ from .prefix import Prefix, attention, forced_steps, full_attention, pass_column
 class SparseKVLM(HFLM):
     """lm-eval's transformers model with a sparse cache.
 
-    Prefill is exact, so only what comes after it tells caches apart: contexts are prefilled, continuations whose
-    likelihood is asked for are fed token by token. That is slower than lm-eval's own single pass over both.
+    Prefill is exact, so caches differ only after it. Contexts are prefilled; continuations whose likelihood is asked
+    for are fed token by token. Decoding them is slower than lm-eval's own single pass over both.
 
     Args:
         pretrained: a model's name, path or object.

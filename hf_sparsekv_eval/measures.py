@@ -1,6 +1,6 @@
 """Measurements of a sample, and figures over samples with their intervals: numbers, no files.
 
-Apart from the directory of a run because reports and tables need no more than this.
+Reports and tables need no more than this.
 """
 
 from __future__ import annotations

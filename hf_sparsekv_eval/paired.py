@@ -1,7 +1,7 @@
 """Differences of caches from full attention on the same prompts, and how many prompts it takes to see one point.
 
-Apart from the figures because those are of one cache each. Pairs leave out how hard a prompt is, so their error is
-smaller than the intervals of two figures suggest.
+Figures are of one cache each. Pairs leave out how hard a prompt is, so their error is smaller than the intervals of two
+figures suggest.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Results:
         """Write ``results.json``, ``results.csv`` and ``results.md``; returns the tables as markdown.
 
         Args:
-            paired: measures of which differences from full attention on the same samples are told, too.
+            paired: measures whose differences from full attention on the same samples are reported, too.
         """
         figures = self.figures(measures)
         text = markdown(figures, measures, title)

@@ -1,6 +1,6 @@
 """RULER's own data: Paul Graham's essays, and the questions of SQuAD and HotpotQA.
 
-Apart from the prompts because files are read, and refused, before a model is loaded.
+Files are read, and refused, before a model is loaded.
 """
 
 from __future__ import annotations

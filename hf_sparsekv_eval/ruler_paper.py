@@ -1,8 +1,8 @@
 """RULER's 13 tasks made from its own data, with the paper's prompts (Hsieh et al. 2024, arXiv 2404.06654).
 
-Apart from :mod:`.ruler`, whose prompts need no data and have this project's own words. Instructions, answer prefixes
-and the solved example of ``vt`` and ``cwe`` are RULER's (Apache-2.0, NVIDIA). Essays begin at a random sentence here,
-keys and listed words are the essays' own instead of a word package's, and solved examples have this module's sizes.
+The prompts of :mod:`.ruler` need no data, and have this project's own words. Instructions, answer prefixes and the
+solved example of ``vt`` and ``cwe`` are RULER's (Apache-2.0, NVIDIA). Essays begin at a random sentence here. Keys and
+listed words are the essays' own instead of a word package's. Solved examples have this module's sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RULER's task table, and how a prompt of a given length is made of a task.
 
-Apart from the prompts because those from invented text and those from RULER's own data share it.
+Prompts from invented text and prompts from RULER's own data share the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The directory of a run, which one process at a time writes to.
 
-Apart from the records because locks of files know nothing of an evaluation.
+The locks of its files know nothing of an evaluation.
 """
 
 from __future__ import annotations

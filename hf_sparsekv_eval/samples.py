@@ -65,8 +65,8 @@ def found_any(output: str, references: tuple[str, ...]) -> float:
 def largest(encode: Callable[[int], tuple[list[int], Built]], room: int) -> tuple[list[int], Built] | tuple[None, None]:
     """A prompt whose haystack fills the room, to a unit of average size or half a percent of the room.
 
-    Tokens grow nearly in proportion to the haystack, so the next size to try follows from the last. That takes two or
-    three encodings of the whole length, where halving an interval takes ten.
+    Tokens grow nearly in proportion to the haystack, so the next size to try follows from the last. The search takes
+    two or three encodings of the whole length; halving an interval takes ten.
 
     Args:
         encode: from the haystack's size (0 and more) to a prompt's ids, and whatever belongs to it.

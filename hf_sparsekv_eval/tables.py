@@ -1,6 +1,6 @@
 """Figures as tables of markdown, one a length.
 
-Apart from the figures because this is only how ``results.md`` and the terminal show them.
+``results.md`` and the terminal show them.
 """
 
 from __future__ import annotations

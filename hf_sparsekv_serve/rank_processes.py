@@ -115,7 +115,7 @@ class RankProcesses:
         self.size, self.served, self.gpus = size, served, gpus
         self._closing = False
         self._lost: Future[RanksApart] = Future()
-        listener = socket.create_server((HERE, 0))  # a store that listens by itself does so on all interfaces
+        listener = socket.create_server((HERE, 0))  # a store that opens its own socket listens on all interfaces
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             HERE, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

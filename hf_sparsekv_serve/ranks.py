@@ -9,7 +9,7 @@ a few hundred bytes, over gloo. It does so before each call of the model (a piec
 ranks wait for each other's all-reduce. So the other ranks never depend on their own clocks or memory.
 
 Rank 0 draws the tokens and broadcasts them on the device. The ranks' logits are equal only if the all-reduce is bitwise
-equal, which NCCL does not promise, and a single different token would make the rows differ.
+equal, which NCCL does not promise. A single different token would make the rows differ.
 
 If a rank ends, the replica ends, because the others would wait for it forever. Rank 0 has a connection to every other
 rank, which breaks at once if a process ends.

@@ -6,8 +6,8 @@
     python -m benchmarks operator --sweep sparse_decode --ways clusters= --no-csv
     python -m benchmarks operator --sweep sparse_decode --kv-dtype int8 --no-csv    # of codes
 
-Everything is captured in a CUDA graph, 20 repetitions that go round several sets of inputs, so that what a step reads
-comes from memory and not from the L2 cache. The step is compared with the references before it is timed.
+Everything is captured in a CUDA graph. The 20 repetitions go round several sets of inputs, so that a step reads from
+memory and not from the L2 cache. The step is compared with the references before it is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = (1, 32768), (1, 131072), (8, 32768), (8, 131072)
 
 
 def sweep(layers: list[Layer], report: Report, operators: list[str], ways: list[str] | None = None) -> None:
-    """Every way to run the operators at one shape, each compared with the first way; then the quickest.
+    """Every way to run the operators at one shape, each compared with the first way; then the fastest.
 
     With ``ways`` those alone whose names contain one of them, beside the first.
     """

@@ -102,7 +102,7 @@ def _all_scores(layers: list[Layer]) -> list[Tensor]:
 
 
 def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
-    """Ways to select tokens of the chosen blocks, or of all. What a processor cannot hold is left out."""
+    """Ways to select tokens of the chosen blocks, or of all. Ways that exceed a processor's memory are left out."""
     scores = _all_scores(layers) if every else [t.token_scores for t in layers]
     config = layers[0].shape.config
     grid = [*_grid(warps=(4, 8, 16))]

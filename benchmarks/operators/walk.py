@@ -1,7 +1,7 @@
 """Selections by need in the operator benchmark: over the tensors of a :class:`Layer`, as many tokens as are wanted.
 
 The keys there are random, so that nearly all of them would be taken; each selection is cut off at as many tokens
-instead. What a selection of so many tokens costs does not depend on why it ended.
+instead. The time to select so many tokens does not depend on why the selection ended.
 """
 
 from __future__ import annotations

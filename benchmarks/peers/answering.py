@@ -1,6 +1,6 @@
 """One greedy loop for every system: read the context, read the question, answer token by token.
 
-Apart from the systems so that all of them are measured by the same lines, in any environment with torch.
+The same lines measure all systems, in any environment with torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores, times and bytes of a system as rows, and the options that both environments share.
 
-Apart from the loop because it decides what counts: which tokens are warm-up, which memory, which mean.
+It decides which tokens are warm-up, which memory counts, and which mean.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def interval(values: list[float]) -> tuple[float, float | None, float | None]:
 def scores_of(
     model, tokenizer, system: System, prompts: list[Prompt], question: str, log: Callable[[dict], None]
 ) -> list[float]:
-    """Of prompts of one task. ``log`` gets every answer."""
+    """Scores of the prompts of one task. ``log`` gets every answer."""
     found = []
     for prompt in prompts:
         text = output(model, tokenizer, system, prompt, question)

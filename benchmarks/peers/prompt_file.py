@@ -1,7 +1,6 @@
 """Prompts as JSON lines: token ids, where the question begins, and how an answer is scored.
 
-Apart from the module that makes them because peers read the file in environments without hf-sparsekv: this module
-imports the standard library alone.
+Peers read the file in environments without hf-sparsekv: this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def write(path: Path, prompts: Iterable[Prompt]) -> int:
 
 
 def fingerprint(path: Path) -> str:
-    """Of the whole file: rows with different ones must not be compared."""
+    """Fingerprint of the whole file: rows with different ones must not be compared."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 

@@ -1,6 +1,6 @@
 """Write RULER's prompts for every peer: ``python -m benchmarks.peers.prompts --model DIR --lengths 16k --out FILE``.
 
-Apart from the file's format because it needs hf_sparsekv_eval, which makes them.
+It needs hf_sparsekv_eval, which makes the prompts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python -m benchmarks.peers.report --csv FILE     # print it for other rows
 
-Apart from :mod:`..readme`, which writes it into the page, because only these rows belong to a file of prompts: what
-was not asked the same prompts is never in one table.
+:mod:`..readme` writes it into the page. A table holds only rows of one file of prompts.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Setting:
-    """What systems in one table have in common. ``prompts`` is the fingerprint of their file."""
+    """The setting that systems in one table share. ``prompts`` is the fingerprint of their file."""
 
     case: str
     context: int
@@ -118,7 +117,7 @@ def markdown(found: dict[Setting, dict[str, Measured]]) -> str:
 
 
 def tables() -> str:
-    """Those of the committed rows."""
+    """The tables of the committed rows."""
     return markdown(merge(read(files_of("peers.csv"))))
 
 

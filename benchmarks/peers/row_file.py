@@ -1,6 +1,6 @@
 """Rows as hf_sparsekv.results writes them, without importing it.
 
-Apart because kvpress's environment has another transformers, with which hf-sparsekv may not run.
+kvpress's environment has another transformers, with which hf-sparsekv may not run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def device() -> str:
 
 
 def versions(**more: str) -> str:
-    """Of torch, transformers, and whatever else was measured."""
+    """Versions of torch, transformers, and the other measured packages."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__, **more}
     return ";".join(f"{name}={version}" for name, version in found.items())
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.run_kvpress --model DIR --prompts FILE --systems full int4:hqq SnapKV:0.25
 
-A system is ``full`` (DynamicCache, sdpa), ``int4:BACKEND`` (QuantizedCache by hqq or quanto), or ``PRESS:KEPT``: a
-press of kvpress by its class without "Press", and the share of keys and values that it keeps. Nothing here imports
-hf_sparsekv, which wants another transformers.
+A system is ``full`` (DynamicCache, sdpa), ``int4:BACKEND`` (QuantizedCache by hqq or quanto), or ``PRESS:KEPT``.
+``PRESS`` is a class of kvpress without "Press"; ``KEPT`` is the share of keys and values that it keeps. Nothing here
+imports hf_sparsekv, which wants another transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AXES = {"hqq": 1, "quanto": 0}
 
 
 def tensor_bytes(held: object) -> int:
-    """Of all tensors in lists, dictionaries and quantised tensors."""
+    """Bytes of all tensors in lists, dictionaries and quantised tensors."""
     if isinstance(held, dict):
         return sum(map(tensor_bytes, held.values()))
     if isinstance(held, list | tuple):
@@ -43,7 +43,7 @@ def tensor_bytes(held: object) -> int:
 
 
 def masked_bytes(model) -> int:
-    """Of keys and values that a press masks rather than drops: its layers read them, an implementation need not."""
+    """Bytes of keys and values that a press masks rather than drops. Its layers read them; others need not."""
     total = 0
     for layer in model.model.layers:
         masked = getattr(layer.self_attn, "masked_key_indices", None)

@@ -38,7 +38,7 @@ SYSTEMS = {
 
 
 def sizes(cache: SparseCache | DynamicCache) -> Sizes:
-    """What the cache counts itself; transformers' reads all that it holds."""
+    """The cache's own counts; transformers' cache reads all that it holds."""
     if not isinstance(cache, SparseCache):
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         return Sizes(held, 0, held)

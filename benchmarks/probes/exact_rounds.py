@@ -1,14 +1,14 @@
-"""What does a token cost in exact mode, by how many drafts are accepted?
+"""Time of a token in exact mode, by how many drafts are accepted.
 
     python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k] [--variant token_only]
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
-each shape: milliseconds of a dense and of a sparse step, and of a verification of 4, 8 and 16 tokens, in a row without
-``generate()``. Then ms a token of ``generate()``: dense by transformers' loop with captured steps, and in exact mode
-for each acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache;
-dense and exact calls take turns. A "first" call knows nothing of the model, and its captures count. A "later" one knows
-what the first has measured, and as a dense one's its captures do not count: a call of ``--lead`` tokens is subtracted.
-Prints only.
+each shape, in a row without ``generate()``: milliseconds of a dense and a sparse step, and of a verification of 4, 8
+and 16 tokens. Then ms a token of ``generate()``. Dense: by transformers' loop with captured steps. Exact mode: for each
+acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache; dense and
+exact calls take turns. A "first" call knows nothing of the model, and its captures count. A "later" one knows what the
+first has measured. As with dense ones, its captures do not count: a call of ``--lead`` tokens is subtracted. Prints
+only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def median(values: list[float]) -> float:
 
 
 def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float:
-    """Of a pass over so many tokens, which are taken back."""
+    """Milliseconds of a pass over so many tokens, which are taken back."""
     clock, past = Clock(model.device), int(cache.get_seq_length())
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(past, past + tokens, device=model.device).repeat(batch, 1)
@@ -87,7 +87,7 @@ def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float
 
 
 def costs(model, batch: int, context: int, variant: Variant) -> str:
-    """Of steps and verifications."""
+    """Times of steps and verifications."""
     cache = filled(model, batch, context, variant, 512)
     cache.going_on = True
     found = [f"dense {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}"]
@@ -98,7 +98,7 @@ def costs(model, batch: int, context: int, variant: Variant) -> str:
 
 
 def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float | None) -> tuple[float, Counter[int]]:
-    """Of ``generate()`` over a full cache, and rounds by their drafts. ``accepts``: None: no drafts."""
+    """Seconds of ``generate()`` over a full cache, and rounds by their drafts. ``accepts``: None: no drafts."""
     rounds: Counter[int] = Counter()
     drafted: Callable = Pace.drafted
 

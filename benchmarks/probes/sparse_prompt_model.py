@@ -1,4 +1,4 @@
-"""What a sparse prompt costs in a whole model, at given densities: seconds until its first token.
+"""Cost of a sparse prompt in a whole model, at given densities: seconds until its first token.
 
     python -m benchmarks.probes.sparse_prompt_model [--model qwen3-8b] [--at 32k:0.3 128k:0.12] [--chunk 16k --offload]
 

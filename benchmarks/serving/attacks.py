@@ -1,4 +1,4 @@
-"""What hostile clients send to a server, in kinds: bodies, and ways to use a connection.
+"""Attacks of hostile clients on a server, in kinds: bodies, and ways to use a connection.
 
 Each kind says which answers it may get. Used by :mod:`.hostile` for minutes, and by the tests once each. Nothing here
 imports torch: a process of its own sends them.
@@ -174,7 +174,7 @@ def request(body: Body, content: bytes) -> bytes:
 
 
 async def exchange(address: Address, sent: bytes, limit_s: float = LIMIT_S) -> bytes:
-    """What comes back, until the server closes; nothing if it resets the connection first."""
+    """The server's answer, until it closes; nothing if it resets the connection first."""
 
     async def read_all() -> bytes:
         reader, writer = await asyncio.open_connection(*address)
@@ -200,7 +200,7 @@ async def _write(writer: asyncio.StreamWriter, sent: bytes) -> None:
 
 
 def status(answer: bytes) -> int | None:
-    """Of the first answer in there."""
+    """Status of the first answer in ``answer``."""
     words = answer[:40].split(b" ")
     return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") and words[1].isdigit() else None
 

@@ -2,7 +2,7 @@
 
 A system is anything with ``submit(ids, sampling) -> handle`` and ``handle.result(timeout) -> Output``; times are
 ``time.perf_counter()``. All are counted from a request's arrival in the trace, not from when a busy client or system
-took it: a late submission is the system's delay.
+took it. A late submission is the system's delay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Handle(Protocol):
 
 
 class System(Protocol):
-    """What answers requests."""
+    """A system that answers requests."""
 
     def submit(self, ids: Sequence[int], sampling: Sampling) -> Handle:
         """Take a request, or raise."""
@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Played:
-    """What became of a request. Seconds from the beginning of the trace, if it says no other.
+    """The result of a request. Times are seconds from the beginning of the trace, unless stated.
 
     Args:
         request: as in the trace.
@@ -108,7 +108,7 @@ def play(
 
     Args:
         vocabulary: of the model.
-        timeout: seconds behind the last arrival, after which what is missing counts as failed; None: any.
+        timeout: seconds after the last arrival, when missing answers count as failed; None: any.
     """
     ready = [(request, request.ids(vocabulary)) for request in requests]
     begin, submitted = clock.now(), []
@@ -154,14 +154,14 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of all requests of a trace; seconds.
+    """Figures of all requests of a trace; seconds.
 
     Args:
         requests, failed: how many; the others have answers, and all else is of these.
         tokens_per_s: generated tokens from the first arrival to the last token, over that time.
         requests_per_s: likewise.
-        ttft, between, queued: mean, median and 99th percentile of the time to the first token, of all times between two
-            tokens of a request, and of the time until work on a request began.
+        ttft, between, queued: mean, median and 99th percentile. ``ttft``: time to the first token. ``between``: all
+            times between two tokens of a request. ``queued``: time until work on a request began.
     """
 
     requests: int
@@ -185,7 +185,7 @@ class Figures:
 
 
 def figures(played: Sequence[Played]) -> Figures:
-    """What is made of the times."""
+    """Figures from the times of all requests."""
     done = [one for one in played if one.error is None]
     between = [gap for one in done for gap in one.between_s]
     end = max((one.token_times[-1] for one in done), default=float("nan"))
@@ -241,7 +241,7 @@ def goodput(swept: dict[float, Figures], iteration_s: float) -> float:
 
 @dataclass(frozen=True)
 class Together:
-    """What rows did while all of them decoded.
+    """Tokens and times of rows while all of them decoded.
 
     Args:
         seconds: how long that was.
@@ -309,7 +309,7 @@ def fixed_rows(rows: int, context: int, tokens: int, lead: int) -> list[Request]
 
 @dataclass(frozen=True)
 class Saturated:
-    """What a system did for a time in which requests always waited.
+    """Tokens and times of a system while requests always waited.
 
     Args:
         seconds: how long that was.
@@ -340,7 +340,7 @@ def saturate(
     clock: type[Clock] | Clock = Clock,
     look: Callable[[], None] = lambda: None,
 ) -> Saturated:
-    """Submit all requests at once; count for a time, ``warm`` seconds behind that; cancel what is left.
+    """Submit all requests at once; count for a time, ``warm`` seconds later; cancel the rest.
 
     Args:
         look: called where that time begins and ends.
@@ -368,7 +368,7 @@ def saturate(
 
 
 def within(times: Sequence[Sequence[float]], lengths: Sequence[int], begin: float, end: float) -> Saturated:
-    """Of requests' ``times`` of tokens, of which each was to have so many: what lies in ``(begin, end]``."""
+    """Tokens in ``(begin, end]``, from the ``times`` of requests' tokens and the number that each was to have."""
     done = [row[-1] if len(row) == n else end for row, n in zip(times, lengths)]
     answering = sum(max(0.0, min(last, end) - max(row[0], begin)) for row, last in zip(times, done))
     gaps = [b - a for row in times for a, b in pairwise(row) if begin < b <= end]

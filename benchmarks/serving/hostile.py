@@ -4,20 +4,23 @@
     python -m benchmarks serving hostile --minutes 60 -- tiny
     python -m benchmarks serving hostile --holds
 
-Options behind ``--`` go to ``hf-sparsekv serve``; ``tiny`` is a random Llama of four layers with the small model's
+Options after ``--`` go to ``hf-sparsekv serve``; ``tiny`` is a random Llama of four layers with the small model's
 tokenizer. Both models get a chat template that shows all that a conversation can have. With ``--host ::`` the server
 sees the clients' IPv4 addresses in IPv6. First each question is asked alone: its greedy answer is the right one. Then
 ``--honest`` clients stream the questions and check each answer, while a process of its own attacks in the kinds of
-:mod:`.attacks`. Reported are the longest time between two pieces of an honest stream, alone and beside the attacks,
-counts, and the resident memory of the server with its child processes: at its start, in the second quarter (warm), and
-in the last (end).
+:mod:`.attacks`. Reported are the longest time between two pieces of an honest stream, alone and beside the attacks, and
+counts. The resident memory of the server with its child processes is reported at its start, in the second quarter
+(warm), and in the last (end).
 
-A failure is: an answer that differs; an answer to an attack that should not be; a server that ends (the run ends with
-it), that does not end at SIGTERM, or that shows a traceback; memory that is ever ``--memory`` above that of the start,
-or in the last quarter more than ``--growth`` above the second quarter's.
+Failures:
 
-``--holds`` measures in this process, for each body, for how long parsing and checking it keeps other Python threads
-from running: the longest time between two looks of a thread that looks every millisecond.
+- an answer that differs, or an answer to an attack that should not be;
+- a server that ends (the run ends with it), that does not end at SIGTERM, or that shows a traceback;
+- memory ever more than ``--memory`` above that of the start;
+- memory in the last quarter more than ``--growth`` above the second quarter's.
+
+``--holds`` measures in this process how long parsing and checking each body keeps other Python threads from running.
+The measure is the longest time between two looks of a thread that looks every millisecond.
 """
 
 from __future__ import annotations

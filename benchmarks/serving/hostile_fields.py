@@ -1,6 +1,6 @@
 """Fields of a chat that are hostile: text everywhere, and schemas whose automata grow with a number.
 
-Apart from :mod:`.attacks`, which sends them.
+:mod:`.attacks` sends them.
 """
 
 from __future__ import annotations

@@ -11,25 +11,31 @@
     python -m benchmarks serving hostile --minutes 60 -- small     # hostile clients beside honest ones
 
 SYSTEM: dense, sparse, exact, offload, working-set, segments (our engine, each with one thing more than the one before:
-see ours.py); vllm. One system a process, so that none finds another one's memory. Random weights of a
-known shape, greedy, no end of an answer before its length; all have the same bytes of GPU memory for keys and values
-(--kv-gb), rows at a time (--max-rows) and, but for the last rung, tokens of prompts in a step (--chunk).
+see ours.py); vllm. One system a process, so that none finds another one's memory. Random weights of a known shape,
+greedy, no end of an answer before its length. All systems have the same bytes of GPU memory for keys and values
+(--kv-gb) and rows at a time (--max-rows). All but the last rung have the same tokens of prompts in a step (--chunk).
 
-Metrics of open and goodput, of each trace (mean, p50, p99): ttft_s from a request's arrival in the trace to its first
-token; between_ms of all times between two tokens of a request; queued_s until work on it began; tokens_per_s and
-requests_per_s from the first arrival to the last token; requests, failed. goodput_rps: the highest rate at which, and
-at all lower ones, the 99th percentile of times between tokens is at most 25 decode iterations, the mean delay before
-work on a request begins at most 2 s, and no request fails (SparseServe, section 4.2). The iteration is --iteration-ms;
-not given, it is measured on the system itself: 32 rows of 4k (as Sarathi-Serve, section 5.1, from which the limit is).
+Metrics of open and goodput, of each trace (mean, p50, p99):
 
-saturated: all requests of a trace come at once and the trace is long enough that some always wait, so the system is as
-full as it can be: tokens_per_s, requests_per_s and the mean number of rows that answer, for --seconds, from --warm
-seconds on; times between their tokens.
+- ttft_s: from a request's arrival in the trace to its first token.
+- between_ms: all times between two tokens of a request.
+- queued_s: until work on it began.
+- tokens_per_s and requests_per_s: from the first arrival to the last token.
+- requests, failed.
+
+goodput_rps: the highest rate at which, and at all lower ones, three limits hold (SparseServe, section 4.2). The 99th
+percentile of times between tokens is at most 25 decode iterations. The mean delay before work on a request begins is at
+most 2 s. No request fails. The iteration is --iteration-ms. Not given, it is measured on the system itself: 32 rows of
+4k (as Sarathi-Serve, section 5.1, the limit's source).
+
+saturated: all requests of a trace come at once. The trace is long enough that some always wait, so the system is as
+full as it can be. Metrics: tokens_per_s, requests_per_s and the mean number of rows that answer, for --seconds, from
+--warm seconds on; times between their tokens.
 
 closed: tokens_per_s and between_ms while all rows decode (or are held back, where the system does that) and none reads
-a prompt. Ours also: captures, steps,
-step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts, found) of the engine; hit_rate, missed_mb
-and host_mb a step of offloaded settings (as in ``step``; of saturated from the first request on); peak_gb.
+a prompt. Ours also: captures, steps, step_ms, rows_a_step, prefill_s (all prompts) and cached_tokens (of prompts,
+found) of the engine; peak_gb. Offloaded settings also: hit_rate, missed_mb and host_mb a step (as in ``step``; of
+saturated from the first request on).
 """
 
 from __future__ import annotations
@@ -87,7 +93,7 @@ def arguments(command: str) -> ArgumentParser:
 
 
 def print_flags(argv: list[str]) -> int:
-    """What ``hf-sparsekv serve`` is to be given for the memory of a setting."""
+    """Options of ``hf-sparsekv serve`` for the memory of a setting."""
     parser = ArgumentParser(prog="python -m benchmarks serving flags", description=print_flags.__doc__)
     add = parser.add_argument
     add("system", choices=SERVED)

@@ -1,6 +1,6 @@
 """Our engine, with as much of SparseServe's design as a setting names (its figure 13): each adds one thing.
 
-What a setting needs and the engine does not have makes it fail: none is silently the same as another.
+A setting fails if the engine lacks something that it needs: none is silently the same as another.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def memory(settings: Settings, rung: Rung, config: TokenConfig) -> tuple[int, Of
     layers, token = settings.config.num_hidden_layers, settings.token_bytes
     stays = token * (config.dense_layers / layers + INDEX_SHARE)
     recent = settings.max_rows * (config.sinks + config.window + config.max_draft) * token
-    # An engine takes 98 % of host memory, of which each row may leave a block half empty; blocks of its first row, and
+    # An engine takes 98 % of host memory. Each row may leave a block of it half empty. Blocks of its first row, and
     # those in which a row is calibrated, come on top (some 20).
     more = (settings.max_rows + 32) * config.block_size
     held = 0.98 * settings.kv_host / (token * (1 - config.dense_layers / layers)) - more
@@ -97,8 +97,8 @@ SERVED = ("sparse", "segments")
 def serve_flags(settings: Settings, name: str, budget: int = BUDGET) -> list[str]:
     """Options of ``hf-sparsekv serve`` with the rows, lengths and memory of a setting.
 
-    Prompts are read as ``segments`` reads them: the command has no options for the baselines' chunks, so a server like
-    ``sparse`` is that setting with quicker prompts.
+    Prompts are read as ``segments`` reads them, because the command has no options for the baselines' chunks. So a
+    server like ``sparse`` is that setting with faster prompts.
 
     Args:
         name: in ``SERVED``.

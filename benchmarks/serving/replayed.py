@@ -4,8 +4,8 @@ A random model's queries choose other tokens in each step, so that nothing which
 computed as ever, but what is cached of them are keys of :class:`..synthetic.keys.SyntheticKV`; decode steps ask with
 its queries. Each row walks through them with a phase of its own, and each prompt takes another stretch of the keys.
 
-This asks three things of an engine: that it makes its batch by ``cache.rows()``, before it captures a step, that its
-steps are ``rows.step()``, and that rows move by ``rows.move()``. Nothing of it has to know::
+This asks three things of an engine. It makes its batch by ``cache.rows()`` before it captures a step, its steps are
+``rows.step()``, and rows move by ``rows.move()``. Nothing of it has to know::
 
     with replaying(source):
         engine = Engine(...)
@@ -34,7 +34,7 @@ STRETCHES = 128  # blocks from which on a prompt may take its keys
 
 
 class ReplayedKeys:
-    """What prompts and steps get in place of a random model's keys and queries.
+    """Keys and queries for prompts and steps in place of a random model's.
 
     Args:
         model: gives shapes, dtype and device.
@@ -98,7 +98,7 @@ class ReplayedKeys:
         cache.beside, rows.step, rows.move = prompt, stepped, moved
 
     def _replace(self, index: int, layer, at: int) -> None:
-        """What a prompt's layer caches: keys from ``at`` on. Its attention has been computed with the model's own."""
+        """Make a prompt's layer cache made keys from ``at`` on. Its attention was computed with the model's own."""
         own, parameters, config = layer.commit, self.made.parameters(index), layer.owner.config
 
         def commit(step, query: Tensor, valid: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """The commands of ``benchmarks serving``: traces against whole systems, and a fixed number of rows.
 
-What each is and measures: :mod:`.options`, which is their command line.
+Each command's measure is in :mod:`.options`, which is their command line.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Bench:
 
     @property
     def vocabulary(self) -> int:
-        """Of the model."""
+        """Vocabulary size of the model."""
         return self.settings.config.vocab_size
 
     def label(self, *parts: str) -> str:

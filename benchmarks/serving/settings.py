@@ -1,4 +1,4 @@
-"""What all systems of a comparison share: the model, the bytes for keys and values, the rows."""
+"""Settings that all systems of a comparison share: the model, the bytes for keys and values, the rows."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Settings:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return kv_bytes(self.config, 1, 1, 4 if self.dtype == "float32" else 2)
 
     @property
     def gpu_tokens(self) -> int:
-        """Whose keys and values fit the GPU.
+        """Tokens whose keys and values fit the GPU.
 
         Raises:
             ValueError: not even one request of :attr:`max_length`.

@@ -1,20 +1,20 @@
-"""What a client asks for, and when: one file for all systems.
+"""A client's requests and their times: one file for all systems.
 
     python -m benchmarks serving trace --rate 0.5 --seconds 120 --clip 32k --seed 1 --out FILE
 
 Requests arrive as a Poisson process. Prompt lengths are lognormal and clipped, as SparseServe (section 4.1) limits them
-to 32k and 128k. Median and spread are near its workload, ten sets of LongBench in one trace: the average lengths that
-LongBench's Table 1 gives for them (words, or characters of Chinese; NarrativeQA 18,409, Qasper 3,619, MultiFieldQA
-4,559, DuReader 15,768, GovReport 8,734, QMSum 10,614, MultiNews 2,113, VCSUM 15,380, LCC 1,235, RepoBench-P 4,206) have
-a geometric mean of 6,130, at some 1.35 tokens each 8k, and their logarithms a deviation of 0.9; within a set lengths
-differ, too, so 1.0 here. 8 % of such prompts are longer than 32k, 0.3 % than 128k.
+to 32k and 128k. Median and spread are near its workload, ten sets of LongBench in one trace. LongBench's Table 1 gives
+their average lengths (words, or characters of Chinese; NarrativeQA 18,409, Qasper 3,619, MultiFieldQA 4,559, DuReader
+15,768, GovReport 8,734, QMSum 10,614, MultiNews 2,113, VCSUM 15,380, LCC 1,235, RepoBench-P 4,206). Their geometric
+mean is 6,130, at some 1.35 tokens each 8k, and their logarithms have a deviation of 0.9. Within a set lengths differ,
+too, so 1.0 here. 8 % of such prompts are longer than 32k, 0.3 % than 128k.
 
 The paper does not say how long its answers are. LongBench's limits for these sets are 64 to 512 tokens. Here they are
 drawn, lognormal around 256; long answers are another workload (``--output``).
 
 Shared documents (``--documents 8 --shared 0.8``, for routing): that share of the requests asks about one of so many
-documents. A document's length is drawn as a prompt's; its requests share all of its tokens and have 64 of their own
-behind them.
+documents. A document's length is drawn as a prompt's. Its requests share all of its tokens and have 64 of their own
+after them.
 
 A file is JSON lines: what the trace was made with, then one request a line.
 """
@@ -34,7 +34,7 @@ from ..shapes import parse_tokens
 PROMPT_MEDIAN, PROMPT_SIGMA = 8192, 1.0
 OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_MOST = 256, 0.7, 8192
 SHORTEST_PROMPT, SHORTEST_OUTPUT = 64, 4
-QUESTION = 64  # tokens of a prompt behind the document that it shares with others
+QUESTION = 64  # tokens of a prompt after the document that it shares with others
 FIRST_ID = 8  # ids below are mostly special tokens
 
 
@@ -122,7 +122,7 @@ def make_trace(config: TraceConfig) -> list[Request]:
         drawn = median * math.exp(sigma * random.standard_normal())
         return round(min(max(drawn, min(least, most)), most))
 
-    # Of this trace alone: systems keep what they have read, in a trace of other rates or lengths before it, too.
+    # Token ids unique to this trace: systems keep what they have read, also from traces of other rates or lengths.
     own = np.random.SeedSequence([config.seed, round(1e6 * config.rate), config.clip])
     first = int(own.generate_state(1, np.uint64)[0])
     most = config.clip - QUESTION
@@ -208,7 +208,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def config_of(args: Namespace, rate: float) -> TraceConfig:
-    """What these options ask for."""
+    """The configuration that these options ask for."""
     more = {"documents": getattr(args, "documents", 0), "shared": getattr(args, "shared", 0.0)}
     lengths = {"prompt_median": args.prompt, "output_median": args.output, "output_most": args.output_most}
     return TraceConfig(rate, args.seconds, args.clip, args.seed, **lengths, **more)

@@ -3,17 +3,18 @@
     python -m benchmarks serving open URL [URL ...] --trace FILE [FILE ...] [--route prefix] [--name two-replicas]
     python -m benchmarks serving closed URL [URL ...] --rows 1 8 32 --context 8k
 
-Requests go to /v1/completions with token ids as the prompt, streamed, greedy, each at its arrival in the trace;
+Requests go to /v1/completions with token ids as the prompt, streamed, greedy, each at its arrival in the trace.
 `ignore_eos`, which ours and vLLM's servers know, gives answers their length. Several URLs are replicas without a proxy:
-requests go round robin, or with --route prefix by a hash of their first 1,024 tokens (shorter prompts round robin).
+requests go round robin. With --route prefix they go by a hash of their first 1,024 tokens (shorter prompts round
+robin).
 
 open: as of the systems in this process, but for queued_s, which no server tells. client_late_ms: how much later than
 its arrival a request was sent (median and quartiles; :p99). closed: tokens_per_s and between_ms while all rows decode,
 and ttft_s of all, which came at once. client_cpu: what this process computed, of one core; near 1 the client does not
 keep up, and times are its own.
 
-A server keeps what it has read: play a trace against it again with another --salt, the same lengths and arrivals with
-other tokens, or its prompts are found in its prefix cache.
+A server keeps what it has read. Play a trace against it again with another --salt: the same lengths and arrivals with
+other tokens. Otherwise its prompts are found in its prefix cache.
 
 An event of a stream may hold several tokens. Where the text has a word for each token (`hf-sparsekv serve
 random:SHAPE`) they are counted; else the answer's tokens are spread evenly over its events.

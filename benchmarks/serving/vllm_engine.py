@@ -25,7 +25,7 @@ from ..baselines import NotRun
 from .settings import Settings
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64)  # rows
-DRAINED = 3  # steps behind the last request, whose results are still on their way
+DRAINED = 3  # steps after the last request, whose results are still in flight
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What selections on given keys and queries are like, measured as on the real model."""
+"""Statistics of selections on given keys and queries, measured as on the real model."""
 
 from __future__ import annotations
 

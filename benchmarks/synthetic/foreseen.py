@@ -4,13 +4,13 @@ The residual stream of random weights foresees nothing, so what a cache chooses 
 before (``hf_sparsekv/attention/points.py``) would always be wrong. Here each replayed query gets an expected one beside
 it: the query plus an error.
 
-* The recording (``profiles/*-foreseen.json``) is of the small real model (docs/benchmarking.md), by layer
-  and place of the residual stream: the error's size, how it varies between steps and how long it lasts, and the overlap
-  of the tokens that both queries choose, for several shares of them; and how many of a step's tokens are still on the
-  device if those of the latest selections are kept there.
+* The recording (``profiles/*-foreseen.json``) is of the small real model (docs/benchmarking.md), by layer and place of
+  the residual stream. It holds the error's size, how it varies between steps and how long it lasts. It holds the
+  overlap of the tokens that both queries choose, for several shares of them. It also holds how many of a step's tokens
+  are still on the device if those of the latest selections are kept there.
 * The error is a sum of processes as in :class:`.keys.Walk`, weighted so that it is remembered as recorded. It points
-  anywhere. On the recorded model, errors and keys have directions in common, which are not known here: so its size is
-  not the recorded one, but that with which selections overlap as recorded.
+  anywhere. On the recorded model, errors and keys have directions in common, which are not known here. So its size is
+  not the recorded one, but the size at which selections overlap as recorded.
 * How much the true queries remember is tuned likewise: :mod:`.keys` matches blocks that are chosen by their bounds.
 * All of it is tuned on keys and queries of another seed than those that are measured.
 """
@@ -40,7 +40,7 @@ from .statistics import FRACTIONS, stored_blocks
 
 PLACES = ("in", "mid", "in_delta")  # where the residual stream of the layer before is taken
 SHARES = (Fraction(1, 128), Fraction(1, 64), Fraction(1, 32), *FRACTIONS)  # of the stored tokens, chosen in a step
-FIRST = 2  # layers of which little is known beforehand
+FIRST = 2  # layers with little known beforehand
 ROOMS = (1, 2, 4, 8, 16)  # selections that there is room for on the device
 ERROR_LAGS = (1, 4, 16)  # steps between two errors whose directions are compared
 # Tuning: another seed, heads and steps of it, steps between them, tokens that channels are calibrated on.
@@ -65,7 +65,7 @@ def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Ten
 
 
 class StoredIndex:
-    """What the stored tokens of one layer are chosen by, as caches keep it: their labels.
+    """The index that a layer's stored tokens are chosen by, as caches keep it: their labels.
 
     Args:
         config: of two-level or predictive selection.
@@ -164,7 +164,7 @@ class Foreseen:
 def remembered(wanted: tuple[float, ...]) -> tuple[float, ...]:
     """Non-negative weights of the parts of :data:`.keys.MEMORY`, whose sum has these correlations at the lags.
 
-    Of all combinations in steps of 5 % the closest: four numbers need no solver.
+    It tries all combinations in steps of 5 %: four numbers need no solver.
     """
     grid = np.arange(21) / 20
     parts = np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), axis=-1).reshape(-1, 3)
@@ -194,7 +194,7 @@ class Selection:
         return stored_blocks(self.config, context) * self.config.block_size
 
     def share(self, context: int) -> float:
-        """Of what is stored; above 1 nothing needs to be chosen."""
+        """The chosen share of the stored tokens; above 1 nothing needs to be chosen."""
         return self.chosen / max(1, self.stored(context))
 
 
@@ -214,8 +214,8 @@ class Tuned:
 class Pairs:
     """True and expected queries of consecutive steps, for one cache.
 
-    The keys are those of ``made``, and so are the queries but for how much they remember: that, and the size of the
-    error, are tuned so that what this cache chooses overlaps as recorded, from step to step and within the pair.
+    Keys and queries are those of ``made``, except for how much the queries remember. Their memory and the size of the
+    error are tuned: the selections overlap as recorded, from step to step and within the pair.
 
     Args:
         made: gives the keys.
@@ -229,20 +229,20 @@ class Pairs:
 
     @property
     def share(self) -> float:
-        """Of what is stored, that is chosen."""
+        """The chosen share of the stored tokens, at most 1."""
         return min(1.0, self.selection.share(self.made.context))
 
     def recorded(self, layer: int, place: str | None) -> float:
-        """Of a layer, the recorded overlap for such a share of what is stored, see :meth:`Foreseen.overlap`."""
+        """A layer's recorded overlap for such a share of the stored tokens, see :meth:`Foreseen.overlap`."""
         return self.recording.overlap(self.share, layer, self.made.layers, place)
 
     def hit_rate(self, layer: int, room: float) -> float:
-        """Of a layer, the recorded one with room for ``room`` selections, see :meth:`Foreseen.hit_rate`."""
+        """A layer's recorded hit rate with room for ``room`` selections, see :meth:`Foreseen.hit_rate`."""
         return self.recording.hit_rate(room, self.share, layer, self.made.layers)
 
     @cached_property
     def tuned(self) -> list[Tuned]:
-        """Of each layer, found on keys and queries of another seed."""
+        """Tuned parameters of each layer, found on keys and queries of another seed."""
         return [self._tune(layer) for layer in range(self.made.layers)]
 
     def queries(self, steps: int) -> Tensor:
@@ -250,7 +250,7 @@ class Pairs:
         return self.made.queries(steps, weights=[layer.weights for layer in self.tuned])
 
     def expected(self, queries: Tensor) -> Tensor | None:
-        """What is expected of ``queries [steps, layers, batch, Hq, D]``: shape and dtype as they; None: nothing is."""
+        """Expected queries for ``queries [steps, layers, batch, Hq, D]``, of their shape and dtype; None: none are."""
         if self.selection.place is None:
             return None
         expected = torch.empty_like(queries)
@@ -290,7 +290,7 @@ class Pairs:
             return float((mine & others).sum(-1).div(k).mean())
 
         def walked(by: float) -> tuple[Tensor, Tensor]:
-            """Some queries, and those of the steps behind them."""
+            """Some queries, and those of the steps after them."""
             q = torch.stack([q[0] for q in islice(made.steps(layer, blend(weights, by)), steps)])
             return q[::APART], q[1::APART]
 

@@ -2,19 +2,19 @@
 
 With random keys and queries consecutive steps select almost unrelated blocks, and no block stands out. Here, per layer:
 
-* a block's keys are its topic (a random vector) plus noise of each token's own, whose width differs a little between
-  blocks: that moves the bound on a block's score without moving the score;
+* a block's keys are its topic (a random vector) plus noise of each token's own. The noise's width differs a little
+  between blocks, which moves the bound on a block's score without moving the score;
 * a query is a sum of four parts of unit variance: one that never changes, a slow and a fast AR(1) process, and one that
   is new at every step. Half of their variance is shared by the query heads of a KV head;
 * channel 0 is a bias: 1 in effect in every query, 0 in every key but those of the sinks, which take the mass that is
   not in stored blocks.
 
-Strength of topics, noise and widths and the weights of the four parts were fitted for each recorded layer
-(docs/benchmarking.md) and are kept in the profile, so nothing is fitted here. Matched are the overlap of block
-selections at lags 1, 2, 4, 8 and 16 for an eighth of the blocks and at lag 1 for a sixteenth and a quarter, the mass
-that these selections cover, and the number of blocks for 95 % of the mass; docs/benchmarking.md says how
-closely. Statistics are carried to other contexts as *fractions* of the stored blocks, never as counts: 128 of 2048
-blocks behave as 7 of 109. A layer between recorded ones (36 layers from 30) gets interpolated parameters.
+Strength of topics, noise and widths, and the weights of the four parts, were fitted for each recorded layer
+(docs/benchmarking.md). They are kept in the profile, so nothing is fitted here. Three statistics match, as closely as
+docs/benchmarking.md says: the overlap of block selections, the mass that these cover, and the number of blocks for 95 %
+of the mass. The overlap is for an eighth of the blocks at lags 1, 2, 4, 8 and 16, and for a sixteenth and a quarter at
+lag 1. Statistics are carried to other contexts as *fractions* of the stored blocks, never as counts: 128 of 2048 blocks
+behave as 7 of 109. A layer between recorded ones (36 layers from 30) gets interpolated parameters.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Profile:
         return a + (where - low) * (b - a)
 
     def parameters(self, layer: int, layers: int) -> LayerParameters:
-        """Of layer ``layer`` in a model of ``layers``."""
+        """Parameters of layer ``layer`` in a model of ``layers``."""
         return LayerParameters(
             **{f.name: float(self.at(self.fitted[f.name], layer, layers)) for f in fields(LayerParameters)}
         )

@@ -23,8 +23,8 @@ class ReplayedQueries:
     is captured. As a stopping criterion it moves on after each token and never stops anything; in a loop of one's own
     call :meth:`next` between the steps.
 
-    Where a cache lets the layer before expect a query, what the residual stream of random weights gives is computed, as
-    ever, and replaced by the ``expected`` one.
+    A cache may let the layer before expect a query. The query from the residual stream of random weights is computed,
+    as ever, and replaced by the ``expected`` one.
 
     Args:
         sequence: ``[steps, layers, batch, Hq, D]``, the model's dtype, on its device; one entry for each sparse layer.

@@ -1,8 +1,8 @@
-"""What selections of a decoding model look like: overlap of consecutive steps, attention mass.
+"""Statistics of a decoding model's selections: overlap of consecutive steps, attention mass.
 
 Every function takes plain tensors, so that recorded attention and made-up tensors (:mod:`.keys`)
-are measured alike. Everything is about *stored* blocks, those that a cache selects from: sinks, the
-recent window and blocks that are not sealed yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
+are measured alike. Everything is about *stored* blocks, those that a cache selects from. Sinks, the recent window and
+blocks that are not full yet are left out, as in :class:`~hf_sparsekv.kv.store.LayerStore`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def block_mass(q: Tensor, k: Tensor, n: int, config: SparseConfig, scale: float)
     Args:
         q: ``[T, Hq, D]``, queries that see all of ``k``.
         k: ``[H, length, D]``.
-        n: stored blocks; what lies behind them, and the sinks, counts as the rest.
+        n: stored blocks; tokens after them, and the sinks, count as the rest.
         scale: softmax scaling.
 
     Returns:

@@ -59,7 +59,7 @@ def _origin() -> dict:
 
 
 def _crossover(device: torch.device, q_heads: int, heads: int, dim: int, dtype: torch.dtype, dry_run: bool) -> None:
-    """Measure, show and keep up to which length dense attention is as quick."""
+    """Measure, show and keep up to which length dense attention is as fast."""
     name, width = torch.cuda.get_device_name(), 2 * heads * dim * dtype.itemsize
     with messages.status("measuring") as status:
         timings = measure(device, q_heads, heads, dim, dtype, GRID, status.update)

@@ -1,7 +1,7 @@
 """A long text with one fact in it and a question about that fact, for ``generate --demo``.
 
-The text is Python's own reference (``pydoc_data.topics``), which every Python brings along. Apart from the command
-because ``tools/needle_prompt.py`` prints it, too.
+The text is Python's own reference (``pydoc_data.topics``), which every Python brings along. ``tools/needle_prompt.py``
+prints it, too.
 """
 
 from __future__ import annotations

@@ -121,13 +121,13 @@ def detected_gpu() -> int | None:
 
 
 def _this_gpu() -> str:
-    """Whose memory it is if the command does not say."""
+    """The owner of the memory if the command does not name one."""
     return f"this machine's {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Whose memory a plan is made for: as the command gives it, or this machine's."""
+    """The machine that a plan is made for: as the command gives it, or this one."""
 
     gpu: str
     host: str

@@ -1,6 +1,6 @@
 """Inputs of a captured step: the tensors and settings of a call, as a graph takes them.
 
-In a file of its own because the check of a call, a first step and a steady replay all read a call the same way.
+The check of a call, a first step and a steady replay all read a call this way.
 """
 
 from __future__ import annotations

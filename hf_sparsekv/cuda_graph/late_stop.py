@@ -2,9 +2,9 @@
 
 After each token transformers' loop asks the GPU whether it was the last. Meanwhile the GPU idles while Python prepares
 the next step, a third of a millisecond or more for each token. transformers has a variant of the loop that asks about
-the previous step, ``DeferredStopCheck``, and uses it on Apple's GPUs (5.17 to 5.24). :func:`defer` makes one model use
-it over our caches. The model gets a subclass of its class, as with ``torch.nn.utils.parametrize``. Its ``_sample()``
-runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
+the previous step, ``DeferredStopCheck``. It uses this variant on Apple's GPUs (5.17 to 5.24). :func:`defer` makes one
+model use it over our caches. The model gets a subclass of its class, as with ``torch.nn.utils.parametrize``. Its
+``_sample()`` runs transformers' code with :class:`LateStop` in place of ``DeferredStopCheck``.
 
 When an end-of-sequence token or a stop string ends a text, one step too many has run. Its token is dropped, and removed
 from a cache that the caller keeps. The random numbers that it drew are given back. Where the caller could notice this

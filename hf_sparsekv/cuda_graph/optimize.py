@@ -1,8 +1,8 @@
 """``optimize(model)``: decode by replaying one captured CUDA graph of the whole forward pass.
 
-Eager decode of an 8B model takes some 50 ms a token on an H200, up to 128k tokens, because Python launches some
-thousand kernels (transformers' own, ``hf_dynamic`` in benchmarks/results/step.csv). A replay of the same forward takes
-only the GPU's time.
+Eager decode of an 8B model takes some 50 ms a token on an H200, up to 128k tokens. Python launches some thousand
+kernels (transformers' own, ``hf_dynamic`` in benchmarks/results/step.csv). A replay of the same forward takes only the
+GPU's time.
 
 The graph holds transformers' own forward with our attention. Every buffer has a fixed address. The cache's lengths are
 on the device, where each step advances them and moves old tokens into full blocks. The host only supplies the next

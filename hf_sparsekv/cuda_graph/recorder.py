@@ -84,7 +84,7 @@ def _forget(pool: tuple[int, int], device: torch.device, stream: torch.cuda.Stre
     """Make torch forget a capture that failed with a CUDA error (a layer that waits for the GPU).
 
     ``CUDAGraph.capture_end`` raises before it does so (torch 2.11). The allocator would then assume that the capture
-    goes on: it would keep all memory that another stream has used, and query a graph that no longer exists. The random
+    goes on. It would keep all memory that another stream has used, and query a graph that no longer exists. The random
     generator would refuse to draw ("Offset increment outside graph capture") until another capture has ended.
     """
     with contextlib.suppress(AttributeError, RuntimeError):  # raised if the capture has ended already

@@ -1,6 +1,6 @@
 """Which token comes next, in such a way that drafting changes no text: not a greedy one, and not a drawn one.
 
-Apart from the loop because drafts and their verification choose alike, and neither knows which it is.
+Drafts and their verification choose alike.
 """
 
 from __future__ import annotations

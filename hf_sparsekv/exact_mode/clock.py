@@ -1,6 +1,6 @@
 """Times of a device's work, without a wait: the host runs ahead of a GPU, so its own clock says little of a step.
 
-Apart from loops because those of ``generate()`` and of an engine time their steps alike.
+The loops of ``generate()`` and of an engine time their steps alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What drafts and verifications are expected to take before any was tried, by ``calibrate-device`` or a guess.
+"""Expected times of drafts and verifications before any was tried, by ``calibrate-device`` or a guess.
 
-Apart from the pace, which soon measures by itself, and knows neither caches nor GPUs.
+The pace soon replaces these by its own measurements. It knows neither caches nor GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .pace import Expected
 
 
 def expected(cache: SparseCache) -> Expected | None:
-    """Of a filled cache, for captured passes; None: nothing is known."""
+    """The expectation for a filled cache, for captured passes; None: nothing is known."""
     layers = [layer for layer in cache.sparse_layers if layer.index >= cache.config.dense_layers]
     rule = getattr(layers[-1].policy, "crossover", None) if layers else None
     if rule is None or rule.name is None or layers[-1].store.device.type != "cuda":

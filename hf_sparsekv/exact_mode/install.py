@@ -1,6 +1,6 @@
 """Exact mode of one model: ``generate()``'s loop is replaced where the cache asks for exact mode.
 
-Apart from the loop because it decides, before any token, whether the loop can be used.
+Before any token, it decides whether the loop can be used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .paces import paces_of
 
 # Arguments of passes that mean the same whatever part of a text a pass reads.
 _PLAIN = {*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
-# Tokens that drafts attend to where nothing was asked for. Measured on a model of 0.5B at 30k tokens: 97 to 98 % of
-# them are accepted, by need 99 %; a step at 1 x 128k takes 5.0 ms, by need 6.2 (docs/accuracy.md).
+# Tokens that drafts attend to where nothing was asked for. On a model of 0.5B at 30k tokens, 97 to 98 % of them are
+# accepted; by need, 99 %. A step at 1 x 128k takes 5.0 ms; by need, 6.2 (docs/accuracy.md).
 BUDGET = 1024
 
 
@@ -155,7 +155,7 @@ def _can_draft(
 
 
 def _not_exact(cache: SparseCache, exact: int) -> str:
-    """Why ``cache``, of which the first ``exact`` columns are exact, is refused, and what to do."""
+    """Why ``cache``, whose first ``exact`` columns are exact, is refused, and what to do."""
     held = cache.get_seq_length()
     crops = exact and all(isinstance(layer, SparseLayer) for layer in cache.layers)  # others keep no earlier states
     return (

@@ -1,6 +1,6 @@
 """Drafts from the text itself: what came after its last tokens when they were there before (prompt lookup decoding).
 
-Apart from the loop because it sees tokens only.
+It sees tokens only.
 """
 
 from __future__ import annotations

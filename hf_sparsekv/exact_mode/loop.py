@@ -1,6 +1,6 @@
 """The loop of exact mode: rounds of drafts and their verification, and dense steps by ``generate()``'s own loop.
 
-Apart from what installs it because it needs no more than a model, a cache, and a call's arguments.
+It needs no more than a model, a cache, and a call's arguments.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Loop:
         self._told, self._streaming = 0, 0.0  # of a round: tokens that were told, and the seconds that this took
 
     def run(self) -> Any:
-        """What ``generate()`` returns."""
+        """Run to the end of the text: the result of ``generate()``."""
         before, self.cache.going_on = self.cache.going_on, True  # no pass has to look for padding in its mask
         try:
             return self._run()
@@ -127,7 +127,7 @@ class Loop:
 
     @property
     def pace(self) -> Pace:
-        """Of the text as it is now."""
+        """The pace of the text as it is now."""
         return self.paces.of(len(self.text.ids), self.text.ids.numel(), partial(expected, self.cache))
 
     def _price(self) -> float:

@@ -1,6 +1,6 @@
 """How many tokens to draft next: by what was accepted lately, and by what drafts and verifications cost here.
 
-Apart from the loop because it sees times and counts only.
+It sees times and counts only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BACKS_OFF = 8.0  # most times that this share is divided by, after trials that 
 
 
 class Expected(NamedTuple):
-    """What is expected before anything was tried, in seconds beside a dense step.
+    """Expectations before anything was tried, in seconds relative to a dense step.
 
     Args:
         faster: by which a sparse step is faster.
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
 
 
 class Next(NamedTuple):
-    """What comes next: a round with so many ``drafts``; or, with none, so many dense steps."""
+    """The next round: so many ``drafts``; or, with none, so many dense steps."""
 
     drafts: int
     steps: int = 0
@@ -48,9 +48,9 @@ class Next(NamedTuple):
 
 @dataclass
 class Seconds:
-    """What something takes: the median of the latest measurements, without the first one if it is a ``warm_up``.
+    """Measured seconds: the median of the latest measurements, without the first one if it is a ``warm_up``.
 
-    Of two the lesser: something else on the machine makes it longer, never shorter.
+    Take the smaller of two measurements; noise only adds time.
 
     Attributes:
         usual: that median; None: nothing was measured lately.
@@ -79,7 +79,7 @@ class Seconds:
 
 @dataclass
 class Luck:
-    """What does not depend on rows and lengths: how drafts fare lately, and what trials may still lose.
+    """State independent of rows and lengths: recent acceptance of drafts, and the time that trials may still lose.
 
     Attributes:
         accepted, tried: drafts of steps. found, looked: drafts of the text itself.
@@ -105,7 +105,7 @@ class Luck:
         self.tried = _KEEPS * self.tried + added.accepted + added.rejected
 
     def new_text(self) -> None:
-        """What was seen of other texts counts less."""
+        """A new text begins: halve the weight of earlier ones."""
         self.accepted, self.tried = self.accepted / 2, self.tried / 2
         self.found, self.looked = 0.0, 0.0
 
@@ -176,7 +176,7 @@ class Pace:
     # ------------------------------------------------------------------ what comes next
 
     def next(self, sparse: bool, tries: bool = True, price: float = 0.0, room: int | None = None) -> Next:
-        """What comes next.
+        """The next round, or the next dense steps.
 
         Args:
             sparse: steps would select, so that drafts are not dense steps.
@@ -294,9 +294,9 @@ class Pace:
         return drafts * self._draft(least) + self._verification(self._width(drafts), least)
 
     def _verification(self, width: int, least: bool = False) -> float:
-        """Of a pass of this width. One that never ran takes what is expected, and no less than narrower ones.
+        """Seconds of a pass of this width. One that never ran takes the expected time, and no less than narrower ones.
 
-        One that is wider than all that is known of grows as the widest of these do.
+        One wider than every known pass grows as the widest known ones do.
         """
         found = {w: cost.least if least else cost.usual for w, cost in self.verify.items()}
         known = {w: seconds for w, seconds in found.items() if seconds is not None}

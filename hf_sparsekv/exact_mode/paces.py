@@ -1,6 +1,6 @@
 """The paces of one model's texts, by rows and tokens: what one ``generate()`` call has measured the next one knows.
 
-Apart from the pace, which is that of so many rows of such a length.
+A pace belongs to a number of rows and their length; these are all paces of one model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Paces:
         self._told: set[tuple[int, int]] = set()  # of these paces, in this text, what is expected
 
     def of(self, rows: int, tokens: int, expected: Callable[[], Expected | None]) -> Pace:
-        """That of ``rows`` rows with so many ``tokens`` together; a new one begins with the times of the nearest.
+        """The pace of ``rows`` rows with so many ``tokens`` together; a new one begins with the times of the nearest.
 
-        ``expected()``: of those that have not been asked for in this text.
+        ``expected()`` gives expectations for paces that this text has not used yet.
         """
         length = round(2 * math.log2(max(tokens, 1)))  # a step of half again as many tokens takes a few % longer
         pace = self._known.get((rows, length))

@@ -1,7 +1,6 @@
 """Texts whose rows each grow by what they accept.
 
-Apart from texts of one length because processors, criteria and callers must not see it: they get rows as ``generate()``
-has them, which are equally long at any time.
+Processors, criteria and callers still get rows as ``generate()`` has them, which are equally long at any time.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _OF_LOGITS = {
 
 
 def can_be_ragged(text: Text, cache: SparseCache, processors: LogitsProcessorList, kept: bool) -> bool:
-    """Whether the rows of ``text`` may grow each by itself.
+    """Whether the rows of ``text`` may grow independently.
 
-    ``kept``: somebody keeps the cache, whose columns are to be those of the text.
+    ``kept``: the caller keeps the cache, whose columns must be those of the text.
     """
     if kept or len(text.ids) == 1 or not all(type(layer) is SparseLayer for layer in cache.layers):
         return False

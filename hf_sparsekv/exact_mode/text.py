@@ -1,6 +1,6 @@
 """The texts of one ``generate()`` call in exact mode: all have as many tokens.
 
-Apart from the loop because rows may also grow each by itself (:mod:`.ragged`).
+:mod:`.ragged` has texts whose rows grow independently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Verified(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What a round has added.
+    """The tokens that a round has added.
 
     Args:
         rows: that go on, for which was drafted.
@@ -93,7 +93,7 @@ class Until(StoppingCriteriaList):
 
     @property
     def step_seconds(self) -> float | None:
-        """What a step took, without what comes before and after all of them; None: there were too few.
+        """Seconds of a step, without the time before and after all steps; None: there were too few.
 
         Read it when the device has done them.
         """
@@ -145,7 +145,7 @@ class Text:
 
     @property
     def sequences(self) -> Tensor:
-        """What ``generate()`` returns."""
+        """The result of ``generate()``."""
         return self.ids
 
     def filled(self, tokens: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Text:
     def add(self, verified: Verified, told: Callable[[Tensor], None]) -> Added:
         """Add chosen tokens up to the first after a draft that was not, or that ends a row.
 
-        What comes after the end of a row depends on it. Waits for the device. ``told`` is called with each new token
+        The tokens after the end of a row depend on it. Waits for the device. ``told`` is called with each new token
         ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
         """
         drafted, chosen, scores, logits, sound = verified

@@ -1,4 +1,4 @@
-"""What the layers of one cache share, and a layer's weak reference to it."""
+"""State that the layers of one cache share, and a layer's weak reference to it."""
 
 from __future__ import annotations
 

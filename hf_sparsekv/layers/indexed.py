@@ -1,4 +1,4 @@
-"""A layer whose model chooses its tokens by itself (DeepSeek Sparse Attention): prompts and steps use its indices.
+"""A layer whose model chooses its tokens (DeepSeek Sparse Attention): prompts and steps use its indices.
 
 Other layers (:mod:`.sparse_layer`) choose by a policy, and keep no keys of an indexer.
 """
@@ -26,15 +26,15 @@ passes_on(__name__)
 class IndexedLayer(SparseLayer):
     """One layer of a model with an indexer.
 
-    transformers calls, in a forward pass: :meth:`update` with keys and values; :meth:`update_indexer` with the
-    indexer's keys, unless the layer uses the indices of an earlier one; the attention function, with the indices.
+    A forward pass calls :meth:`update` with keys and values, then the attention function with the indices. Before that,
+    :meth:`update_indexer` gets the indexer's keys, unless the layer uses the indices of an earlier one.
 
     Attributes:
         index_at: the column that the next key of each of ``policy.indexers`` belongs to.
         size: columns that an index stands for: of a block, where heads choose blocks (MiniMax M3); else 1.
         asked_first: the indexer is called before :meth:`update` (Qwen4-Exp).
-        choice: what an indexer left here for the attention of this pass, which does not get it: columns as
-            ``Step.indices``, and the mask that hides some.
+        choice: the indexer's result for the attention of this pass, which does not get it. Columns as ``Step.indices``,
+            and the mask that hides some.
     """
 
     policy: IndexedPolicy
@@ -120,7 +120,7 @@ class IndexedLayer(SparseLayer):
         return max(self.store.held.lengths) + 1
 
     def _span(self) -> tuple[Tensor, Tensor]:
-        """Columns behind each row's last token, that of the step, and of its first one, int32 ``[batch, 1]``.
+        """Columns after each row's last token (the step's own) and of its first token, int32 ``[batch, 1]``.
 
         Padding is in front. Rows that come and go have none: their columns are their tokens.
         """
@@ -143,7 +143,7 @@ class IndexedLayer(SparseLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         sizes = super().get_mask_sizes(query_length)
         if self.store is not None and self.store.table_of_rows.managed:  # columns are all steps that there ever were
-            return query_length, 0  # nobody reads the mask
+            return query_length, 0  # the mask is not read
         return sizes
 
     def _attend(

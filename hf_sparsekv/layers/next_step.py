@@ -18,8 +18,8 @@ class NextStep:
     """The beginning of one layer's next decode step.
 
     Attributes:
-        query: of a prompt's last token, ``[batch, Hq, Dk]``: what it chooses is brought to the device when the step
-            begins, because only the last of a prompt's pieces needs it. None: nothing is left to bring.
+        query: of a prompt's last token, ``[batch, Hq, Dk]``. Its selection is copied to the device when the step
+            begins: only the last of a prompt's pieces needs it. None: nothing is left to copy.
     """
 
     def __init__(self) -> None:

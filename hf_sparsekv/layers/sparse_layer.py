@@ -253,8 +253,8 @@ class SparseLayer(Owned, CacheLayerMixin):
     def note_added(self, before: Tensor, after: Tensor, mask: Tensor | None = None) -> None:
         """The layer before has ended: what it added to the stream for each row's last token.
 
-        Steps that choose for their own query, or attend to everything, leave it out: it is not read, and the first
-        that does begins without (:class:`..policies.ahead.foresight.Foresight`).
+        Steps that choose for their own query, or attend to everything, do not read it. The first step that does begins
+        without it (:class:`..policies.ahead.foresight.Foresight`).
 
         Args:
             before, after: its input and output ``[batch, n, hidden]``, or their last columns.

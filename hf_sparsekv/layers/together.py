@@ -41,7 +41,7 @@ def check_complete(layers: Layers) -> None:
 
 
 def held_rows(layers: Layers) -> list[Rows]:
-    """What each of our layers holds."""
+    """The rows held by each of our layers."""
     return [layer.store.held for layer in layers if isinstance(layer, SparseLayer) and layer.store is not None]
 
 
@@ -134,7 +134,7 @@ def check_crop(layers: Layers, removed: int) -> None:
 def keep_tokens(cache: CacheState, lengths: Sequence[int], valid: Tensor | None) -> None:
     """Each row keeps its first ``lengths`` tokens, and all rows end with the same column, after padding in front.
 
-    Of a cache whose layers are all ours. ``valid``: which columns are tokens then, bool ``[batch, columns]``, or None.
+    The layers of the cache are all ours. ``valid``: which columns are tokens then, bool ``[batch, columns]``, or None.
     """
     before, table = cache.joined_rows(), cache.row_table
     cache.under_way = None

@@ -39,7 +39,7 @@ class Policy(Indexing):
 
     1. :meth:`plan`: what the step will do; everything that follows gets it. Before a step that is captured or replayed,
        :meth:`prepare` calls it; an eager step calls it after :meth:`observe`, which may end calibration.
-    2. ``foresee()``, if the plan says so: of policies with :attr:`foresight` alone.
+    2. ``foresee()``, if the plan asks for it: only policies with :attr:`foresight` have it.
     3. :meth:`observe`, and while a step is being captured :attr:`note`.
     4. :meth:`attend`, unless the plan is dense.
     5. Blocks that have become old are sealed.
@@ -48,12 +48,12 @@ class Policy(Indexing):
        ``launch.each_step``), and then :meth:`replayed`: what :meth:`observe` and :meth:`look_ahead` would have left on
        the host.
 
-    Drafts, several new tokens over a cached past that are to be verified, attend to everything, as prompts do
-    (:attr:`drafts` is ``"exact"``); what can do otherwise is a :class:`.drafting.Drafting`.
+    Drafts are several new tokens over a cached past that are to be verified. They attend to everything, as prompts do
+    (:attr:`drafts` is ``"exact"``), unless the policy is a :class:`.drafting.Drafting`.
 
-    What holds for the cache as a whole is :class:`.shared.Shared`. For numbers of its own: :meth:`measured`. A policy
-    that chooses tokens for the step's own query and keeps nothing is a :class:`.selector.Selector`, and overrides one
-    method.
+    State of the whole cache is in :class:`.shared.Shared`. A policy reports its own numbers through :meth:`measured`. A
+    policy that chooses tokens for the step's own query and keeps nothing is a :class:`.selector.Selector`, and
+    overrides one method.
 
     Attributes:
         watch: a sparse step marks there which blocks it attends to; None: disabled.
@@ -72,13 +72,13 @@ class Policy(Indexing):
     drafts: Literal["exact", "each", "together"] = "exact"  # others: :class:`.drafting.Drafting`
     launch = Launch()
 
-    # Of policies with `foresight` alone; the others of those that are `Drafting` alone.
+    # Only policies with `foresight` have the first; only `Drafting` policies have the others.
     foresee: Callable[[Tensor, LayerStore, Plan], None]
     begin_drafts: Callable[[], None]
     attend_drafts: Callable[[Tensor, LayerStore, LayerStore, Plan, AttentionParams], Tensor]
 
-    # Called as note(q, valid, store, plan) in a captured step as soon as its query is known, beside the attention: for
-    # what needs no more than the query and changes nothing that the step reads. ``valid``: as observe() gets it.
+    # A captured step calls note(q, valid, store, plan) as soon as its query is known, beside the attention. The hook
+    # needs only the query, and changes nothing that the step reads. ``valid``: as observe() gets it.
     note: Callable[[Tensor, Tensor | None, LayerStore, Plan], None] | None = None
 
     def __init__(self, config: SparseConfig, layer_idx: int, offloaded: bool) -> None:
@@ -113,7 +113,7 @@ class Policy(Indexing):
     def observe(self, q: Tensor, k: Tensor, valid: Tensor | None, store: LayerStore, new: int | None = None) -> None:
         """New queries ``[batch, Hq, n, Dk]`` and keys ``[batch, H, n, Dk]``, before they are stored.
 
-        Of a long prompt over latents: some of the ``new`` tokens, the last 64 among them.
+        A long prompt over latents gives a sample of the ``new`` tokens, the last 64 among them.
         """
 
     def cropped(self) -> None:
@@ -134,7 +134,7 @@ class Policy(Indexing):
     # ------------------------------------------------------------------ a step
 
     def plan(self, store: LayerStore) -> Plan:
-        """What the next step does; also the key of its graph. Changes nothing."""
+        """The next step's work; also the key of its graph. Changes nothing."""
         return DENSE
 
     def prepare(self, store: LayerStore) -> Plan:
@@ -160,5 +160,5 @@ class Policy(Indexing):
         """After replays: update host state that captured steps do not."""
 
     def measured(self) -> tuple[WalkStats | PackStats, ...]:
-        """What progressive selections have read, and what was copied to keep chosen tokens at hand. Synchronises."""
+        """Counts of tokens that selections by need have read, and of tokens copied to the device. Synchronises."""
         return ()

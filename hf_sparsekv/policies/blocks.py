@@ -1,6 +1,6 @@
 """Blocks by what is kept of their keys, and tokens in them by their labels: AsyncTLS's two levels, and the first alone.
 
-Apart from :mod:`.token` because blocks have metadata to score them by, and whole ones are brought to the device.
+Block metadata gives the scores. Whole blocks are copied to the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Selection by need: as many tokens of each row and KV head as cover a share of the attention mass (Twilight's top-p).
 
-Apart from the policies because it is the same for a step's own query and for one that is expected.
+A step's own query and an expected one use the same selection.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ByNeed(State):
         )
 
     def measured(self, layer: int) -> WalkStats | None:
-        """What was selected so far; None before there are tokens. Synchronises."""
+        """Counts of selected tokens so far; None before there are tokens. Synchronises."""
         if self.totals is None:
             return None
         counted = self.totals.tolist()

@@ -1,15 +1,15 @@
 """Where dense attention is as fast as selecting: a small table of measured GPUs, and a guess for the others.
 
 Below some length everything can be read in the time that choosing takes, and dense attention is exact. The time of a
-dense step grows with the bytes it reads. That of a selecting step has a fixed part, a part per row, and grows little
-with the length. Both take equal time where
+dense step grows with the bytes it reads. The time of a selecting step has a fixed part and a part per row, and grows
+little with the length. Both take equal time where
 
     batch * tokens * width = fixed_bytes + batch * width * row_tokens        (width: bytes of a token, all KV heads)
 
 so a GPU is described by two numbers a method. They are measured by ``hf-sparsekv calibrate-device``, whose file goes
 before the built-in values. For a GPU that was not measured they are guessed from its memory and processors
-(:func:`guess`); one that says nothing of its memory has no crossover: its steps select. A CPU copies what it chooses,
-so there the time grows with the budget (:class:`CpuRule`).
+(:func:`guess`). A GPU of unknown memory has no crossover: its steps select. A CPU copies what it chooses, so there the
+time grows with the budget (:class:`CpuRule`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from ..kv.store import LayerStore
 from ..ops._device import H200, Gpu, gpu
 from ..ops._dispatch import has_triton
 
-# Share of a GPU's bandwidth at which a dense step seems to read beside a selecting step, which grows with the length,
-# too: whole steps of Qwen3-8B's shape, 1.08 on an H200 and 1.05 on an H100 (docs/speed.md).
+# Share of a GPU's bandwidth at which a dense step seems to read, relative to a selecting step. It is above 1 because a
+# selecting step also grows with the length. Whole steps of Qwen3-8B's shape: 1.08 on an H200 and 1.05 on an H100
+# (docs/speed.md).
 GAINS = 1.05
 FORMAT = 1  # of the file; another one is not read
 
@@ -48,17 +49,17 @@ class Rule:
     row_tokens: float
 
     def tokens(self, batch: int, width: int) -> int:
-        """Tokens a row up to which dense attention is as quick; ``width``: bytes of a token, all KV heads."""
+        """Tokens a row up to which dense attention is as fast; ``width``: bytes of a token, all KV heads."""
         return max(0, int(self.row_tokens + self.fixed_bytes / (batch * width)))
 
     def times(self, factor: float) -> Rule:
-        """Of a selection that takes so many times as long; what rows save does not grow."""
+        """The rule of a selection that takes ``factor`` times as long. The time that rows save does not grow."""
         return Rule(self.fixed_bytes * factor, max(self.row_tokens, self.row_tokens * factor))
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a pass over drafts takes in one layer beyond a dense step, on one GPU.
+    """The time of a pass over drafts in one layer beyond a dense step, on one GPU.
 
     Args:
         fixed: seconds. per_byte: seconds for each byte of keys and values that both read.
@@ -79,8 +80,8 @@ BUILT_IN: dict[str, dict[str, Rule]] = {
         "token_only": Rule(45.2e6, 611),
         # 90 % of the mass, labels of 32 channels: whole steps (the table's test has them), a line through their gains.
         "progressive": Rule(63e6, 0),
-        # Latents, GLM-4.7-Flash (rows of whole steps): a layer's attention at 1 x 32k, 1 x 128k and
-        # 6 x 96k; whole steps, at 6 x 16k too, with lag, for predicted queries and of tokens among all.
+        # Latents, GLM-4.7-Flash (rows of whole steps). A layer's attention: 1 x 32k, 1 x 128k and 6 x 96k. Whole steps:
+        # 6 x 16k too, with lag, for predicted queries and for tokens among all.
         "two_level:mla": Rule(59.5e6, 282),
         "two_level:lag:mla": Rule(49.2e6, 8265),
         "block_only:mla": Rule(28.6e6, -16280),
@@ -102,12 +103,12 @@ WITHOUT_CUDA_KERNELS: dict[str, Rule] = {
     "token_only": Rule(88.1e6, 198),
     "token_only:mla": Rule(147e6, 8072),
 }
-# By need every query head of a KV head covers a share of its own, so more of them take longer, which they do not in
-# attention to everything. Two numbers above by query heads of a KV head: times these. Whole steps of four (Qwen3-8B)
-# and of eight (Qwen3-32B over two H200s, Llama-3.3-70B over four: the table's test has them). More were not measured.
+# By need every query head of a KV head covers a share of its own, so more of them take longer. In attention to
+# everything they do not. Two numbers above by query heads of a KV head: times these. Whole steps of four (Qwen3-8B) and
+# of eight (Qwen3-32B over two H200s, Llama-3.3-70B over four: the table's test has them). More were not measured.
 BY_NEED = "progressive"
 GROUPS = {4: 1.0, 8: 2.8}
-# Of these whole steps on an H200, by their tokens.
+# Verifications in these whole steps on an H200, by their number of tokens.
 VERIFICATIONS = {4: Verification(20e-6, 3.4e-15), 8: Verification(25e-6, 32e-15)}
 
 
@@ -177,7 +178,7 @@ def _longer(method: str | None, group: int) -> float:
 
 
 class Crossover:
-    """Up to which length one layer's dense attention is as quick as selecting (``config.dense_below``).
+    """Up to which length one layer's dense attention is as fast as selecting (``config.dense_below``).
 
     Args:
         name: the selection's in the table; None: it has none there.
@@ -189,10 +190,10 @@ class Crossover:
         self._blocks: dict[int, int] = {}  # by rows: full blocks of each, on average
 
     def below(self, store: LayerStore) -> bool:
-        """Dense attention is as quick at this batch and length.
+        """Dense attention is as fast at this batch and length.
 
-        Full blocks are what counts: they are what there is to select from. Of rows of different lengths their mean: one
-        decision for the whole batch. Rows that hold nothing do not count.
+        Full blocks are what counts: they are what there is to select from. Rows of different lengths count by their
+        mean: one decision for the whole batch. Rows that hold nothing do not count.
         """
         held = store.held
         rows = max(1, sum(n > 0 for n in held.lengths))
@@ -207,7 +208,7 @@ class Crossover:
 
 
 def lookup(device_name: str, method: str | None) -> Rule | None:
-    """What is known about a method on a GPU: from the user's file, or built in."""
+    """The known rule of a method on a GPU: from the user's file, or built in."""
     name, built_in = method or "", BUILT_IN.get(device_name, {})
     return measured(device_name).rules.get(name, built_in.get(name))
 
@@ -242,7 +243,7 @@ def faster(device: torch.device, method: str, batch: int, tokens: int, width: in
 
 
 def guess(there: Gpu, method: str | None) -> Rule | None:
-    """What is expected of a method on a GPU that was not measured; None if its bandwidth is not known.
+    """The guess for a method on a GPU that was not measured; None if its bandwidth is not known.
 
     Both numbers are times, told in bytes that a dense step reads meanwhile, so both grow with the bandwidth. The fixed
     time is that of launches, the same on every GPU. The time for each row goes down with the processors. (An H100,
@@ -267,14 +268,14 @@ def table_path() -> Path:
 
 
 class Measured(NamedTuple):
-    """What the user's file says of one GPU: rules by method, and verifications by their tokens."""
+    """The entries of the user's file for one GPU: rules by method, and verifications by their tokens."""
 
     rules: dict[str, Rule]
     verifications: dict[int, Verification]
 
 
 def measured(device_name: str) -> Measured:
-    """What the user's file says of a GPU; empty if it says nothing."""
+    """The entries of the user's file for a GPU; empty if it has none."""
     nothing = Measured({}, {})
     try:
         return _read(str(table_path())).get(device_name, nothing)

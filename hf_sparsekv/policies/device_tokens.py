@@ -18,15 +18,15 @@ from .memory import Memory, Request
 
 SLOT_BYTES = 8  # of a slot beside its copy: column and stamp
 COUNTER_BYTES = 16
-# Selections that the tokens chosen within 12 steps amount to: 3.2 with one token in 64 chosen, 2.7 with one in 16, on
-# the recorded real model (benchmarks/results/foreseen_queries.csv).
+# Tokens chosen within 12 steps, in units of one step's selection. Recorded real model: 3.2 with one token in 64 chosen,
+# 2.7 with one in 16 (benchmarks/results/foreseen_queries.csv).
 REUSED = 3.2
 
 
 class DeviceTokens(State):
     """The tokens that latest selections have chosen, ``room`` of each row and KV head.
 
-    Steps that follow each other choose nearly the same tokens. What is held decides where tokens are read, never which.
+    Successive steps choose nearly the same tokens. The copies decide where tokens are read, never which tokens.
 
     Attributes:
         kv, columns, stamps, slots, now, lanes: see ``ops.storage.device_tokens.TokenSlots``.
@@ -49,7 +49,7 @@ class DeviceTokens(State):
 
     @no_inference_mode
     def __init__(self, store: LayerStore, room: int, enabled: Tensor, slots: TokenSlots | None = None) -> None:
-        """Of ``room`` tokens of each row and KV head, or in the memory ``slots``."""
+        """Room for ``room`` tokens of each row and KV head, or the memory ``slots``."""
         self.block_size, self.enabled, self.room = store.block_size, enabled, room
         self.stored_bytes = store.stored_bytes
         self.counters = torch.zeros(2, dtype=torch.int64, device=store.device)
@@ -60,7 +60,7 @@ class DeviceTokens(State):
 
     @classmethod
     def enter(cls, held: DeviceTokens | None, store: LayerStore, chosen: int) -> DeviceTokens | None:
-        """What a layer holds, ready for a step that chooses about ``chosen`` tokens of each row and KV head.
+        """A layer's copies, ready for a step that chooses about ``chosen`` tokens of each row and KV head.
 
         Nothing that a captured step uses is made later than this. None where no device memory is to be had: steps read
         what they choose in host memory.
@@ -88,7 +88,7 @@ class DeviceTokens(State):
 
     @staticmethod
     def begin(held: DeviceTokens | None, store: LayerStore) -> DeviceTokens | None:
-        """What a layer holds when its first tokens come: nothing, in the memory that it had."""
+        """A layer's copies when its first tokens come: none, in the memory that it had."""
         if held is None or not held.room or store.table_of_rows.managed:
             return None  # of rows that come and go, or did
         each, total = (store.batch, store.heads), (store.heads, store.batch * held.room)
@@ -102,7 +102,7 @@ class DeviceTokens(State):
         return held
 
     def of_rows(self) -> TokenSlots:
-        """What kernels take."""
+        """The arguments of kernels."""
         return TokenSlots(self.kv, self.columns, self.stamps, self.slots, self.now, self.lanes)
 
     @no_inference_mode
@@ -144,7 +144,7 @@ class DeviceTokens(State):
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> None:
         """The tokens ``ids`` were chosen: copy those that are missing, in the place of the oldest others.
 
-        Of the only row ``ids`` may be those of several queries, ``[n, H, K]``.
+        With one row, ``ids`` may belong to several queries, ``[n, H, K]``.
         """
         named = {"used": used, "enabled": self.enabled, "counters": self.counters, **store.pool.coded}
         bring_tokens(ids, store.pool.kv, store.table, self.of_rows(), **named)
@@ -161,7 +161,7 @@ class DeviceTokens(State):
         self.counters.zero_()
 
     def measured(self) -> PackStats:
-        """What was copied so far."""
+        """Counts of tokens copied so far."""
         needed, copied = self.counters.tolist()
         return PackStats(needed=needed, copied=copied, bytes=copied * self.stored_bytes)
 

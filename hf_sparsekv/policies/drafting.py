@@ -1,6 +1,6 @@
 """Drafts that attend to selections, as decode steps of their own would.
 
-Apart from :mod:`.base` because exact attention to everything, as for prompts, needs none of it.
+Exact attention to everything, as for prompts, needs none of this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Drafting(Policy):
     ) -> Tensor:
         """Attention of the last ``n`` tokens of the only row, ``q [n, Hq, Dk]`` to ``[n, Hq, Dv]``, if not dense.
 
-        What the next step finds chosen or brought beforehand is left here as well.
+        It also leaves the next step's selection and copies here.
 
         Args:
             rows: the store as a batch of ``n`` rows, which end with one of these tokens each

@@ -1,6 +1,6 @@
 """The model chooses: a trained indexer gives each query its tokens (DeepSeek Sparse Attention, DeepSeek-V3.2).
 
-Apart from the methods, because nothing is chosen here, and no configuration asks for it: the model does.
+The model's indexer chooses: this policy chooses nothing, and no configuration asks for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IndexedPolicy(LabelledPolicy):
 
     Attributes:
         index_keys: ``[batch, capacity, D]``, by columns, on the device; None in layers that use the choice of others.
-            Those of ``indexers`` side by side, where layers that store nothing have indexers, too.
+            Keys of several ``indexers`` lie side by side, where layers that store nothing have indexers, too.
         positions: int64 ``[3, batch, capacity]``, by columns, if the model keeps them here (Qwen4-Exp).
         chosen: columns for the step's query, int64 ``[batch, k]``, or for each KV head ``[batch, H, k]``; -1 for none.
             In a captured step: tokens.
@@ -79,7 +79,7 @@ class IndexedPolicy(LabelledPolicy):
         """By columns that the device knows: keep one key of each row, ``[batch, 1, D]``, of ``column [batch, 1]``.
 
         Returns:
-            All keys that there is room for. What comes after that column means nothing.
+            All keys that there is room for. Keys after that column are undefined.
         """
         assert self.index_keys is not None
         self.index_keys.scatter_(1, column.long()[:, :, None].expand_as(keys), keys)

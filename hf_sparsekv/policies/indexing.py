@@ -1,6 +1,6 @@
-"""What a policy keeps of full blocks, and who makes it: the kernels that seal them, or the policy itself.
+"""The metadata that a policy keeps of full blocks. The kernels that fill blocks write it, or the policy does.
 
-Apart from :mod:`.base` because stores ask for it when a block becomes full, whatever a step does.
+Stores ask for it when a block becomes full, independently of the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Indexing(State):
     def sealing(self, store: LayerStore) -> Index | None:
         """Where the fields of blocks are kept, for the kernels that seal them.
 
-        None if these kernels cannot make them, and :meth:`index` does: steps are not captured then, because only the
-        device knows which rows have a block due.
+        None if these kernels cannot make them, and :meth:`index` does. Steps are not captured then: only the device
+        knows which rows have a block due.
         """
         return Index(store.key_dim) if type(self).index is Indexing.index else None

@@ -25,7 +25,7 @@ from .memory import LayerShape, Request
 
 
 class RowChannels(NamedTuple):
-    """What the labels of one row are made by: its label channels, int32 ``[H, r]``, and norms, or None.
+    """The parameters of one row's labels: its label channels, int32 ``[H, r]``, and norms, or None.
 
     Args:
         channels: int32 ``[H, r]``.
@@ -159,11 +159,11 @@ class LabelIndex(State):
             self.norms = None if other.norms is None else other.norms.new_zeros(self._batch, *other.norms.shape[1:])
 
     def of_row(self, row: int) -> RowChannels:
-        """What a row's labels are made by."""
+        """The parameters of a row's labels."""
         return RowChannels(self.channels[row], None if self.norms is None else self.norms[row])
 
     def give(self, row: int, one: RowChannels) -> None:
-        """Have a row's labels made by ``one`` from now on. Those of its full blocks are not changed."""
+        """Use ``one`` for a row's labels from now on. Labels of its full blocks stay."""
         self.channels[row].copy_(one.channels)
         if one.norms is not None:
             self.norms[row].copy_(one.norms)
@@ -225,7 +225,7 @@ class LabelIndex(State):
 def calibrate_all(labels: Sequence[LabelIndex], stats: ChannelStats) -> None:
     """Give the labels of several layers, which have seen nothing, their parts of ``stats``.
 
-    That has the rows of one layer after those of another. One call, because each layer would make ten small launches.
+    ``stats`` holds the layers' rows in order. One call replaces ten small launches a layer.
     """
     first, batch = labels[0], labels[0]._batch
     whole = [slice(i * batch, (i + 1) * batch) for i in range(len(labels))]
@@ -240,7 +240,7 @@ def calibrate_all(labels: Sequence[LabelIndex], stats: ChannelStats) -> None:
 
 
 def _of_channels(norms: Tensor | None, channels: Tensor) -> Tensor | None:
-    """Of norms ``[batch, H, 2, Dk]`` of all channels those of ``channels [batch, H, r]``."""
+    """From norms ``[batch, H, 2, Dk]`` of all channels, the norms of ``channels [batch, H, r]``."""
     return None if norms is None else norms.gather(-1, channels.long()[:, :, None].expand(-1, -1, 2, -1))
 
 

@@ -1,6 +1,6 @@
-"""What methods have in common that choose tokens by their labels.
+"""State and steps shared by methods that choose tokens by their labels.
 
-Apart from them because labels, and copies of chosen tokens on the device, are kept alike whatever is chosen for.
+Labels, and copies of chosen tokens on the device, are kept alike for every choice.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class LabelledPolicy(Policy):
     def bring(self, ids: Tensor, store: LayerStore, used: Tensor | None = None) -> bool:
         """Copy chosen tokens to the device, if copies are kept: whether they are.
 
-        Of drafts what all of them choose, as one selection, before they attend: it is nearly the same, and each token
-        crosses the link once.
+        Drafts copy the union of their selections, as one selection, before they attend. The selections nearly agree,
+        and each token crosses the link once.
         """
         tokens = self.enter(store)
         if tokens is None:

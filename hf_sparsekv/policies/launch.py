@@ -1,6 +1,6 @@
 """How a captured step runs what a policy does beside the attention, and after it.
 
-Apart from the policies because nothing but the capture reads it.
+Only the capture reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """Of one layer.
+    """How one layer's hooks are launched.
 
     Args:
         low_priority: it runs on a low-priority stream, on SMs that the step leaves idle.

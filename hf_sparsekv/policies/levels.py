@@ -21,7 +21,7 @@ from .token_policy import TokenPolicy
 
 
 class Levels(Labelled):
-    """What its layers have in common: all choose tokens, by need or a fixed number; or all choose blocks."""
+    """State that the layers share: all choose tokens, by need or a fixed number; or all choose blocks."""
 
     saved_as = "TokenPolicy"  # of any level: the configuration says which
 
@@ -68,7 +68,7 @@ class Levels(Labelled):
 
 
 def _level(config: LabelConfig) -> str:
-    """What is chosen: ``"two_level"``, ``"block"`` or ``"token"``."""
+    """The level of the selection: ``"two_level"``, ``"block"`` or ``"token"``."""
     return level(config) if isinstance(config, TokenConfig) else "token"
 
 

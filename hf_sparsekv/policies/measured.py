@@ -1,4 +1,4 @@
-"""What policies count of their own: ``Policy.measured()`` gives these of each layer."""
+"""Counters of policies: ``Policy.measured()`` gives these of each layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class WalkStats:
-    """What the selections by need of one layer have read: one walk a step, row and KV head.
+    """Reads of one layer's selections by need: one adaptive selection a step, row and KV head.
 
     Args:
         layer: index of the layer.
@@ -58,7 +58,7 @@ class WalkStats:
 
 @dataclass(frozen=True)
 class PackStats:
-    """What one layer has copied to keep its chosen tokens together on the device.
+    """Copies that one layer has made to keep its chosen tokens together on the device.
 
     Args:
         needed: chosen tokens, over all selections, rows and KV heads.

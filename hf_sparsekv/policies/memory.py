@@ -1,4 +1,4 @@
-"""What methods say about the memory that they will take, before there is a cache: ``Shared.needs(request)``."""
+"""Memory that a method will take, before there is a cache: ``Shared.needs(request)``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..kv.ring import ring_tokens
 from ..offload.device_pool import BOOKKEEPING
 from ..offload.page_table import SELECTIONS
 
-# Selections of one step that the blocks chosen within 12 steps amount to: 2.0 with an eighth of the blocks chosen, 2.4
-# with a sixteenth, on the recorded real model (benchmarks/results/attention_statistics.csv).
+# Blocks chosen within 12 steps, in units of one step's selection. Recorded real model: 2.0 with an eighth of the blocks
+# chosen, 2.4 with a sixteenth (benchmarks/results/attention_statistics.csv).
 REUSED = 2.4
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches per row.
+    """The shape of one layer's cache per row.
 
     Args:
         kind: ``"full"`` (attends to its whole past, made sparse), ``"sliding"`` or ``"other"``.

@@ -1,4 +1,4 @@
-"""What one decode step of a layer does, decided once, before it."""
+"""The work of one decode step of a layer, decided once, before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Plan:
     """Equal plans launch the same kernels: a graph that was captured for one serves the other.
 
     Args:
-        attends: ``"dense"`` (all tokens), ``"every"`` (a selection among all full blocks), ``"chosen"`` (what was
-            chosen before, or blocks that the step chooses), or what else a policy calls it.
+        attends: ``"dense"`` (all tokens), ``"every"`` (a selection among all full blocks), ``"chosen"`` (chosen before,
+            or blocks that the step chooses), or a policy's own name for it.
         ahead: the step prepares the next one (:meth:`.base.Policy.look_ahead`).
         paged: chosen blocks or tokens are addressed by device page ids.
         brings: that decides where the next one reads, never what: chosen tokens are copied to the device. After a piece

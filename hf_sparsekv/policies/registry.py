@@ -1,7 +1,7 @@
 """The methods that there are: ``@register`` above a policy, in a file that ``policies/__init__.py`` imports.
 
-Everything that offers methods reads them here: ``SparseCache``, the command line, evaluation specs, the memory plan,
-saved caches, benchmarks, the demo, and the tests that hold for every method. docs/extending.md shows how to add one.
+Readers are ``SparseCache``, the command line, evaluation specs, the memory plan, saved caches, benchmarks and the demo.
+So are the tests that hold for every method. docs/extending.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Method:
     aliases: tuple[str, ...] = ()
 
     def share(self, config: SparseConfig, offload: OffloadConfig | None) -> Shared:
-        """What all layers of a new cache have in common; ``offload``: what :meth:`.shared.Shared.place` said."""
+        """State that all layers of a new cache share; ``offload``: the result of :meth:`.shared.Shared.place`."""
         return self.shared.of(self.policy, config, offload)
 
 

@@ -25,8 +25,8 @@ def _kind(store: LayerStore) -> tuple[torch.device, int, int, torch.dtype]:
 class RowTokens:
     """The :class:`DeviceTokens` of all layers, and how many slots each row has of them.
 
-    A row's room is the same for every layer and KV head. What a row holds stays where its room changes, and moves with
-    its lane; what does not fit any more is what was chosen longest ago.
+    A row's room is the same for every layer and KV head. A row's copies stay when its room changes, and move with its
+    lane. Where they no longer fit, the tokens chosen longest ago go.
 
     Attributes:
         lanes: where each row's slots are.
@@ -151,7 +151,7 @@ class RowTokens:
         self.lanes.move(row, source)
 
     def end(self, row: int) -> None:
-        """A row has left: its slots are free. What it held is forgotten where somebody else gets them."""
+        """A row has left: its slots are free. The next owner of the slots clears them."""
         self.lanes.give(row, 0)
 
     # ------------------------------------------------------------------ working sets
@@ -176,8 +176,8 @@ class RowTokens:
 def _keep_young(part: TokenSlots, row: int, first: int, room: int, had: int) -> None:
     """Row ``row``, whose lane begins at slot ``first``, will have ``room`` of its ``had`` slots, the first ones.
 
-    The youngest of those after them change places with the oldest of them, until none after is younger. What lay
-    there would otherwise be dropped whatever its age, and read over the link again by the next steps.
+    The youngest of those after them change places with the oldest of them, until none after is younger. Without this,
+    young tokens there would be dropped, and the next steps would read them over the link again.
     """
     n = min(room, had - room)
     there, after = (part.stamps[:, :, first + at : first + end] for at, end in ((0, room), (room, had)))

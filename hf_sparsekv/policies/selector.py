@@ -14,8 +14,8 @@ from .plan import CROSSOVER, DENSE, Plan, planned
 class Selector(Drafting):
     """A subclass says in :meth:`select` which tokens or blocks a step attends to beside sinks and recent tokens.
 
-    A step attends to everything, without a call of :meth:`select`, while the full blocks hold at most
-    ``config.token_budget`` tokens (if it has that) or dense attention is as fast (``config.dense_below``).
+    A step attends to everything, without a call of :meth:`select`, in two cases. The full blocks hold at most
+    ``config.token_budget`` tokens (if it has that), or dense attention is as fast (``config.dense_below``).
 
     Attributes:
         granularity: ``"token"`` or ``"block"``, what :meth:`select` gives.
@@ -32,11 +32,11 @@ class Selector(Drafting):
         self.crossover = Crossover(self.method, self.config, self.offloaded, q_heads)
 
     def select(self, q: Tensor, store: LayerStore, params: AttentionParams) -> Tensor:
-        """What to attend to for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
+        """The selection for ``q [batch, Hq, Dk]``: int32 ``[batch, H, n]``, tokens (or blocks), -1 for none.
 
-        Only tokens of full blocks that are no sinks may be chosen, each once: of a row those from ``store.sinks`` on,
-        before ``store.rows[row, 1]``; of a block those are attended to. In a captured step shapes must not depend on
-        ``store.full_blocks``: go by ``store.table``.
+        Only tokens of full blocks that are no sinks may be chosen, each once. For a row, these are the tokens from
+        ``store.sinks`` on, before ``store.rows[row, 1]``. In a chosen block, only these tokens are attended to. In a
+        captured step shapes must not depend on ``store.full_blocks``: use ``store.table``.
         """
         raise NotImplementedError
 

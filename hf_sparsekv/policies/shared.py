@@ -1,6 +1,6 @@
-"""What the layers of one cache have in common, and what a method says of a cache before it has layers.
+"""State that the layers of one cache share, and a method's answers before a cache has layers.
 
-Apart from the policies because there is one of it a cache, and some of it is asked where there is no cache at all.
+There is one of it a cache. Some of its methods are class methods, for callers without a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Shared:
         foresight: what queries are expected from (:mod:`..attention.points`): ``"layer"`` or ``"layer:in_delta"``.
             None: none are.
         rows_join: rows may come and go: what is chosen does not outlive its step.
-        whole_tokens: a row of no more tokens attends to all of them, whoever decodes beside it.
+        whole_tokens: a row of no more tokens attends to all of them, in any batch.
     """
 
     channels: LabelChannels | None = None
@@ -43,7 +43,7 @@ class Shared:
 
     @classmethod
     def of(cls, policy: type[Policy], config: Any, offload: OffloadConfig | None) -> Shared:
-        """That of a new cache; ``offload``: what :meth:`place` said."""
+        """The shared state of a new cache; ``offload``: the result of :meth:`place`."""
         return cls(policy, config, offload)
 
     @classmethod
@@ -90,7 +90,7 @@ class Shared:
         return self.kind(self.config, layer_idx, self.offloaded)
 
     def name_of(self, policy: Policy) -> str:
-        """What files of saved caches call the policy of a layer."""
+        """The name of a layer's policy in files of saved caches."""
         kind = type(policy)
         return self.saved_as if kind is self.kind and self.saved_as is not None else kind.__name__
 
@@ -117,7 +117,7 @@ class Shared:
 
 
 class Labelled(Shared):
-    """Of a method with token labels, whose channels may come from a file.
+    """Shared state of a method with token labels, whose channels may come from a file.
 
     Raises:
         ValueError: the channel file is missing, or something else.

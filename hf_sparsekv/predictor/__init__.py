@@ -1,1 +1,1 @@
-"""What is guessed ahead of the query: label channels, and the query itself."""
+"""Predictions ahead of the query: label channels, and the query itself."""

@@ -27,8 +27,8 @@ _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_
 class KeyMoments(State):
     """Running mean and spread of one layer's keys, per row and channel.
 
-    Deviations are from the mean of what they come with, never from zero (Chan's formulas): the spread of a channel with
-    a mean of 400 keeps its digits in float32.
+    Deviations are from the mean of their own batch, never from zero (Chan's formulas). The spread of a channel with a
+    mean of 400 keeps its digits in float32.
 
     Attributes:
         seen: float32 ``[batch]``, tokens without padding; None before the first.
@@ -79,7 +79,7 @@ class KeyMoments(State):
         """Centre and spread of each channel, float32 ``[batch, H, 2, D]``; finite, spreads above zero.
 
         The spread is the standard deviation with one more token, which deviates as much as the head's channels do on
-        average: a channel that is constant here may change later, and few tokens say little.
+        average. A channel that is constant here may change later, and few tokens are weak evidence.
         """
         seen, squares = self.seen[:, None, None], self.squares.nan_to_num(nan=0.0, posinf=0.0)
         usual = squares.mean(-1, keepdim=True) / seen.clamp_min(1)
@@ -92,9 +92,9 @@ class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
     ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group. A channel
-    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's
-    ``I(j) = sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``, ``"mean"`` Double Sparsity's mean of ``|q[j] k[j]|`` over all
-    pairs, which is the product of the means.
+    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's ``I(j) =
+    sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``. ``"mean"`` is Double Sparsity's mean of ``|q[j] k[j]|`` over all pairs,
+    which is the product of the means.
 
     Attributes:
         q: float32 ``[batch, Hq, D]`` running maximum, or sum (of squares); None before the first token.
@@ -153,7 +153,7 @@ class ChannelStats(State):
         self.q, self.tokens = q.clone(), k.shape[2]
 
     def of_rows(self, rows: slice) -> ChannelStats:
-        """Those of some rows, over the same memory."""
+        """The statistics of some rows, over the same memory."""
         new, mine = ChannelStats(self.importance), self.moments
         new.q, new.k, new.tokens = self.q[rows], None if self.k is None else self.k[rows], self.tokens
         new.moments.seen, new.moments.centre, new.moments.squares = (
@@ -195,7 +195,7 @@ class ChannelStats(State):
 
 
 def magnitudes(importance: str, x: Tensor, valid: Tensor | None) -> Tensor:
-    """What :class:`ChannelStats` keeps of ``x [batch, heads, n, D]``, float32 ``[batch, heads, D]``.
+    """The magnitudes of ``x [batch, heads, n, D]`` for :class:`ChannelStats`, float32 ``[batch, heads, D]``.
 
     ``valid [batch, n]``: False for padding, which is left out.
     """
@@ -360,7 +360,7 @@ def first_layer(config):
 
 
 def describe(config) -> dict:
-    """What a channel file must agree on with a model's (text) configuration."""
+    """The fields in which a channel file must agree with a model's (text) configuration."""
     check_config(config)
     config = first_layer(config.get_text_config(decoder=True))
     facts = {key: getattr(config, key, None) for key in _SHAPE_KEYS}

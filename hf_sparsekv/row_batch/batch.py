@@ -1,6 +1,6 @@
 """The rows of a cache: joining, waiting, forking, leaving, and their steps.
 
-Apart from its parts (places, slots, prompts, shared blocks) because here they change together.
+Its parts (places, slots, prompts, shared blocks) change together here.
 """
 
 from __future__ import annotations
@@ -381,10 +381,10 @@ class RowBatch:
     def working_sets(self, steps: int = STEPS) -> WorkingSets:
         """Start counting the working set of each row. It launches a few kernels and does not wait for them.
 
-        A working set is the room, equal in all layers and KV heads, that holds nearly all (31 of 32) tokens which the
-        row's last ``steps`` steps selected. Only tokens with a copy on the device are counted. A head whose room is
-        full has selected more tokens, so :meth:`expected_working_set` replaces its count if it is larger. The result
-        still grows in a row's first steps, and in the first steps with more room.
+        A working set is room, equal in all layers and KV heads. It holds nearly all (31 of 32) tokens which the row's
+        last ``steps`` steps selected. Only tokens with a copy on the device are counted. A head whose room is full has
+        selected more tokens, so :meth:`expected_working_set` replaces its count if it is larger. The result still grows
+        in a row's first steps, and in the first steps with more room.
 
         Raises:
             ValueError: ``steps`` is not positive.

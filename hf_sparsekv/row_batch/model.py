@@ -1,6 +1,6 @@
 """Requirements of continuous batching on a model: positions per row, and sparse layers only.
 
-Apart from the rows because the model is checked before there are any.
+The model is checked before there are any rows.
 """
 
 from __future__ import annotations

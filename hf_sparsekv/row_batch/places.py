@@ -1,6 +1,6 @@
 """The rows of a batch: which exist, which decode, and how many a step runs.
 
-Apart from the rows' tokens because it does not depend on them.
+It does not depend on the rows' tokens.
 """
 
 from __future__ import annotations

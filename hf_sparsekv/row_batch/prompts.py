@@ -1,6 +1,6 @@
 """Prompts that are read for a batch, each into a cache of its own, until they join or are dropped.
 
-Apart from the rows because rows decode meanwhile, and know nothing of them.
+Rows decode meanwhile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Full blocks that rows share, and the label channels that they are indexed by.
 
-Apart from joining because the tokens that determined the channels decide which blocks may be shared.
+The tokens that determined the channels decide which blocks may be shared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Calibration(NamedTuple):
 
 
 def calibration_of(cache: CacheState, labels: LabelIndex | None, max_length: int) -> Calibration:
-    """That of rows of up to ``max_length`` tokens, whose layers have such labels."""
+    """The calibration of rows of up to ``max_length`` tokens, whose layers have such labels."""
     offload, least = cache.offload_config, cache.shared.whole_tokens
     online = labels is not None and labels.fixed is None
     wanted = cache.config.calibration_tokens if online else 0

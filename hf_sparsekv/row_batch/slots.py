@@ -1,6 +1,6 @@
 """Room on the device for copies of selected tokens, and how it is divided among the rows.
 
-Apart from the rows because only offloaded caches that select tokens keep copies.
+Only offloaded caches that select tokens keep copies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Slots:
         return 0 if self.tokens is None else self.tokens.lanes.free
 
     def of(self, row: int) -> int:
-        """Those of a row."""
+        """Slots of a row."""
         return 0 if self.tokens is None else self.tokens.lanes.held[row][1]
 
     def whole(self, tokens: int) -> int:

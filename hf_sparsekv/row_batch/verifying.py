@@ -1,6 +1,6 @@
 """Several tokens of some rows at once, which attend to everything: verification of drafts, and taking back the others.
 
-Apart from the rows because only exact mode asks for it, which needs no more of them than their public side.
+Only exact mode uses it, through the rows' public methods.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def verify(rows: RowBatch, model: nn.Module, ids: Tensor, counts: Sequence[int])
         counts: how many of its tokens each row gets, ``[max_rows]``. 0: none; the row is as if it did not exist.
 
     Returns:
-        Logits ``[width, n, vocabulary]`` of the first rows, valid until the next pass. Those of tokens that a row does
-        not get are meaningless.
+        Logits ``[width, n, vocabulary]`` of the first rows, valid until the next pass. Logits of tokens that a row does
+        not get are undefined.
 
     Raises:
         ValueError: no row gets a token, one that is not active does, or one would exceed ``max_length``.

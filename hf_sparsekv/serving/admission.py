@@ -13,8 +13,9 @@ from dataclasses import dataclass
 OVERTAKEN = 8  # times that later requests may overtake a request
 READMIT = 0.9  # share of the room that a request which does not run yet may fill
 # Room of a row, in working sets. Above 1, because rows select tokens again from before their last 12 steps. 32 rows of
-# 2,048 tokens, 24 GB, prompts of 12k: 1,231 tokens/s with 1.2 and 1,157 with 1.6, one after the other on an H200;
-# 996, 1,003 and 928 with 1.2, 1.6 and 1, an H100. Rows of 8k in 8 GB: 1.6 lets 6 run where 8 fit (benchmarks/NOTES.md).
+# 2,048 tokens, 24 GB, prompts of 12k, one run after the other. On an H200: 1,231 tokens/s with 1.2, and 1,157 with 1.6.
+# On an H100: 996, 1,003 and 928 with 1.2, 1.6 and 1. Rows of 8k in 8 GB: 1.6 lets 6 run where 8 fit
+# (benchmarks/NOTES.md).
 SPARE = 1.2
 
 

@@ -1,6 +1,6 @@
 """Errors as they are reported and kept: one line for the client, and a traceback without its frames' variables.
 
-Apart, because the loop's thread, the output thread and those that submit all report errors.
+The loop's thread, the output thread and submitting threads all report errors this way.
 """
 
 from __future__ import annotations

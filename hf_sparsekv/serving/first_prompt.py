@@ -1,7 +1,7 @@
 """Runs the kernels of sparse prompts before the first request, which would wait for a compiler.
 
-Apart from :mod:`.opening`, because prompts of all lengths are imitated here: by one KV head and a tile of queries, over
-tensors of their own. No cache, calibration or count sees them.
+It imitates prompts of all lengths with one KV head and a tile of queries, over tensors of its own. No cache,
+calibration or count sees these prompts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Answers that follow a grammar: which tokens may come next, by ``llguidance`` (the extra ``structured``).
 
 Grammars are compiled and followed in processes of their own (:mod:`.grammar_worker`), so that none takes the engine's
-time and memory. A step's logits are computed while the host reads the token before, so a grammar costs a step nothing
-but the time that its mask takes, if that is longer. Apart from :mod:`.drawn`, which knows tokens in flight and no
-grammar.
+time and memory. A step's logits are computed while the host reads the token before. So a grammar delays a step only if
+its mask takes longer than these logits. :mod:`.drawn` knows tokens in flight and no grammar.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Worker:
                 raise
 
     def ask(self, message: bytes) -> None:
-        """Send a message; if the process has ended, :meth:`answer` says so."""
+        """Send a message; if the process has ended, :meth:`answer` reports it."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
@@ -216,7 +215,7 @@ class Grammars:
         self._all: WeakSet[Worker] = WeakSet()  # also those of waiting requests
 
     def constraint(self, sampling: Sampling) -> Constraint | None:
-        """What a request's answer has to follow; None: nothing.
+        """The constraint on a request's answer; None: there is none.
 
         Raises:
             ValueError: the schema or the grammar cannot be followed; llguidance or a tokenizer is missing.

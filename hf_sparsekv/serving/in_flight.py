@@ -1,6 +1,6 @@
 """The engine's record of one request, from its submission to the end of its answer.
 
-It is apart from :mod:`.request`, whose types users see. All parts of the loop share this one.
+The types that users see are in :mod:`.request`. All parts of the loop share this one.
 """
 
 from __future__ import annotations

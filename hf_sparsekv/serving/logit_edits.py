@@ -1,7 +1,7 @@
 """Changes of logits before tokens are drawn: penalties of tokens that were used, biases, and tokens that may follow.
 
 The order is: repetition penalty, frequency and presence penalty, bias, allowed tokens. The last are what a grammar
-leaves. Apart from :mod:`.sampler`, which draws.
+leaves. :mod:`.sampler` draws.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Plan:
 
 
 class Counted(NamedTuple):
-    """What was counted of some rows.
+    """Token counts of some rows.
 
     Args:
         rows: int64 ``[n]``.
@@ -166,7 +166,7 @@ class LogitEdits:
             self._counts.index_put_((plan.rows, tokens), self._one, accumulate=True)
 
     def counted(self, rows: Tensor) -> Counted:
-        """What was counted of rows, int64 ``[n]``."""
+        """Token counts of rows, int64 ``[n]``."""
         return Counted(rows, *(None if table is None else table[rows] for table in (self._seen, self._counts)))
 
     def count_again(self, before: Counted, tokens: Tensor, used: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Counts for metrics that wait for the device, so that the loop's thread takes them, and only on request.
 
-Apart from the loop, because any thread asks for them.
+Any thread asks for them.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def capture_prompts(model: PreTrainedModel, rows: RowBatch) -> None:
 
 @torch.no_grad()
 def capture_pieces(model: PreTrainedModel, rows: RowBatch, blocks: np.ndarray, channels: Channels) -> None:
-    """Capture what is read behind full blocks that prompts share, so that no request waits for a capture."""
+    """Capture the prompt pieces that follow shared full blocks, so that no request waits for a capture."""
     past = len(blocks) * rows.cache.config.block_size
     for size in PIECES:
         if past + size > rows.max_length:
@@ -336,7 +336,7 @@ def _all_widths(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = 
 
 
 def _exact_passes(model: PreTrainedModel, rows: RowBatch, tokens: torch.Tensor) -> None:
-    """Capture verifications, and a step that attends to everything. What the rows hold stays."""
+    """Capture verifications, and a step that attends to everything. The rows keep their tokens."""
     before = {row: rows.lengths[row] for row in rows.active}
     counts = [int(row in before) for row in range(rows.max_rows)]
     for n in sorted({min(n, rows.cache.config.max_draft + 1) for n in (4, MOST + 1)}):

@@ -1,6 +1,6 @@
 """Delivers text, pieces and ends of answers to their handles, on a thread of its own.
 
-It is apart from the loop, whose thread owns the GPU, so that detokenising and listeners never delay a step.
+The loop's thread owns the GPU. Detokenising and listeners never delay a step.
 """
 
 from __future__ import annotations

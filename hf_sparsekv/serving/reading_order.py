@@ -1,6 +1,6 @@
 """The order of prefills: the first prompt of the queue, or a short one that overtakes it.
 
-It is apart from the prefill itself (:mod:`.prefill`): this decides whose turn it is.
+It decides whose turn it is; :mod:`.prefill` runs the prompts.
 """
 
 from __future__ import annotations

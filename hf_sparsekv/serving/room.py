@@ -1,6 +1,6 @@
 """Shares the batch's rows: which requests decode, with how much memory for copies of selected tokens, in which rows.
 
-It is apart from prompts: these change the batch when they join it, but this looks at all rows.
+Prompts change the batch when they join it. This looks at all rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rounds of exact requests: steps draft some of their tokens, and one pass that attends to everything verifies these.
 
-Steps of a round are the other requests' own. Apart from the loop, which knows only that a round's tokens come at its
-end; and from :mod:`..exact_mode`, whose loop is ``generate()``'s.
+Steps of a round are the other requests' own. The loop knows only that a round's tokens come at its end. The loop of
+``generate()`` is in :mod:`..exact_mode`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .request import Logprob
 from .sampler import Logprobs
 from .work import Work
 
-_RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done nothing but what rounds need
+_RIGHT_AFTER = 0.02  # seconds between rounds, in which the host has done only the work of rounds
 _UNASKED = 7  # dense steps at most for which nothing is asked, if the same rows go on: these are 90 calls of Python
 
 
@@ -106,7 +106,7 @@ class Rounds:
         exact = [request for request in active.values() if request.exact]
         can = any(request.constraint is None for request in exact)
         if not selects(cache) or not (can or len(exact) < len(active)):
-            # What others attend to may be a selection from the next step on.
+            # Other requests may attend to a selection from the next step on.
             drafts, steps, self._dense = 0, 1 if len(exact) < len(active) else 1 + _UNASKED, 0
         elif len(exact) < len(active):
             drafts, steps = pace.beside() if can else 1, 0

@@ -7,9 +7,8 @@
     sampler.clear(row)
 
 The order is that of transformers: penalties and biases (:mod:`.logit_edits`), temperature, top-k, top-p, min-p. Each of
-the last three computes a lowest logit to keep, so that equal logits are kept or dropped together, in whatever order a
-sort returns them. The token is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability
-``p_i``.
+the last three computes a lowest logit to keep. Equal logits are kept or dropped together, in whatever order a sort
+returns them. The token is drawn by exponential noise: the largest ``p / e`` is token ``i`` with probability ``p_i``.
 
 **Seeds.** A row with a seed draws its noise from a generator of its own, one vector a token. The noise of token ``t``
 depends only on the seed and on ``t``, not on other rows, the row's place, or the time. So equal logits give equal
@@ -338,7 +337,7 @@ class Sampler:
             noise.popleft()
 
     def counted(self, rows: Sequence[int]) -> logit_edits.Counted | None:
-        """What was counted of these rows' answers, for :meth:`count_again`; None: none asks for it."""
+        """Token counts of these rows' answers, for :meth:`count_again`; None: no row needs them."""
         asked = [self._asked[row] for row in rows]
         if not any(one is not None and (logit_edits.repeats(one) or logit_edits.counts(one)) for one in asked):
             return None

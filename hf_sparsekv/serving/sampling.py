@@ -1,6 +1,6 @@
 """A request's settings.
 
-Apart from :mod:`.request`, which has results. Nothing here needs torch or knows the engine.
+Results are in :mod:`.request`. Nothing here needs torch or knows the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Statistics of an engine: a snapshot, and histograms of times.
 
-Apart from requests and handles: the server's metrics, Ray's replicas and benchmarks read these alone.
+The server's metrics, Ray's replicas and benchmarks read only these.
 """
 
 from __future__ import annotations

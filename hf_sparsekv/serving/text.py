@@ -183,8 +183,8 @@ class StopStrings:
     First is the one that is complete first; of several that end at the same character, the longest. Time goes with
     the text's length alone (Knuth, Morris and Pratt).
 
-    Special tokens are not in the text. But a stop string that contains a special token's text looks for that token: it
-    sees the text with the tokens that it names written out.
+    Special tokens are not in the text. A stop string that contains a special token's text looks for that token. It sees
+    the text with the tokens that it names written out.
 
     Args:
         stops: the strings.

@@ -1,6 +1,6 @@
 """The bytes that a tokenizer's tokens stand for.
 
-Apart from :mod:`.grammar`, because a server's log probabilities need them, too.
+Grammars and a server's log probabilities need them.
 """
 
 from __future__ import annotations

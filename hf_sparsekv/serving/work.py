@@ -193,7 +193,7 @@ class Work:
     # ------------------------------------------------------------------ sparse prompts
 
     def prompts(self) -> tuple[PromptStats, ...]:
-        """What the sparse prompts of all rows so far have covered. Waits for the device."""
+        """Coverage of the sparse prompts of all rows so far. Waits for the device."""
         if self.rows.cache.config.prefill is None:
             return ()
         return prompt_stats(self.audits())

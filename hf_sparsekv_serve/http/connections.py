@@ -1,7 +1,7 @@
 """Limits of connections: their number, the time for a request's head, and the number of tiny chunks of a body.
 
-uvicorn bounds none of these. It waits forever for a connection's first head, and each chunk of a body costs it 20 us of
-the event loop, however small the chunk is.
+uvicorn bounds none of these. It waits forever for a connection's first head. Each chunk of a body costs it 20 us of the
+event loop, however small the chunk is.
 """
 
 from __future__ import annotations

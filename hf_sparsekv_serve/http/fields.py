@@ -1,6 +1,6 @@
 """The objects of a body and the fields that each may have: known, refused with a reason, or an error by name.
 
-Apart from :mod:`.schema`, which makes settings of what is left. ``null`` is the same as a missing field.
+:mod:`.schema` makes settings of the other fields. ``null`` is the same as a missing field.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ TOOL = _kind("type", "function")
 FUNCTION = _kind("name", "description", "parameters", "strict", "return")
 TOOL_CHOICE = _kind("type", "function")
 CHOSEN = _kind("name")
-# Of an answer, which clients send back; `index` is of one that was streamed.
+# Tool calls of an answer, which clients send back; streamed ones have an `index`.
 TOOL_CALL = _kind("id", "type", "function", "index")
 CALLED = _kind("name", "arguments")
 

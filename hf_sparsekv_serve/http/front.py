@@ -1,6 +1,6 @@
-"""What a person or a client finds who looks around: ``/``, ``/docs``, and addresses that other servers have.
+"""Pages for people and probing clients: ``/``, ``/docs``, and addresses that other servers have.
 
-Apart from :mod:`.app`, which serves requests. The page needs nothing from elsewhere: no script, no style sheet.
+:mod:`.app` serves requests. The page loads nothing from elsewhere: no script, no style sheet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENDPOINTS = {
     "GET /metrics": "for Prometheus",
     "GET /docs": "this list, for people",
 }
-# What clients of OpenAI's API ask servers for, and why it is not here.
+# Endpoints that clients of OpenAI's API ask for and this server lacks, each with the reason.
 UNSERVED = {
     "/v1/embeddings": "this server makes no embeddings: it serves /v1/chat/completions and /v1/completions",
     "/v1/responses": "the responses API is not there: use /v1/chat/completions",

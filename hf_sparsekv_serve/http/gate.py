@@ -1,6 +1,6 @@
 """Access: the API key, and the host names that a server without a key accepts. Counts and names answers.
 
-It is ASGI middleware, apart from the endpoints: a request without the key is refused before its body is read.
+It is ASGI middleware: a request without the key is refused before its body is read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log probabilities as OpenAI's two APIs show them: a list of objects for chats, lists side by side for completions.
 
-Apart from :mod:`.shapes`, which knows answers and not the text of single tokens.
+:mod:`.shapes` knows answers, but not the text of single tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOWEST = -9999.0  # for tokens that cannot come: JSON has no infinity
 
 
 class TokenTexts:
-    """The text of each token by itself.
+    """The text of each single token.
 
     A tokenizer decodes a token alone as the first of a text, where some (Llama 2's, Mistral's) drop its space. So the
     text is made of the token's bytes, where these are known.
@@ -49,7 +49,7 @@ class TokenTexts:
         return raw.decode(errors="replace"), raw
 
     def in_objects(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-        """Of a chat: ``{"content": [{token, logprob, bytes, top_logprobs}]}``."""
+        """Log probabilities of a chat: ``{"content": [{token, logprob, bytes, top_logprobs}]}``."""
         content = [
             {**self._object(one.token_id, one.logprob), "top_logprobs": [self._object(*best) for best in one.top]}
             for one in logprobs
@@ -61,7 +61,7 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": None if raw is None else list(raw)}
 
     def in_lists(self, logprobs: Sequence[Logprob], begun: int) -> tuple[dict[str, Any], int]:
-        """Of a completion; ``begun``: characters of the answer's text that begin in the tokens before.
+        """Lists of a completion; ``begun``: characters of the answer's text that begin in the tokens before.
 
         Returns:
             The lists, and the characters that begin up to the last of these tokens.
@@ -90,7 +90,7 @@ class TokenTexts:
         return later[:1] == [True], len(later) - sum(later)
 
     def _best(self, one: Logprob) -> dict[str, float]:
-        """By text; the drawn token is among them. Of tokens with the same text the likeliest."""
+        """By text, with the drawn token; the likeliest of tokens with the same text."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token_id, one.logprob)):
             found.setdefault(self._read(token)[0], _finite(logprob))

@@ -1,6 +1,6 @@
 """The messages of a conversation: checked, and as chat templates take them.
 
-Apart from :mod:`.schema`, which has the other fields of a request.
+The other fields of a request are in :mod:`.schema`.
 """
 
 from __future__ import annotations

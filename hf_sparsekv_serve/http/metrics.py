@@ -89,7 +89,7 @@ class EngineCollector(Collector):
 
 
 def _prompts(layers: Sequence[PromptStats]) -> Iterator[Metric]:
-    """What sparse prompts have covered, by layer; by head where it is the least, or where heads became dense."""
+    """Coverage of sparse prompts, by layer; by head where it is the least, or where heads became dense."""
     for name, (value, about) in PROMPTS.items():
         counter = CounterMetricFamily(PREFIX + name, about, labels=["layer"])
         for layer in layers:

@@ -1,6 +1,6 @@
 """Submits the requests of a parsed body: chat templates, tokenising, and limits of length.
 
-All of it runs on a thread, apart from the event loop, because it takes long with a long prompt.
+All of it runs on a thread beside the event loop, because a long prompt takes long.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Prompts:
         """Parse, tokenise and submit, on a thread. Appends to ``handles``.
 
         Returns:
-            What is asked, without its texts: answers may take long, and many wait.
+            The requests, without their texts: answers may take long, and many wait.
         """
         step_aside()
         with contextlib.ExitStack() as reading:

@@ -1,6 +1,6 @@
 """How answers look in OpenAI's two APIs: chat and completions, whole or as chunks of a stream.
 
-Apart from :mod:`.answers`, which knows when something is sent, and not its fields.
+:mod:`.answers` decides when something is sent; this module decides its fields.
 """
 
 from __future__ import annotations

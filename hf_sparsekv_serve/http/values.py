@@ -1,6 +1,6 @@
 """JSON of a body as Python has it: how it is parsed, and what errors call it.
 
-Apart from :mod:`.schema` and :mod:`.messages`, which both look into bodies.
+:mod:`.schema` and :mod:`.messages` both look into bodies with these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """In each HTTP proxy of Ray Serve: a hint where a prompt's beginning may be kept, and clear errors of lost replicas.
 
-Ray Serve calls :func:`middlewares` when a proxy starts, if its environment says so::
+Ray Serve calls :func:`middlewares` when a proxy starts, if this environment variable is set::
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=hf_sparsekv_serve.ray.proxy:middlewares
 """
@@ -73,7 +73,7 @@ class PromptGate:
             try:
                 key = await asyncio.wait_for(self._read(receive, head), HEAD_S)
             except asyncio.TimeoutError:
-                key = None  # the application has a limit of its own, and says so
+                key = None  # the application reports a limit of its own
             if key is not None:
                 scope = {**scope, "headers": [*scope["headers"], (self._header, key.encode())]}
             receive = _behind(head, receive)

@@ -1,5 +1,4 @@
-"""What is chosen before a step's own query is there: for an earlier one, or for one that is expected of it.
+"""Selections made before a step's own query: for an earlier query, or for an expected one.
 
-A folder because such a choice outlives what it was made in, or comes before it. That takes state, an order and flags
-that no other method has.
+Such a selection outlives its step or precedes it. It needs state, an order and flags that no other method has.
 """

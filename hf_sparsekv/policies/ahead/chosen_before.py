@@ -1,6 +1,6 @@
-"""What is chosen for the next step: whether there is such a choice, and what ends it.
+"""The selection for the next step: whether one exists, and which events end it.
 
-Apart from the policies that choose because it is the same for all of them.
+All policies that choose for the next step share this.
 """
 
 from __future__ import annotations

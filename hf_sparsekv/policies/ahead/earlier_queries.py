@@ -1,6 +1,6 @@
 """Tokens chosen for a query that is predicted from those of earlier steps (AsyncSpade section 4).
 
-Apart from :mod:`.layer_ahead` because the choice outlives its step, and needs the latest queries.
+The selection outlives its step, and needs the latest queries.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EarlierQueriesPolicy(ChosenBefore, PredictedTokens):
             self.queries = QueryRing(store.batch, q.shape[1], q.shape[3], store.dtype, store.device)
             self.queries.forget(lengths)
         picks = None if valid is None else store.table_of_rows.picks(valid)
-        # Of some of a prompt's tokens the queries are there as they are the keys; of others the last ones only.
+        # Some passes give a query for each key, others only the last queries.
         self.queries.store(q, lengths, end, picks, k.shape[2])
 
     def plan(self, store: LayerStore) -> Plan:

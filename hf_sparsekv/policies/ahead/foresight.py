@@ -1,7 +1,6 @@
-"""What is known in one layer of its query before the layer before has ended: from the residual stream that this reads.
+"""An expected query, from the residual stream that the preceding layer reads, before that layer ends.
 
-Apart from the policy because who puts hooks on the model (:mod:`....attention.hooks`) writes here, and state of it
-follows rows, crops and captures.
+Hooks on the model (:mod:`....attention.hooks`) write here, and the state follows rows, crops and captures.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from ...tensors import no_inference_mode
 class Foresight(State):
     """The stream that this layer's query is expected to be of. Its policy has ``foresee(q, store, plan)``.
 
-    In a step whose plan says so, the layer before has begun the step, and expects ``q [batch, Hq, Dk]`` of this one. A
+    If a step's plan asks for it, the layer before begins the step, and expects ``q [batch, Hq, Dk]`` of this one. A
     captured step runs ``foresee()`` beside the layer before; the attention comes after it.
 
     State, with :attr:`source` ``"in_delta"``: what the layer before added to the residual stream for each row's last
     token. Zero where that is not known: in a new or loaded cache, after a crop, and after steps that were not foreseen.
 
     Attributes:
-        source: where the stream comes from: who has put hooks on the model says so. None: from nowhere.
+        source: where the stream comes from, set by the hooks on the model. None: from nowhere.
         stream_like: the stream's width and type.
     """
 
@@ -63,7 +62,7 @@ class Foresight(State):
         self.added_at = store.length
 
     def expected(self, stream: Tensor, store: LayerStore) -> Tensor:
-        """What the layer before is expected to give, ``[batch, 1, hidden]``, if its input is ``stream``."""
+        """The preceding layer's expected output, ``[batch, 1, hidden]``, if its input is ``stream``."""
         if not self.by_delta:
             return stream
         if not store.capturing:

@@ -1,6 +1,6 @@
 """Blocks that the step before has chosen: AsyncTLS's fetching beside the computation (section 4.2).
 
-Apart from :mod:`..blocks` because the choice outlives its step: with what crops, beams, files and captures ask of it.
+The selection outlives its step. Crops, beams, files and captures must follow it.
 """
 
 from __future__ import annotations

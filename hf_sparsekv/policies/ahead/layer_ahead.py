@@ -1,6 +1,6 @@
 """Tokens chosen for the query that the layer before expects in the same step (InfiniGen speculates likewise).
 
-Apart from :mod:`.earlier_queries` because nothing that is chosen outlives its step.
+No selection outlives its step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .predicted_tokens import PredictedTokens
 class LayerAheadPolicy(Drafting, PredictedTokens):
     """Tokens of all full blocks by their labels, for the query expected of this step; or for its own query.
 
-    What the step before has sealed can be chosen, and crops, beams and copies of the cache have no choice to follow.
-    Where a layer's query is not foreseen (the first layer; no hooks on the model), :meth:`attend` chooses by the query
-    that it gets, before it attends. So do drafts: their queries are not foreseen.
+    The selection includes blocks that the step before filled. Crops, beams and copies of the cache have no selection to
+    follow. Some queries are not foreseen: the first layer's, drafts', and all without hooks on the model. For these,
+    :meth:`attend` chooses by the query that it gets, before it attends.
     """
 
     drafts = "together"

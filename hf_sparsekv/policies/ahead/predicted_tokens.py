@@ -1,6 +1,6 @@
-"""Tokens chosen by their labels for a query that is not there yet, whoever expects it.
+"""Tokens chosen by their labels for a query that is not there yet, by any prediction.
 
-Apart from who expects it: earlier queries (:mod:`.earlier_queries`), or the layer before (:mod:`.layer_ahead`).
+The expected query is an earlier one (:mod:`.earlier_queries`), or comes from the layer before (:mod:`.layer_ahead`).
 """
 
 from __future__ import annotations

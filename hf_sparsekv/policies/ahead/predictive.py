@@ -21,7 +21,7 @@ from .second_device.policy import SecondDevice
 
 
 class Predictive(Labelled):
-    """What its layers have in common: all expect queries by the layer before, or all by earlier ones."""
+    """State that the layers share: all expect queries by the layer before, or all by earlier ones."""
 
     saved_as = "PredictivePolicy"  # of any predictor: the configuration says which
 

@@ -80,7 +80,7 @@ class Packed(State):
         self.page_ids.fill_(-1)
 
     def reset(self) -> None:
-        """Set the counters to 0. What is held is forgotten when the next tokens come."""
+        """Set the counters to 0. The next tokens clear the copies."""
         self.counters.zero_()
 
     @no_inference_mode

@@ -87,8 +87,8 @@ class SecondDevicePolicy(ChosenBefore):
     Chosen tokens are kept together here twice. A step attends to one of the two while the other is being written; they
     change places when that is done. A captured step, in which all of this is in order, writes the one in use.
 
-    A selection that comes late is waited for (``strict``), or the one before is used again, but never one that does not
-    know all full blocks: their tokens have left the ring.
+    A late selection is waited for (``strict``), or the previous one is used again. A reused selection must know all
+    full blocks: their tokens have left the ring.
     """
 
     HOST: ClassVar = {
@@ -163,8 +163,8 @@ class SecondDevicePolicy(ChosenBefore):
             self.chosen, self.pending = False, None
 
     def plan(self, store: PrimaryStore) -> Plan:
-        # What is attended to densely is on the other device: that is never as quick, whatever the length.
-        # Tokens that are not brought here are read there.
+        # Dense attention reads the other device, which is slower at every length. Tokens that are not brought here are
+        # read there.
         held = store.full_blocks * store.block_size
         ahead = not self._calibrating and held > max(0, whole_until(self.config))
         captured = self.peer.device.type == store.device.type and not (self._calibrating or self._allocates(store))
@@ -316,7 +316,7 @@ class SecondDevicePolicy(ChosenBefore):
 
 
 class SecondDevice(Labelled):
-    """What the layers of such a cache have in common: where and in which order the other device works.
+    """State that the layers of such a cache share: where and in which order the other device works.
 
     Raises:
         ValueError: there is no such device, or the channel file is missing or something else.

@@ -47,7 +47,7 @@ class PeerDevice:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._others = [torch.cuda.Stream(device) for _ in range(STREAMS - 1)] if self.stream is not None else []
-        self._forked = False  # a captured step has work under way there
+        self._forked = False  # a captured step has work in flight there
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[tuple, Tensor] = {}
         self._met: set[torch.device] = set()
@@ -102,7 +102,7 @@ class PeerDevice:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no chosen token is copied. What steps under way have chosen still is."""
+        """Inside, no chosen token is copied. Selections of steps in flight are still copied."""
         try:
             with self.after_all_steps():
                 self.enabled.zero_()
@@ -116,12 +116,12 @@ class PeerDevice:
             self.enabled.fill_(1)
 
     def on_stream(self) -> AbstractContextManager:
-        """What is inside is in the order of what is chosen there, which another stream of the device would not be."""
+        """Work inside runs in the order of the selections there, on their stream."""
         self._owes = True
         return self._current()
 
     def after_all_steps(self) -> AbstractContextManager:
-        """As :meth:`on_stream`, and after all steps under way: captured ones are in the order of their own device."""
+        """As :meth:`on_stream`, and after all steps in flight: captured ones are in the order of their own device."""
         for home in self._side:
             assert self.stream is not None
             self.stream.wait_stream(torch.cuda.current_stream(home))
@@ -132,7 +132,7 @@ class PeerDevice:
 
     @contextmanager
     def entered(self, home: torch.device, *used: Tensor | None) -> Iterator[None]:
-        """What is inside runs on the other device, after what ``home``'s current stream has launched so far.
+        """Work inside runs on the other device, after all launches so far on ``home``'s current stream.
 
         Args:
             used: tensors that are read inside; those of ``home`` are kept until that is done.
@@ -194,7 +194,7 @@ class PeerDevice:
         return None if self.stream is None else self.stream.record_event()
 
     def join(self, home: torch.device) -> None:
-        """What ``home``'s current stream launches from here on comes after what was launched there so far.
+        """Work that ``home``'s current stream launches from here on waits for all earlier launches there.
 
         And after copies on the side stream. Waits once per step, not once per layer.
         """
@@ -219,7 +219,7 @@ class ReplicaStore(LayerStore):
 
 
 class ReadRows(NamedTuple):
-    """What of ``kv.step_rows.StepRows`` is read on the other device."""
+    """The tensors of ``kv.step_rows.StepRows`` that the other device reads."""
 
     past: Tensor
     now: Tensor
@@ -236,7 +236,7 @@ class PrimaryStore(LayerStore):
         replica: the other one, made when the first tokens come.
         peer: where it is.
         new: key, value and validity of a step's token, which the replica does not have yet.
-        kept: those of the last captured step: in a graph, what is let go is later layers' memory at once, and the other
+        kept: tensors of the last captured step. In a graph, freed memory goes to later layers at once, and the other
             device may not have read it yet.
     """
 
