@@ -82,15 +82,30 @@ def register(
 
     Raises:
         ValueError: the name or the configuration belongs to another method, or a field that is named is missing.
+
+    A class of the same module and name takes the place of the one before: a cell of a notebook may run again.
     """
 
     def decorate(policy: type[Policy]) -> type[Policy]:
+        before = {
+            one: known for one, known in _METHODS.items() if one == name and _place(known.policy) == _place(policy)
+        }
         method = Method(name, config, policy, about, Knob(*knob), dict(variants or {}), reference, shared, aliases)
-        _check(method)
+        for one in before:
+            del _METHODS[one]
+        try:
+            _check(method)
+        except ValueError:
+            _METHODS.update(before)
+            raise
         _METHODS[name] = method
         return policy
 
     return decorate
+
+
+def _place(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
 
 
 def _check(method: Method) -> None:
@@ -141,4 +156,9 @@ def method_of(config: SparseConfig) -> Method:
         if kind in known:
             return known[kind]
     offered = ", ".join(method.config.__name__ for method in methods().values())
-    raise TypeError(f"config must be the configuration of a method ({offered}), got {type(config).__name__}")
+    got, hint = type(config).__name__, ""
+    if isinstance(config, type):
+        got, hint = f"the class {config.__name__}", f": give {config.__name__}()"
+    elif isinstance(config, SparseConfig):
+        hint = ": decorate its policy with register(), and import that module first (docs/extending.md)"
+    raise TypeError(f"config must be the configuration of a method ({offered}), got {got}{hint}")

@@ -87,13 +87,15 @@ def serve(
     dtype: opt.DType,
     device: str,
     tensor_parallel: bool,
-    engine: opt.EngineOptions,
-    options: opt.DecodingOptions,
+    engine: Any,
+    options: opt.CacheOptions,
     **application: Any,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, many requests over one sparse cache.
 
-    ``application``: further arguments of :func:`.create_app`.
+    Args:
+        engine: options that are fields of :class:`.ServingConfig`.
+        application: further arguments of :func:`.create_app`.
     """
     _check_installed()
     rank = torchrun.rank() if tensor_parallel else 0

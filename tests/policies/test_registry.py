@@ -116,6 +116,43 @@ def test_what_cannot_be_registered(name, config, named, message, empty_after):
     assert set(methods()) == {"token", "progressive", "predictive", "streaming"}
 
 
+def cell():
+    """What a cell of a notebook defines, each time anew."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class MineConfig(TokenConfig):
+        pass
+
+    @register("mine", MineConfig, about="a test")
+    class Mine(Policy):
+        pass
+
+    return MineConfig, Mine
+
+
+def test_a_class_that_is_defined_again_takes_its_place(empty_after):
+    cell()
+    config, policy = cell()
+    assert methods()["mine"].config is config and methods()["mine"].policy is policy
+    with pytest.raises(ValueError, match="has no field 'nothing'"):
+        register("mine", config, about="a test", knob=("nothing", 1, 2))(policy)
+    assert methods()["mine"].policy is policy
+    with pytest.raises(ValueError, match="there is a method 'mine' already"):
+        register("mine", config, about="a test")(Policy)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (TokenConfig, r"got the class TokenConfig: give TokenConfig\(\)"),
+        (SparseConfig(), r"got SparseConfig: decorate its policy with register\(\)"),
+    ],
+)
+def test_what_to_do_without_a_method_is_said(config, says):
+    with pytest.raises(TypeError, match=says):
+        SparseCache(config)
+
+
 @pytest.mark.parametrize("config", [SparseConfig(), None, "fast", {"token_budget": 3}], ids=lambda c: type(c).__name__)
 def test_configurations_of_no_method(config):
     offered = "TokenConfig, PredictiveConfig, ProgressiveConfig, StreamingConfig"
