@@ -102,7 +102,10 @@ class Alternative:
 
     def holds(self, value: Any) -> bool:
         if self.choices:
-            return any(type(value) is type(one) and value == one for one in self.choices)
+            # Enumerations and numpy's text are of a subclass. True, which is one of int, is no 1.
+            return not isinstance(value, bool) and any(
+                isinstance(value, type(one)) and value == one for one in self.choices
+            )
         if self.kind in (int, float):
             ok = is_int(value) or (self.kind is float and isinstance(value, float) and not math.isnan(value))
             return ok and (self.bounds or Number(infinite=True)).holds(value)

@@ -57,7 +57,7 @@ class PredictiveConfig(LabelConfig):
         }
     )
 
-    dense_layers: int = 2
+    dense_layers: Count = 2
     predictor: QueryPredictor | None = None
     start_length: Count = 0
     cache_rank: str | None = None

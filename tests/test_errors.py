@@ -77,6 +77,8 @@ EDITS = {
     "dlpack": lambda t: torch.from_dlpack(t).mul_(3),
     "another storage": lambda t: t.set_(torch.zeros(3)),
     "resized": lambda t: t.resize_(1),
+    "a function of Python": lambda t: t.apply_(lambda one: 3.0),
+    "a function of two": lambda t: t.map_(torch.ones_like(t), lambda one, other: 3.0),
     "without gradients": torch.no_grad()(lambda t: t.mul_(3)),
     "inference mode": torch.inference_mode()(lambda t: t.mul_(3)),
     "inference mode, a view": torch.inference_mode()(lambda t: t[0].mul_(3)),
@@ -126,6 +128,17 @@ def test_cached_keys_can_be_read_in_all_ways(filled, read):
     assert type(own) is torch.Tensor and torch.equal(own, held.clone())
     own.zero_()
     assert held.any()
+
+
+def test_sizes_numbers_and_gradients_of_cached_keys(filled):
+    """As of any tensor."""
+    held = filled.layers[0].keys
+    own = held.clone()
+    assert type(held.shape) is type(held.size()) is torch.Size and held.shape.numel() == own.numel()
+    assert f"{held[0, 0, 0, 0]:.3f}" == f"{own[0, 0, 0, 0]:.3f}"
+    assert held.requires_grad_() is held
+    (held * 2).sum().backward()
+    assert torch.equal(held.grad, torch.full_like(own, 2))
 
 
 def test_rings_are_read_only():

@@ -42,7 +42,14 @@ class ReadOnlyTensor(Tensor):
             out = func(*args, **kwargs)
         if isinstance(out, np.ndarray):
             out.setflags(write=False)
-        return tree_map_only(Tensor, lambda one: cls.of(one) if _address(one) in held else one, out)
+        if isinstance(out, Tensor) or (isinstance(out, list | tuple) and any(isinstance(one, Tensor) for one in out)):
+            return tree_map_only(Tensor, lambda one: cls._kept(one, held), out)
+        return out  # numbers, perhaps many, and sizes, which are no trees
+
+    @classmethod
+    def _kept(cls, one: Tensor, held: set[int | None]) -> Tensor:
+        """A result read-only if it is in memory that is; itself where it is an argument (``requires_grad_()``)."""
+        return cls.of(one) if _address(one) in held and not isinstance(one, cls) else one
 
     @classmethod
     def of(cls, one: Tensor) -> ReadOnlyTensor:
@@ -51,6 +58,9 @@ class ReadOnlyTensor(Tensor):
 
     def set_(self, *source: Any, **place: Any) -> Any:  # which does not come to __torch_function__
         raise RuntimeError(_WHY)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
 
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -64,7 +74,8 @@ class ReadOnlyTensor(Tensor):
         return self._plain().__reduce_ex__(protocol)  # so that torch.load() needs no class of this package
 
 
-_RAW = (Tensor.data.__set__, Tensor.__dlpack__)  # type: ignore[attr-defined]
+# Give memory away, or write it without an operator.
+_RAW = (Tensor.data.__set__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_)  # type: ignore[attr-defined]
 
 
 class _Unwritten(TorchDispatchMode):

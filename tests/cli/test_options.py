@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from enum import Enum, IntEnum
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import pytest
 
-from hf_sparsekv import OffloadConfig, ServingConfig
+from hf_sparsekv import OffloadConfig, ServingConfig, TokenConfig
 from hf_sparsekv_cli import options
 from hf_sparsekv_config import CACHES
 from hf_sparsekv_config.options import Count, Number, Options, Positive, Share, declared, described
@@ -65,6 +67,35 @@ def test_values_are_checked_by_their_types(kind, field, right, wrong, allowed):
             kind(**{field: value})
         hint = " (did you mean 'auto'?)" if value == "aut" else ""
         assert str(told.value) == f"{field} must be {allowed}{hint}, got {value!r}"
+
+
+class Chosen(str, Enum):
+    """Values of an enumeration of texts."""
+
+    reduce = "mean"
+
+
+class Sizes(IntEnum):
+    """Values of an enumeration of numbers."""
+
+    bits = 4
+    block = 32
+
+
+def test_choices_of_other_types():
+    """Text of enumerations and numpy, and numbers of enumerations, are what they say; True and 4.0 are no 4."""
+    for text in (Chosen.reduce, np.str_("mean")):
+        config = TokenConfig(token_reduce=text, tail=text, block_size=Sizes.block, label_bits=Sizes.bits)
+        assert config == TokenConfig(token_reduce="mean", tail="mean", block_size=32, label_bits=4)
+    for wrong in (True, 4.0, "4"):
+        with pytest.raises(ValueError, match="label_bits must be 4 or 16, got"):
+            TokenConfig(label_bits=wrong)
+
+
+def test_no_fewer_than_no_dense_layers():
+    for config in CACHES.values():
+        with pytest.raises(ValueError, match="dense_layers must be an integer >= 0, got -1"):
+            config(dense_layers=-1)
 
 
 def test_names_are_checked():
