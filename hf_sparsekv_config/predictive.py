@@ -15,7 +15,7 @@ QueryPredictor = Literal["layer", "layer:in_delta", "assembled"]
 PREDICTORS = get_args(QueryPredictor)
 
 
-DEVICE = r"(cpu|cuda|mps|xpu|hpu|xla|npu|mtia|meta)(:\d+)?"
+DEVICE = r"(cpu|cuda|mps|xpu|hpu|xla|npu|mtia|meta)(:\d{1,4})?"
 
 
 @dataclass(frozen=True, kw_only=True)
