@@ -117,7 +117,7 @@ def test_what_cannot_be_registered(name, config, named, message, empty_after):
 
 
 def cell():
-    """What a cell of a notebook defines, each time anew."""
+    """Define a method, as a cell of a notebook does each time that it runs."""
 
     @dataclass(frozen=True, kw_only=True)
     class MineConfig(TokenConfig):

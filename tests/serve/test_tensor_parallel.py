@@ -125,7 +125,7 @@ os._exit(0)
 """
 
 
-# Sparse prompts of the same engines: rank 0 tells of the query heads of both.
+# Sparse prompts of the same engines: rank 0 reports the query heads of both.
 HEADS = """
 import os, sys
 import torch.distributed as dist
