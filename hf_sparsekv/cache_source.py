@@ -26,9 +26,9 @@ from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
+from .checking.install import Exact, install, remove
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
-from .exact_mode.install import Exact, install, remove
 from .generate_watch import GenerateWatch
 from .ranks import ranks_of
 from .transformers_compat import check_exact

@@ -26,7 +26,7 @@ from . import cache_source
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
-from .exact_mode.install import Exact, of_drafts
+from .checking.install import Exact, of_drafts
 from .policies.registry import method_of
 
 _changing = threading.RLock()  # one thread at a time enters or leaves

@@ -25,11 +25,11 @@ from torch import Tensor
 import hf_sparsekv
 from hf_sparsekv import SparseCache
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.exact_mode import install
-from hf_sparsekv.exact_mode.choice import Choice, Chosen
-from hf_sparsekv.exact_mode.install import Exact
-from hf_sparsekv.exact_mode.pace import Pace
-from hf_sparsekv.exact_mode.paces import forget
+from hf_sparsekv.checking import install
+from hf_sparsekv.checking.choice import Choice, Chosen
+from hf_sparsekv.checking.install import Exact
+from hf_sparsekv.checking.pace import Pace
+from hf_sparsekv.checking.paces import forget
 from hf_sparsekv.generating import Settings
 from hf_sparsekv.layers.together import keep_tokens
 from hf_sparsekv.results import versions

@@ -22,9 +22,9 @@ from ..attention.flash_4 import flash_attention_4, takes
 from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..cache_name import over
+from ..checking.install import Exact
 from ..cuda_graph.optimize import runner_of
 from ..cuda_graph.prompts import EAGER, PIECES, QUICK, SIZES
-from ..exact_mode.install import Exact
 from ..generating import settings_of, sparse
 from ..layers.sparse_prompt import least_new
 from ..offload.host_limit import DEFAULT_SHARE, host_memory_limit

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..attention.parts import GRID
 from ..cache_name import over
+from ..checking.clock import Clock
 from ..cuda_graph.prompts import paused_passes
-from ..exact_mode.clock import Clock
 from ..row_batch import positions
 from ..untraced import untraced
 

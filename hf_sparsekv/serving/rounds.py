@@ -1,7 +1,7 @@
 """Rounds of exact requests: steps draft some of their tokens, and one pass that attends to everything verifies these.
 
 Steps of a round are the other requests' own. The loop knows only that a round's tokens come at its end. The loop of
-``generate()`` is in :mod:`..exact_mode`.
+``generate()`` is in :mod:`..checking`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exact_mode.expected import expected
-from ..exact_mode.pace import Pace
-from ..exact_mode.paces import Paces
-from ..exact_mode.text import Added, agreed
+from ..checking.expected import expected
+from ..checking.pace import Pace
+from ..checking.paces import Paces
+from ..checking.text import Added, agreed
 from ..row_batch.verifying import selects, take_back
 from ..tensors import sent
 from .drawn import DrawnTokens, logprobs_of, logprobs_on_host, on_host, written

@@ -17,9 +17,9 @@ from hf_sparsekv_config.serving import ServingConfig
 
 from ..attention.parts import make_plans
 from ..cache_name import over
+from ..checking.clock import Clock
 from ..cuda_graph.optimize import unnoticed
 from ..cuda_graph.prompts import paused_passes
-from ..exact_mode.clock import Clock
 from ..layers.cache_state import CacheState
 from ..layers.sparse_prompt import least_new
 from ..ranks import ranks_of

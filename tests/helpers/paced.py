@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-from hf_sparsekv.exact_mode.pace import Expected
-from hf_sparsekv.exact_mode.paces import Paces
-from hf_sparsekv.exact_mode.text import Added
+from hf_sparsekv.checking.pace import Expected
+from hf_sparsekv.checking.paces import Paces
+from hf_sparsekv.checking.text import Added
 from hf_sparsekv.ops._device import H200, Gpu
 from hf_sparsekv.policies import crossover
 

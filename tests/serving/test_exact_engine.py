@@ -26,7 +26,7 @@ from hf_sparsekv import (
     StreamingConfig,
     TokenConfig,
 )
-from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.checking.pace import Next, Pace
 from hf_sparsekv.row_batch.verifying import selects
 from hf_sparsekv.serving.rounds import Rounds
 

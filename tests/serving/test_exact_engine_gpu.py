@@ -12,7 +12,7 @@ from models import build
 from test_engine_gpu import NEAR, worst
 
 from hf_sparsekv import Engine, ProgressiveConfig, Sampling, TokenConfig
-from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.checking.pace import Next, Pace
 
 CHOOSE = {**SMALL, "dense_below": 0}
 CONFIGS = {

@@ -11,8 +11,8 @@ from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, inside
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparsekv import Engine, TokenConfig
+from hf_sparsekv.checking.pace import Next, Pace
 from hf_sparsekv.cuda_graph.prompts import Prompts
-from hf_sparsekv.exact_mode.pace import Next, Pace
 
 SELECTS = TokenConfig(**BUDGET)
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize"}  # for a GPU, if the tensor is there

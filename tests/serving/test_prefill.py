@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_sparsekv.attention.parts import GRID
-from hf_sparsekv.exact_mode.clock import Clock
+from hf_sparsekv.checking.clock import Clock
 from hf_sparsekv.serving.prefill import LEAST, Pace, Reading, Segments, chunks
 
 CPU = torch.device("cpu")

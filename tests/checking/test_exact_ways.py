@@ -22,12 +22,12 @@ from transformers.generation import LogitsProcessor, TemperatureLogitsWarper, To
 
 import hf_sparsekv
 from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, StreamingConfig, TokenConfig, sparse
+from hf_sparsekv.checking import lookup
+from hf_sparsekv.checking.choice import Choice
+from hf_sparsekv.checking.install import ExactSampling
+from hf_sparsekv.checking.lookup import found_before
+from hf_sparsekv.checking.pace import Next, Pace
 from hf_sparsekv.cuda_graph import late_stop
-from hf_sparsekv.exact_mode import lookup
-from hf_sparsekv.exact_mode.choice import Choice
-from hf_sparsekv.exact_mode.install import ExactSampling
-from hf_sparsekv.exact_mode.lookup import found_before
-from hf_sparsekv.exact_mode.pace import Next, Pace
 
 DTYPES = torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16, torch.bfloat16
 CONFIG = TokenConfig(**{**SMALL, "token_budget": 8})

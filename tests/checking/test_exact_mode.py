@@ -12,9 +12,9 @@ from captured import calls_of, imitated
 from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build, model, plain_text, prompt
 
 from hf_sparsekv import ProgressiveConfig, TokenConfig, sparse
-from hf_sparsekv.exact_mode.install import BUDGET
-from hf_sparsekv.exact_mode.loop import Loop
-from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.checking.install import BUDGET
+from hf_sparsekv.checking.loop import Loop
+from hf_sparsekv.checking.pace import Next, Pace
 
 TIGHT = {**USUAL, "token_budget": 16}  # so few that some drafts are wrong
 TOKENS = 28

@@ -20,8 +20,8 @@ from transformers.generation import LogitsProcessor, stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_sparsekv import SparseCache, TokenConfig, sparse
+from hf_sparsekv.checking.pace import Next, Pace
 from hf_sparsekv.cuda_graph import late_stop
-from hf_sparsekv.exact_mode.pace import Next, Pace
 
 CONFIG = TokenConfig(**{**SMALL, "token_budget": 8})
 LONG, AT = 100, 7  # tokens of a prompt, and of a text when something happens
@@ -180,7 +180,7 @@ def test_an_interrupt_leaves_the_generator_after_some_token(rows):
         states.append(torch.get_rng_state().tolist())
         shares.multinomial(1)
     how = {"max_new_tokens": 9}
-    here = tuple(f"{interrupts.HOME}/exact_mode/{name}.py" for name in ("loop", "choice", "text", "ragged"))
+    here = tuple(f"{interrupts.HOME}/checking/{name}.py" for name in ("loop", "choice", "text", "ragged"))
     for _ in range(2):  # the first call makes what later ones find
         with interrupts.Points(code=here) as points:
             called(True, how, ROWS[rows])

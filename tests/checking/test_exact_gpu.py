@@ -12,7 +12,7 @@ from test_dense_drafts import PADS, compare
 from test_exact_mode import DEVICE, TIGHT, written
 
 from hf_sparsekv import TokenConfig, sparse
-from hf_sparsekv.exact_mode import loop, pace
+from hf_sparsekv.checking import loop, pace
 
 pytestmark = pytest.mark.gpu
 

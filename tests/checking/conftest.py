@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_sparsekv.exact_mode import paces
+from hf_sparsekv.checking import paces
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from paced import MEASURED, Simulated, best, ratios
 
+from hf_sparsekv.checking.pace import Expected, Luck, Next, Pace
+from hf_sparsekv.checking.paces import Paces, paces_of
+from hf_sparsekv.checking.text import Added
 from hf_sparsekv.cuda_graph.inputs import draft_width
-from hf_sparsekv.exact_mode.pace import Expected, Luck, Next, Pace
-from hf_sparsekv.exact_mode.paces import Paces, paces_of
-from hf_sparsekv.exact_mode.text import Added
 
 pytestmark = pytest.mark.quick
 

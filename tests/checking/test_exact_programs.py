@@ -22,7 +22,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, St
 from transformers.generation import LogitsProcessor
 
 from hf_sparsekv import ProgressiveConfig, SparseCache, StreamingConfig, TokenConfig, sparse
-from hf_sparsekv.exact_mode.pace import Next, Pace
+from hf_sparsekv.checking.pace import Next, Pace
 
 CHOOSE = {**SMALL, "dense_below": 0}
 CONFIGS = [

@@ -9,8 +9,8 @@ from captured import imitated
 from models import model, prompt
 
 from hf_sparsekv import sparse
-from hf_sparsekv.exact_mode import text
-from hf_sparsekv.exact_mode.pace import Pace
+from hf_sparsekv.checking import text
+from hf_sparsekv.checking.pace import Pace
 from hf_sparsekv.layers import replays as replayed
 from hf_sparsekv.layers.replays import Replays
 

@@ -1,1 +1,0 @@
-"""Exact mode: sparse steps draft tokens, one dense pass verifies them, and full attention's text comes out."""
