@@ -14,6 +14,8 @@ from hf_sparsekv_config.options import guess
 BENCHMARKS = {
     "operator": ("operators.run", True, "ways to run the operators of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
+    "exact": ("exact", False, "a token in exact mode, by the share of drafts that are accepted"),
+    "prompt": ("prompt", False, "seconds of a prompt: exact, and sparse at given densities"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),
     "generate": ("generate", False, "a model and a cache as people use them, also on a CPU"),
@@ -23,7 +25,7 @@ HELP = f"""usage: python -m benchmarks {{{",".join(BENCHMARKS)}}} [options]
 {chr(10).join(f"  {name:10} {about}" for name, (*_, about) in BENCHMARKS.items())}
 
   --help after a name shows its options; --list shows the known model shapes and variants.
-  Rows are appended to benchmarks/results. Also: python -m benchmarks.probes.NAME."""
+  Rows are appended to benchmarks/results."""
 
 
 def show_list() -> None:

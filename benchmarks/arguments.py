@@ -10,6 +10,7 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +63,21 @@ def parse_device(text: str) -> str:
     return text
 
 
+def parse_kv(text: str) -> str:
+    """``random``, ``replayed``, or ``replayed:SPREAD`` with a spread of logits of 0.1 to 2 times the recorded one.
+
+    Raises:
+        ArgumentTypeError: it is none of them.
+    """
+    name, colon, spread = text.partition(":")
+    if name in ("random", "replayed") and not colon:
+        return text
+    with suppress(ValueError):
+        if name == "replayed" and 0.1 <= float(spread) <= 2:
+            return text
+    raise ArgumentTypeError(f"{text!r} is not random, replayed or replayed:SPREAD with a spread of 0.1 to 2")
+
+
 KNOWN = f"{', '.join(SHAPES)}; or a model's name or path"
 _SHARED = {
     "shapes": {"nargs": "+", "type": parse_shape, "metavar": "BATCHxLENGTH"},
@@ -69,7 +85,7 @@ _SHARED = {
     "dtype": {"choices": ("bfloat16", "float16", "float32"), "help": "default: bfloat16; on a CPU float32"},
     "device": {"default": "cuda" if torch.cuda.is_available() else "cpu", "type": parse_device},
     "fused": {"action": BooleanOptionalAction, "default": True, "help": "fuse the small layers, join projections"},
-    "kv": {"default": "random", "choices": ("random", "replayed"), "help": "what caches are filled with"},
+    "kv": {"default": "random", "type": parse_kv, "help": "caches hold random, replayed or replayed:SPREAD keys"},
     "host-gb": {"type": float, "help": "host memory that offloaded caches may take; default 80 %% of all"},
 }
 

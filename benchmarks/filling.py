@@ -75,8 +75,8 @@ class ReplayedSource(RandomSource):
 
     _shown: ClassVar[set[tuple]] = set()
 
-    def __init__(self, model, batch: int, context: int, seed: int = 0, show: bool = True) -> None:
-        from .synthetic.keys import SyntheticKV
+    def __init__(self, model, batch: int, context: int, seed: int = 0, show: bool = True, spread: float = 1.0) -> None:
+        from .synthetic.keys import Profile, SyntheticKV
 
         super().__init__(model, batch, context, seed)
         self.replayed: ReplayedQueries | None = None
@@ -86,9 +86,8 @@ class ReplayedSource(RandomSource):
             raise ValueError("no keys and queries were recorded on a model that caches latents: use --kv random")
         self.full = [index for index, window in enumerate(windows(config)) if window is None]
         heads, dim = (config.num_attention_heads, config.num_key_value_heads), head_dim(config)
-        self.made = SyntheticKV(
-            len(self.full), *heads, dim, batch, context, seed=seed, dtype=self.dtype, device=self.device
-        )
+        kind = {"seed": seed, "dtype": self.dtype, "device": self.device, "profile": Profile(spread=spread)}
+        self.made = SyntheticKV(len(self.full), *heads, dim, batch, context, **kind)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         if index not in self.full:
@@ -133,7 +132,7 @@ class ReplayedSource(RandomSource):
         from .synthetic.achieved import achieved
 
         n = len(self.full)
-        shape = (n, self.context, *queries.shape[2:], config.block_size)
+        shape = (n, self.context, *queries.shape[2:], config.block_size, self.made.profile.spread)
         if shape in self._shown:
             return
         self._shown.add(shape)
@@ -146,7 +145,12 @@ class ReplayedSource(RandomSource):
         achieved(keys, few, config, layers=sorted({0, n // 2, n - 1}), steps=SHOWN_STEPS, targets=targets)
 
 
-SOURCES: dict[str, type] = {"random": RandomSource, "replayed": ReplayedSource}
+def make_source(kind: str, model, batch: int, context: int, seed: int = 0) -> RandomSource:
+    """Keys and queries ``random``, ``replayed``, or ``replayed:SPREAD`` (:meth:`.synthetic.keys.Profile`)."""
+    name, _, spread = kind.partition(":")
+    if name == "random":
+        return RandomSource(model, batch, context, seed)
+    return ReplayedSource(model, batch, context, seed, spread=float(spread or 1))
 
 
 @torch.no_grad()
@@ -156,7 +160,7 @@ def fill_cache(model, cache, batch: int, context: int, how: str = "random") -> C
     Args:
         model: gives shapes, dtype and device.
         cache: made for ``model.config``.
-        how: a name in ``SOURCES``.
+        how: as in :func:`make_source`.
 
     Returns:
         A function to call after each decode step.
@@ -165,7 +169,7 @@ def fill_cache(model, cache, batch: int, context: int, how: str = "random") -> C
         ValueError: the model has layers that hold something other than keys and values.
     """
     windows(text_config(model))
-    source: Source = SOURCES[how](model, batch, context)
+    source: Source = make_source(how, model, batch, context)
     fill_layers(source, cache)
     return source.start(cache)
 

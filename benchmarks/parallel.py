@@ -46,7 +46,7 @@ from hf_sparsekv.results import device_name, versions
 from .arguments import new_parser, parse_count, rows_file
 from .baselines import NotRun, Variant, check, find, make_cache, prepare
 from .decoding import WARM_UP, Steps, capture_seconds, free, generate, in_a_row_ms, replay_ms
-from .filling import SOURCES, Source, fill_layers
+from .filling import Source, fill_layers, make_source
 from .kernels import describe_step, launched
 from .report import Report
 from .shapes import case_name, known_config, kv_bytes, parse_context, random_model, text_config
@@ -84,7 +84,7 @@ class Spread:
         """Keys and queries of this rank's heads, each layer's where the layer is."""
         rank = 0 if self.ranks is None else self.ranks.rank
         share = SimpleNamespace(config=self.config, device=self.model.device, dtype=self.model.dtype)
-        source = SOURCES[kind](share, batch, context, rank)
+        source = make_source(kind, share, batch, context, rank)
         source.show = False  # what they achieve: `step` prints it
         return source
 

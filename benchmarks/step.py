@@ -10,6 +10,7 @@ read-only bandwidth. A failure in one variant does not lose the others, and rows
 Metrics:
 
 - tpot_ms: through generate().
+- read: share of the cached tokens that the steps of tpot_ms attended to, dense layers included.
 - steps_ms: steps in a row without its loop, each with its own query.
 - step_ms: the captured forward alone, the same step again and again.
 - capture_s: from the first decode step to the end of its capture. capture_s:cold: the variant's first in this process,
@@ -70,7 +71,7 @@ from .decoding import (
     replay_ms,
     timed,
 )
-from .filling import SOURCES, Source, fill_layers
+from .filling import Source, fill_layers, make_source
 from .kernels import describe_step, launched
 from .report import Report
 from .shapes import (
@@ -121,7 +122,7 @@ class Bench:
         """A full cache, and what to call after each step."""
         model, args = self.model, self.args
         kv = kv_bytes(text_config(model), batch, context, model.dtype.itemsize)
-        source = self.source = SOURCES[args.kv](model, batch, context)
+        source = self.source = make_source(args.kv, model, batch, context)
         begin = time.perf_counter()
         pool = pool_size(args.device_pool, kv)
         cache = make_cache(model, variant, length, self.host_bytes, pool, args.budget, args.kv_dtype)
@@ -193,6 +194,7 @@ class Bench:
         report.add("tpot_ms", generate(model, cache, batch, self.args.tokens, each=after).tpot_ms)
         stats = cache.stats()
         report.note(f"{stats}; {runner.captures} captures")
+        report.add("read", stats.attended_share, "share")
         if stats.walks:
             report.add("tokens", stats.tokens_per_walk, "count")
             report.add("covered_mass:estimated", stats.estimated_mass, "share")

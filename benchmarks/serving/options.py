@@ -105,6 +105,8 @@ def print_flags(argv: list[str]) -> int:
     add("--budget", type=parse_tokens, default=BUDGET, metavar="TOKENS")
     args = parser.parse_args(argv)
     host = 0.8 * psutil.virtual_memory().total if args.host_gb is None else 1e9 * args.host_gb
+    if args.kv not in ("random", "replayed"):
+        parser.error(f"--kv {args.kv}: requests have random or replayed keys")
     gpu = int(1e9 * args.kv_gb)
     shape = known_config(args.model)
     settings = Settings(args.model, shape, "bfloat16", gpu, int(host), args.max_rows, args.context)

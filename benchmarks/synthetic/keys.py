@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -68,6 +68,17 @@ class LayerParameters:
         """Variance of the four parts, slowest first."""
         return self.static, self.slow, self.fast, max(0.0, 1 - self.static - self.slow - self.fast)
 
+    def flatter(self, spread: float) -> LayerParameters:
+        """The same layer with the deviations of its logits from their mean times ``spread``."""
+        # The mean of exp(logit) of normal logits follows from their variance.
+        return replace(
+            self,
+            topic=self.topic * spread,
+            noise=self.noise * spread,
+            width=self.width * spread,
+            offset=self.offset * spread**2,
+        )
+
 
 def blend(weights: tuple[float, ...], by: float) -> tuple[float, ...]:
     """Weights that remember more (``by`` to 1: nothing ever changes) or less (to -1: every step is new)."""
@@ -76,9 +87,15 @@ def blend(weights: tuple[float, ...], by: float) -> tuple[float, ...]:
 
 
 class Profile:
-    """Recorded and fitted statistics of a model's layers; see ``profiles/*.json``."""
+    """Recorded and fitted statistics of a model's layers; see ``profiles/*.json``.
 
-    def __init__(self, name: str = "smollm2-135m") -> None:
+    Args:
+        name: of the recorded model.
+        spread: times the recorded spread of logits. Less than 1 is flatter attention: the same mass takes more tokens.
+    """
+
+    def __init__(self, name: str = "smollm2-135m", spread: float = 1.0) -> None:
+        self.spread = spread
         data = json.loads((PROFILES / f"{name}.json").read_text())
         self.source: dict = data["source"]
         self.recorded: dict[str, list[float]] = data["recorded"]
@@ -95,9 +112,8 @@ class Profile:
 
     def parameters(self, layer: int, layers: int) -> LayerParameters:
         """Parameters of layer ``layer`` in a model of ``layers``."""
-        return LayerParameters(
-            **{f.name: float(self.at(self.fitted[f.name], layer, layers)) for f in fields(LayerParameters)}
-        )
+        found = {f.name: float(self.at(self.fitted[f.name], layer, layers)) for f in fields(LayerParameters)}
+        return LayerParameters(**found).flatter(self.spread)
 
     def targets(self, layer: int, layers: int) -> dict[str, float]:
         """Recorded statistics by name, averaged over KV heads."""

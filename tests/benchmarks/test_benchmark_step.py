@@ -64,7 +64,7 @@ def test_step_measures_all_that_it_names(stepped, monkeypatch):
     found = stepped(model, command, "two_level", token_budget=32, num_blocks=2, **SETTINGS)
     count = Counter((row["variant"], row["batch"], row["metric"]) for row in found)
     assert set(count.values()) == {1}
-    always = "tpot_ms steps_ms step_ms capture_s peak_gb generate_host_syncs"
+    always = "tpot_ms read steps_ms step_ms capture_s peak_gb generate_host_syncs"
     always += " allocations allocations:seal host_syncs host_syncs:seal"
     first, second = ({metric for v, batch, metric in count if (v, batch) == ("two_level:lag", b)} for b in "21")
     assert first - second == {"capture_s:cold"}, "cold once in a process"

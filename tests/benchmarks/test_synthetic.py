@@ -12,7 +12,7 @@ from models import build
 from rich.console import Console
 
 from benchmarks.synthetic.achieved import achieved
-from benchmarks.synthetic.keys import LEAD, SyntheticKV
+from benchmarks.synthetic.keys import LEAD, Profile, SyntheticKV
 from benchmarks.synthetic.replay import ReplayedQueries
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.handle import Step
@@ -113,3 +113,19 @@ def test_attends_with_the_buffer():
             )
             torch.testing.assert_close(found, expected)
         replayed.next()
+
+
+def test_flatter_attention_takes_more_tokens_for_the_same_mass():
+    def share(spread: float) -> float:
+        made = synthetic(4, 2048, profile=Profile(spread=spread))
+        found = []
+        for layer in range(made.layers):
+            k, _ = made.keys_values(layer)
+            q = next(made.steps(layer)).view(1, made.heads, -1, made.dim)
+            weights = (q @ k.transpose(-1, -2) / made.dim**0.5)[..., made.config.sinks :].softmax(-1)
+            found.append((weights.sort(-1, descending=True).values.cumsum(-1) < 0.9).float().mean())
+        return float(torch.stack(found).mean())
+
+    assert share(0.5) > 2 * share(1.0) > 2 * share(1.5)
+    one, half = (Profile(spread=spread).parameters(2, 4) for spread in (1.0, 0.5))
+    assert (half.topic, half.noise, half.rest) == (one.topic / 2, one.noise / 2, one.rest)

@@ -1,20 +1,20 @@
 """Time of a token in exact mode, by how many drafts are accepted.
 
-    python -m benchmarks.probes.exact_rounds [--model qwen3-8b] [--shapes 1x32k 1x128k 8x32k] [--variant token_only]
+    python -m benchmarks exact --shapes 1x32k 8x32k --acceptance 0.978
 
 Keys and values are random, so acceptance is imitated: each draft of a row is accepted with the given probability. For
 each shape, in a row without ``generate()``: milliseconds of a dense and a sparse step, and of a verification of 4, 8
 and 16 tokens. Then ms a token of ``generate()``. Dense: by transformers' loop with captured steps. Exact mode: for each
 acceptance, with as many drafts as it finds to pay. Median and range of ``--repeats`` calls over a full cache; dense and
 exact calls take turns. A "first" call knows nothing of the model, and its captures count. A "later" one knows what the
-first has measured. As with dense ones, its captures do not count: a call of ``--lead`` tokens is subtracted. Prints
-only.
+first has measured. As with dense ones, its captures do not count: a call of ``--lead`` tokens is subtracted. Rows go to
+``benchmarks/results/exact.csv``.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from unittest.mock import patch
@@ -34,10 +34,12 @@ from hf_sparsekv.generating import Settings
 from hf_sparsekv.layers.together import keep_tokens
 from hf_sparsekv.results import versions
 
-from ..baselines import Variant, find, make_cache, prepare
-from ..decoding import Clock, Steps, free, in_a_row_ms
-from ..filling import RandomSource, fill_layers
-from ..shapes import known_config, parse_shape, random_model
+from .arguments import new_parser, parse_count, rows_file
+from .baselines import Variant, find, make_cache, prepare
+from .decoding import Clock, Steps, free, in_a_row_ms
+from .filling import RandomSource, fill_layers
+from .report import Report
+from .shapes import case_name, known_config, random_model
 
 STEPS = 20
 VERIFIED = (4, 8, 16)
@@ -58,21 +60,17 @@ class Imitated(Choice):
         return Chosen(chosen, logits, logits[:, 0])
 
 
-def filled(model, batch: int, context: int, variant: Variant, spare: int) -> SparseCache:
+def filled(model, batch: int, context: int, variant: Variant, spare: int, budget: int | None) -> SparseCache:
     """A full cache in exact mode."""
     free()
-    cache = make_cache(model, variant, context + spare)
+    cache = make_cache(model, variant, context + spare, budget=budget)
     fill_layers(RandomSource(model, batch, context), cache)
     Exact().begin(cache)
     return cache
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float:
-    """Milliseconds of a pass over so many tokens, which are taken back."""
+def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> list[float]:
+    """Milliseconds of passes over so many tokens, which are taken back."""
     clock, past = Clock(model.device), int(cache.get_seq_length())
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(past, past + tokens, device=model.device).repeat(batch, 1)
@@ -83,18 +81,18 @@ def verification_ms(model, cache: SparseCache, batch: int, tokens: int) -> float
             model(**given, use_cache=True)
             clock.mark()
         cache.crop(-tokens)
-    return median(clock.between()[::2][5:])
+    return clock.between()[::2][5:]
 
 
-def costs(model, batch: int, context: int, variant: Variant) -> str:
+def costs(model, batch: int, context: int, variant: Variant, report: Report, args: Namespace) -> None:
     """Times of steps and verifications."""
-    cache = filled(model, batch, context, variant, 512)
+    cache = filled(model, batch, context, variant, 512, args.budget)
     cache.going_on = True
-    found = [f"dense {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}"]
+    report.add("dense_step_ms", in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS))
     with cache.row_table.exactness.drafting():
-        found.append(f"sparse {median(in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS)):.2f}")
-    found += [f"verify {tokens} {verification_ms(model, cache, batch, tokens):.2f}" for tokens in VERIFIED]
-    return ", ".join(found)
+        report.add("sparse_step_ms", in_a_row_ms(Steps(model, cache, batch, 4 * STEPS), STEPS))
+    for tokens in VERIFIED:
+        report.add(f"verify_{tokens}_ms", verification_ms(model, cache, batch, tokens))
 
 
 def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float | None) -> tuple[float, Counter[int]]:
@@ -128,13 +126,13 @@ def shares(rounds: Counter[int]) -> str:
     return ", ".join(f"{drafts}: {n}" for drafts, n in sorted(rounds.items()))
 
 
-def through_generate(model, batch: int, context: int, variant: Variant, args: argparse.Namespace) -> None:
-    """Print milliseconds a token, dense and by acceptance."""
+def through_generate(model, batch: int, context: int, variant: Variant, report: Report, args: Namespace) -> None:
+    """Milliseconds a token, dense and by acceptance."""
     kinds: list[tuple[float | None, bool]] = [(None, False)]
     kinds += [(accepts, first) for accepts in args.acceptance for first in (True, False)]
     ms: dict[tuple, list[float]] = {kind: [] for kind in kinds}
     rounds: dict[tuple, Counter[int]] = {kind: Counter() for kind in kinds}
-    cache = filled(model, batch, context, variant, args.tokens + 64)
+    cache = filled(model, batch, context, variant, args.tokens + 64, args.budget)
     for drafts in (3, 7, 15):  # compiles and captures
         keep_tokens(cache, [context] * batch, None)
         Exact(drafts).begin(cache)
@@ -154,25 +152,20 @@ def through_generate(model, batch: int, context: int, variant: Variant, args: ar
             else:
                 ms[accepts, first].append(1e3 * (found - calls[0][0]) / (args.tokens - args.lead))
             rounds[accepts, first] += counted
-    dense = median(ms[None, False])
-    for kind in kinds:
-        accepts, first = kind
-        about = "dense" if accepts is None else f"exact, {accepts:.0%} accepted, {'first' if first else 'later'}"
-        every = sorted(ms[kind])
-        print(
-            f"  {about}: {median(every):.2f} ms a token ({every[0]:.2f} to {every[-1]:.2f}), "
-            f"{median(every) / dense:.3f} of dense" + (f"; rounds of drafts {shares(rounds[kind])}" if accepts else ""),
-            flush=True,
-        )
+    for (accepts, first), found in ms.items():
+        name = "dense" if accepts is None else f"exact:accepted={accepts:g}:{'first' if first else 'later'}"
+        report.add(f"{name}:tpot_ms", sorted(found))
+        if accepts is not None:
+            report.note(f"rounds by their drafts: {shares(rounds[accepts, first])}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="qwen3-8b")
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 1 if a shape failed."""
+    parser = new_parser("exact", __doc__, "shapes", "model")
+    parser.set_defaults(shapes=[(1, 32768), (1, 131072), (8, 32768), (8, 65536)])
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=["1x32k", "1x128k", "8x32k", "8x64k"])
     parser.add_argument("--variant", default="token_only", help="as in `step --list`, such as mass:0.9")
+    parser.add_argument("--budget", type=parse_count, help="tokens that drafts attend to; default 1024")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--lead", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
@@ -184,11 +177,15 @@ def main(argv: list[str] | None = None) -> None:
     variant = find(args.variant)
     prepare(model, variant, fused=device.type == "cuda")
     print(versions())
-    for shape in args.shapes:
-        batch, context = parse_shape(shape) if isinstance(shape, str) else shape
-        print(f"{batch} x {context}: {costs(model, batch, context, variant)}", flush=True)
-        through_generate(model, batch, context, variant, args)
+    case = case_name(args.model) + ("" if args.layers is None else f":layers={args.layers}")
+    name = variant.name + (f":budget={args.budget}" if args.budget else "")
+    with Report("exact", case, rows_file(args), len(args.shapes)) as report:
+        for batch, context in args.shapes:
+            with report.measuring(batch, context, name, model):
+                costs(model, batch, context, variant, report, args)
+                through_generate(model, batch, context, variant, report, args)
+    return report.close()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

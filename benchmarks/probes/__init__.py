@@ -1,1 +1,0 @@
-"""Small programs that answer one question about the hardware."""
