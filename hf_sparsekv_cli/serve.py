@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import re
 from typing import Annotated
 
 import typer
@@ -12,6 +14,12 @@ from hf_sparsekv_config.sparse import OffloadConfig
 from . import checks, values
 from .command import command
 from .options import CacheKind, DecodingOptions, Device, DType, DTypeOption, EngineOptions, Model, help_of
+
+TOOL_FORMATS = (
+    *("harmony", "gemma", "function-gemma", "deepseek-3.2", "deepseek", "kimi", "minimax", "glm", "qwen", "hermes"),
+    *("mistral", "llama", "template"),
+)
+ToolFormat = enum.StrEnum("ToolFormat", {re.sub(r"\W", "_", name): name for name in TOOL_FORMATS})
 
 _of_requests = functools.partial(typer.Option, rich_help_panel="Requests")
 _of_server = functools.partial(typer.Option, rich_help_panel="Server")
@@ -67,6 +75,14 @@ def serve(
             "--ignore-unknown-fields", help="Leave out what requests have and this server does not know, as chat_id."
         ),
     ] = False,
+    tool_format: Annotated[
+        ToolFormat | None,
+        _of_server(
+            help="How the model writes calls of tools; default: as its chat template shows. `template`: by the "
+            "response_template of its tokenizer.",
+            show_default=False,
+        ),
+    ] = None,
     log_requests: Annotated[
         bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
     ] = False,

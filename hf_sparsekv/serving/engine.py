@@ -171,7 +171,7 @@ class Engine:
         handle = Handle(f"request-{next(self._ids)}", len(ids), self._intake.look)
         text = None
         if self._detokenizer is not None:
-            text = self._detokenizer.stream(ids, sampling.stop)
+            text = self._detokenizer.stream(ids, sampling.stop, sampling.text_tokens)
         elif sampling.stop:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         keys: list[bytes] = []

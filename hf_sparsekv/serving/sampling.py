@@ -23,6 +23,7 @@ from hf_sparsekv_config.options import (
 )
 
 MAX_STOPS = 4  # as OpenAI's API
+MAX_TEXT_TOKENS = 128
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
 MAX_TEMPERATURE = 100.0
@@ -54,6 +55,7 @@ class Sampling:
         seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
         stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
             one that appears. Special tokens are no text, but a string that contains a special token's text matches it.
+        text_tokens: up to 128 special tokens that are text of the answer. Some models write calls of tools with them.
         json_schema: the answer is JSON that follows this schema: JSON itself, as text or as a mapping. Needs the extra
             ``structured``, as the next one.
         grammar: the answer follows this grammar, in llguidance's dialect of Lark.
@@ -77,6 +79,7 @@ class Sampling:
     logprobs: Annotated[int, Number(0, MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Number(-(2**63), 2**63 - 1, unit="64-bit")] | None = None
     stop: tuple[str, ...] = ()
+    text_tokens: tuple[int, ...] = ()
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     ignore_eos: bool = False
@@ -85,6 +88,7 @@ class Sampling:
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "text_tokens", _tokens("text_tokens", self.text_tokens))
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
         check(self)
         for name in ("json_schema", "grammar"):
@@ -129,6 +133,17 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
             f"logit_bias must have biases from {low:g} to {high:g}, got {shown(bias)}",
         )
     return tuple(sorted((token, float(bias)) for token, bias in dict(pairs).items()))
+
+
+def _tokens(name: str, given: object) -> tuple[int, ...]:
+    """Token ids of a field."""
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise ValueError(f"{name} must be token ids, got {shown(given)}")
+    found = tuple(given)
+    require(len(found) <= MAX_TEXT_TOKENS, f"{name} may have {MAX_TEXT_TOKENS} tokens at most, got {len(found)}")
+    for token in found:
+        require(is_int(token) and token >= 0, f"{name} must have token ids, got {shown(token)}")
+    return found
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -56,9 +56,11 @@ class Detokenizer:
         texts = {id: self._added[id].content if id in self._added else self.decode([id]) for id in self.hidden}
         return {id: text for id, text in texts.items() if text}
 
-    def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> TextStream:
+    def stream(
+        self, prompt: Sequence[int] = (), stop: Sequence[str] = (), text_tokens: Sequence[int] = ()
+    ) -> TextStream:
         """For one answer; see :class:`TextStream`."""
-        return TextStream(self, prompt, stop)
+        return TextStream(self, prompt, stop, text_tokens)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -90,17 +92,25 @@ class TextStream:
         prompt: token ids of the prompt. The last ones are context for the first tokens of the answer: a sentencepiece
             model's first word keeps its space if it continues the prompt. Without them the answer is decoded alone.
         stop: strings that end the answer.
+        text_tokens: hidden tokens that are text of this answer all the same.
 
     Attributes:
         stopped: whether a stop string has appeared; nothing may be pushed afterwards.
     """
 
-    def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        text_tokens: Sequence[int] = (),
+    ) -> None:
         self._decode = detokenizer.decode
-        self._hidden = detokenizer.hidden
+        self._hidden = detokenizer.hidden.difference(text_tokens)
         self._known, self._prefix = self._context(prompt)  # tokens whose text has been returned, and that text
         self._pending: list[int] = []  # later tokens, without text so far
-        self._stops = StopStrings(stop, detokenizer.names) if stop else None
+        names = {token: name for token, name in detokenizer.names.items() if token in self._hidden} if stop else {}
+        self._stops = StopStrings(stop, names) if stop else None
         self.stopped = False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:

@@ -118,13 +118,13 @@ def section(
 
 
 def closed(source: Source, close: str, *opens: str) -> Steps[None]:
-    """Take a call's closing mark. The end of the answer or the next call's beginning close it, too.
+    """Take a call's closing mark. The end of the answer, also in that mark, or the next call's beginning close it, too.
 
     Raises:
         Malformed: something else follows.
     """
     yield from source.space()
-    if (yield from source.take(close)) or not (yield from source.peek()):
+    if (yield from source.take(close)) or (yield from source.cut_off(close)):
         return
     for mark in opens:
         if (yield from source.comes(mark)):

@@ -97,6 +97,12 @@ class Source:
         self._take(len(literal))
         return True
 
+    def cut_off(self, literal: str) -> Steps[bool]:
+        """Whether the text ends here, or within ``literal``, whose beginning is taken."""
+        yield from self._has(len(literal))
+        rest = self._text[self._at :]
+        return self.ended and literal.startswith(rest) and self._take(len(rest)) == rest
+
     def expect(self, literal: str) -> Steps[None]:
         """Take ``literal``.
 

@@ -24,6 +24,7 @@ JOIN = 256  # texts that wait for a reader before they become one
 TICK_S = 1.0
 KEEP_ALIVE_S = 15.0  # silence until a keep-alive: proxies and clients give up on silent connections
 STALL_S = 60.0  # how long a client may stop reading
+LONG = 1 << 12  # characters of a text that is read for calls on a thread
 READING = 2  # threads that read tool calls
 
 _READING: WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = WeakKeyDictionary()
@@ -164,7 +165,7 @@ class Format:
     """Format of the pieces of answers; one object for each stream.
 
     Attributes:
-        reads: whether :meth:`last` parses the answer. This takes time, so it is called on another thread.
+        reads: whether the answer's text is read for calls. That of a long text, and its end, is on another thread.
     """
 
     reads = False
@@ -244,7 +245,9 @@ class EventStream(Response):
                 events = []
                 for which, text, end, logprobs in await self._answers.news():
                     if text or logprobs:
-                        events += [event(one) for one in form.text(which, text, logprobs)]
+                        new = partial(form.text, which, text, logprobs)
+                        long = form.reads and len(text) > LONG
+                        events += [event(one) for one in (await on_thread(new) if long else new())]
                     if end is not None:
                         output = outputs[which] = finished(end, self._answers.handles[which].id, self._answers.id)
                         last = partial(form.last, which, output)

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from hf_sparsekv.serving.request import Handle
 from hf_sparsekv.serving.sampling import shown
 
+from ..forms.known import FORMS
 from . import front, schema
 from .answers import Answers, EventStream, on_thread, while_there
 from .bodies import Bodies
@@ -35,7 +36,7 @@ from .metrics import PREFIX, registry
 from .prompts import LARGE, Prompts
 from .scan import Scan
 from .shapes import Chat, Completion, Shape
-from .tools import ToolReader
+from .tools import TEMPLATE, Reading
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
 MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
@@ -55,6 +56,7 @@ def create_app(
     allowed_hosts: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     ignore_unknown_fields: bool = False,
+    tool_format: str | None = None,
 ) -> FastAPI:
     """An application for any ASGI server around an engine. The caller has to close the engine.
 
@@ -72,17 +74,22 @@ def create_app(
             ``"*"``: of all pages.
         ignore_unknown_fields: leave fields of requests out that the server does not know, and name them in the answer's
             header ``X-Ignored-Fields``. False: refuse them.
+        tool_format: how the model writes calls of tools: one of :data:`.FORMS`, or ``template`` for the tokenizer's
+            ``response_template``. ``None``: as its chat template shows.
 
     Raises:
-        ValueError: ``api_key`` is empty, or an origin is none.
+        ValueError: ``api_key`` is empty, an origin is none, or there is no such form.
     """
     origins = [origin(one) for one in cors_origins]
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty: give one, or None to let everybody in")
+    if tool_format not in (None, TEMPLATE, *FORMS):
+        raise ValueError(f"tool_format must be one of {', '.join([*FORMS, TEMPLATE])}, got {shown(tool_format)}")
     # No documentation pages: they would load scripts from elsewhere.
     # No redirects that add or remove a slash: they would contain the client's Host header.
     app = FastAPI(title="hf-sparsekv", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    api = _Api(engine, model_id, max_body, max_answer, ignore_unknown_fields)
+    prompts = Prompts(engine, model_id, max_answer, ignore_unknown_fields, tool_format)
+    api = _Api(engine, model_id, Bodies(max_body), prompts)
     seen = partial(app.api_route, methods=["GET", "HEAD"])  # load balancers ask by HEAD
     seen("/")(api.welcome)
     seen("/docs")(api.docs)
@@ -142,13 +149,11 @@ async def _tell_any(request: Request, error: Exception) -> Response:
 class _Api:
     """The endpoints; see :func:`create_app`."""
 
-    def __init__(
-        self, engine: Engine, model_id: str, max_body: int, max_answer: int | None, ignore_unknown: bool
-    ) -> None:
+    def __init__(self, engine: Engine, model_id: str, bodies: Bodies, prompts: Prompts) -> None:
         self._engine = engine
         self._model_id = model_id
-        self._bodies = Bodies(max_body)
-        self._prompts = Prompts(engine, model_id, max_answer, ignore_unknown)
+        self._bodies = bodies
+        self._prompts = prompts
         self._texts = TokenTexts(engine.tokenizer, engine.eos)
         self._created = int(time.time())
         self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(SUBMITTING)
@@ -219,18 +224,18 @@ class _Api:
 
     async def _submitted(
         self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]
-    ) -> tuple[schema.Asked, ToolReader | None, Answers]:
+    ) -> tuple[schema.Asked, Reading | None, Answers]:
         """Read a body and submit what it asks for. On return nothing keeps the body: answers may take long."""
         scan = Scan(self._engine.max_length)
         handles: list[Handle] = []
         try:
             async with self._bodies.read(request, scan) as body:
                 limiter, submit = self._threads[len(body) > LARGE], self._prompts.submit
-                asked, tools = await anyio.to_thread.run_sync(submit, body, scan, parse, handles, limiter=limiter)
+                asked, reading = await anyio.to_thread.run_sync(submit, body, scan, parse, handles, limiter=limiter)
             id = request.scope.get(ID, "")
             answers = Answers(handles, text=asked.stream, id=id)
             log.info("%s: asked of the engine as %s", id, ", ".join(handle.id for handle in handles))
-            return asked, tools, answers
+            return asked, reading, answers
         except BaseException:  # also if the server ends while the thread submits
             for handle in handles:
                 handle.cancel()
@@ -239,8 +244,8 @@ class _Api:
     async def _answer(
         self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked], kind: type[Shape]
     ) -> Response:
-        asked, tools, answers = await self._submitted(request, parse)
-        shape = kind(self._model_id, asked, tools, self._texts)
+        asked, reading, answers = await self._submitted(request, parse)
+        shape = kind(self._model_id, asked, reading, self._texts)
         headers = {IGNORED: ", ".join(map(_safe, asked.ignored))} if asked.ignored else {}
         if asked.stream:
             return EventStream(answers, shape, headers)

@@ -5,6 +5,9 @@ The other fields of a request are in :mod:`.schema`.
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 from hf_sparsekv.serving.sampling import shown
@@ -15,6 +18,7 @@ from .fields import Fields
 from .scan import Scan
 from .values import all_whole, empty, json_kind, parsed
 
+REASONING = "reasoning_content"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096  # templates are Python, and some look at all messages for each of them
 # Fields of a message. Besides role and content: the speaker's name, and fields of an answer that OpenAI's client sends
@@ -72,6 +76,44 @@ def check_history(messages: list[dict[str, Any]], template: str) -> None:
             if name not in MESSAGE_LABELS and name not in template:
                 why = f"{where} has a field {shown(name)} that this model's chat template does not know"
                 raise ApiError(400, why, "messages", "unsupported_parameter")
+
+
+def with_reasoning(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """A conversation whose reasoning has the name that its template knows, if that is another than OpenAI's clients'.
+
+    Args:
+        messages: with ``reasoning_content``.
+        template: the source of the chat template.
+    """
+    if REASONING in template:
+        return messages
+    for name in ("thinking", "reasoning"):  # gpt-oss'; others'
+        if re.search(rf"""message\.{name}\b|message\[['"]{name}['"]\]|['"]{name}['"] in message""", template):
+            given = ({**one, name: one[REASONING]} if REASONING in one else one for one in messages)
+            return [{key: value for key, value in one.items() if key != REASONING} for one in given]
+    return messages
+
+
+def applied(messages: list[dict[str, Any]], apply: Callable[[list[dict[str, Any]]], str]) -> str:
+    """What a template makes of a conversation. Some templates (DeepSeek V3's) add arguments of calls to texts."""
+    try:
+        return apply(messages)
+    except TypeError:
+        if not any(one.get("tool_calls") for one in messages):
+            raise
+        return apply(
+            [{**one, "tool_calls": _as_text(one["tool_calls"])} if one.get("tool_calls") else one for one in messages]
+        )
+
+
+def _as_text(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with their arguments as JSON in a string."""
+    made = []
+    for call in calls:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        made.append({**call, "function": {**call["function"], "arguments": text}})
+    return made
 
 
 def _content(content: object, where: str) -> str:

@@ -20,9 +20,9 @@ from . import schema
 from .engine import Engine
 from .errors import ApiError, told
 from .fields import EFFORT, MAX_NAME, MOST_TOLD
-from .messages import check_history
+from .messages import applied, check_history, with_reasoning
 from .scan import Scan
-from .tools import ToolReader
+from .tools import Reading, Style
 
 READING = 4  # threads that parse bodies, apply templates and tokenise at a time
 LARGE = 1 << 18  # bytes of a body; these are read one at a time, or they would take the interpreter from the engine
@@ -46,13 +46,23 @@ class Prompts:
         model_id: the name that clients ask for.
         max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
         ignore_unknown: leave unknown fields out.
+        tool_format: the form in which the model writes calls; None: that of its chat template.
     """
 
-    def __init__(self, engine: Engine, model_id: str, max_answer: int | None, ignore_unknown: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model_id: str,
+        max_answer: int | None,
+        ignore_unknown: bool = False,
+        tool_format: str | None = None,
+    ) -> None:
         self._engine = engine
         self._model_id = model_id
         self._max_answer = max_answer
         self._ignore_unknown = ignore_unknown
+        self._tool_format = tool_format
+        self._styles: dict[str, Style] = {}
         # Both are free while a schema is compiled: others need not wait for it.
         self._reading, self._reading_large = threading.Semaphore(READING), threading.Semaphore(1)
 
@@ -62,32 +72,30 @@ class Prompts:
         scan: Scan,
         parse: Callable[[dict[str, Any], Scan, bool], schema.Asked],
         handles: list[Handle],
-    ) -> tuple[schema.Asked, ToolReader | None]:
+    ) -> tuple[schema.Asked, Reading | None]:
         """Parse, tokenise and submit, on a thread. Appends to ``handles``.
 
         Returns:
-            The requests, without their texts: answers may take long, and many wait.
+            The requests, without their texts: answers may take long, and many wait. How the answers are read; None:
+            they are text.
         """
         step_aside()
-        with contextlib.ExitStack() as reading:
+        with contextlib.ExitStack() as turn:
             if len(body) > LARGE:
-                reading.enter_context(self._reading_large)
-            reading.enter_context(self._reading)
+                turn.enter_context(self._reading_large)
+            turn.enter_context(self._reading)
             fields = schema.loads(body)
             schema.check_model(fields, self._model_id)
-            asked, tools = parse(fields, scan, self._ignore_unknown), None
+            asked, reading = parse(fields, scan, self._ignore_unknown), None
             self._check_count(len(asked.prompts or (None,)), asked.n)
             try:
                 if asked.messages is not None:
                     asked = self._with_known(asked)
                     prompts, default = [self._rendered(asked)], self._max_answer
-                    if "tools" in asked.template:
-                        tools = ToolReader(self._engine.tokenizer, asked.template["tools"], prompts[0])
-                    if asked.calls is not None and tools is not None:
-                        asked = replace(asked, sampling=replace(asked.sampling, grammar=tools.grammar(*asked.calls)))
+                    asked, reading = self._with_reading(asked, prompts[0])
                 else:
                     prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
-                reading.close()
+                turn.close()
                 for prompt in prompts:
                     for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
                         handles.append(self._engine.submit(prompt, sampling))
@@ -98,7 +106,26 @@ class Prompts:
                 raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
             except RuntimeError as error:
                 raise told(error) from error
-        return replace(asked, prompts=None, messages=None, template={}, calls=None), tools
+        return replace(asked, prompts=None, messages=None, template={}, calls=None), reading
+
+    def _with_reading(self, asked: schema.Asked, prompt: list[int]) -> tuple[schema.Asked, Reading | None]:
+        """How answers to a conversation are read, and what that asks of the engine."""
+        tokenizer, tools, sampling = self._engine.tokenizer, asked.template.get("tools"), asked.sampling
+        template = tokenizer.get_chat_template(tools=tools)
+        if tools and "tools" not in template:
+            raise ApiError(400, "this model's chat template knows no tools", "tools", "unsupported_parameter")
+        free = asked.calls is None and sampling.json_schema is None and sampling.grammar is None
+        reading = Reading(tokenizer, self._style(template), tools, prompt, free, asked.first_only)
+        if asked.calls is not None:
+            sampling = replace(sampling, grammar=reading.grammar(*asked.calls))
+        asked = replace(asked, sampling=replace(sampling, text_tokens=reading.text_tokens))
+        return asked, reading if reading.needed else None
+
+    def _style(self, template: str) -> Style:
+        """How the model of a chat template writes. A tokenizer has one or two templates."""
+        if template not in self._styles:
+            self._styles[template] = Style.of(self._engine.tokenizer, template, self._engine.eos, self._tool_format)
+        return self._styles[template]
 
     def _check_count(self, prompts: int, each: int) -> None:
         """Raise 400 for more answers than ever fit the queue; 429 would make the client try again."""
@@ -161,12 +188,14 @@ class Prompts:
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
-        check_history(asked.messages, tokenizer.get_chat_template(tools=asked.template.get("tools")))
+        source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
+        check_history(asked.messages, source)
+        messages = with_reasoning(asked.messages, source)
         if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
             self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
         try:
             options = {"add_generation_prompt": True, "tokenize": False}
-            text = tokenizer.apply_chat_template(asked.messages, **asked.template, **options)
+            text = applied(messages, lambda given: tokenizer.apply_chat_template(given, **asked.template, **options))
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
         return self._tokens(text, "messages", add_special_tokens=False)

@@ -44,6 +44,7 @@ class Asked:
         messages: of a conversation, as chat templates take them.
         template: further arguments of the chat template.
         calls: of its tools that the answer must consist of; None: the model decides.
+        first_only: only the first call of a tool is told.
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
         n: answers to each prompt.
@@ -62,6 +63,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
+    first_only: bool = False
 
     def sampled(self, prompt_tokens: int, most: int, default: int | None) -> list[Sampling]:
         """Its settings for a prompt of so many tokens, for each of its answers.
@@ -162,7 +164,8 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
             "unsupported_parameter",
         )
     calls = _calls(body, template.get("tools", ()), fields)
-    return replace(asked, template=template, calls=calls, ignored=tuple(fields.ignored))
+    first_only = calls is None and body.get("parallel_tool_calls") is False
+    return replace(asked, template=template, calls=calls, first_only=first_only, ignored=tuple(fields.ignored))
 
 
 def _common(body: Mapping[str, Any], fields: Fields, limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
@@ -224,9 +227,6 @@ def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], fields: Fie
             400, f"parallel_tool_calls must be true or false, got {json_kind(several)}", "parallel_tool_calls"
         )
     if choice in ("auto", "none"):
-        if not several and tools:
-            message = "parallel_tool_calls cannot be turned off where the model decides: give tool_choice required"
-            raise ApiError(400, message, "parallel_tool_calls", "unsupported_parameter")
         return None
     names = tuple(one["function"]["name"] for one in tools)
     if choice == "required":

@@ -13,10 +13,12 @@ from typing import Any
 
 from hf_sparsekv.serving.request import Logprob, Output
 
+from ..forms.events import Arguments, Begin, Broken, End, Event, Text, Thought
+from ..forms.message import Message
 from . import schema
 from .answers import Format
 from .logprobs import TokenTexts
-from .tools import ToolReader
+from .tools import AnswerReader, Reading
 
 
 class Shape(Format):
@@ -25,16 +27,32 @@ class Shape(Format):
     prefix = object_name = chunk_name = ""
 
     def __init__(
-        self, model_id: str, asked: schema.Asked, tools: ToolReader | None, logprobs: TokenTexts | None = None
+        self, model_id: str, asked: schema.Asked, reading: Reading | None, logprobs: TokenTexts | None = None
     ) -> None:
         self._about = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model_id}
         self._include_usage = asked.include_usage
         self._null = {"usage": None} if asked.include_usage else {}
-        self._tools = tools
-        self.reads = tools is not None
-        self._cut = bool(asked.sampling.stop)
+        self._reading = reading
+        self.reads = reading is not None
+        self._readers: dict[int, AnswerReader] = {}  # by answer, of a stream
         self._each = asked.n  # answers to a prompt
         self._logprobs = logprobs if asked.sampling.logprobs is not None else None
+
+    def message(self, output: Output) -> Message:
+        """What a whole answer consists of."""
+        return Message(output.text) if self._reading is None else self._reading.message(output.text)
+
+    def events(self, which: int, text: str) -> list[Event]:
+        """What new text of a stream is."""
+        if self._reading is None:
+            return [Text(text)] if text else []
+        if which not in self._readers:
+            self._readers[which] = self._reading.reader()
+        return self._readers[which].feed(text)
+
+    def last_events(self, which: int) -> list[Event]:
+        """What the end of a stream is."""
+        return [*self.events(which, ""), *self._readers[which].finish()] if self._reading is not None else []
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
         """One whole answer."""
@@ -98,10 +116,21 @@ class Chat(Shape):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._begun: set[int] = set()  # answers whose role has been sent
+        self._calls: Counter[int] = Counter()  # by answer: calls that have begun
+        self._whole: set[int] = set()  # answers with a whole call
+        self._untold: dict[int, list[Logprob]] = {}  # by answer: of tokens whose text has not been sent
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
-        message, reason = self._read(output)
-        message = {"role": "assistant", **message, "refusal": None}
+        read = self.message(output)
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in read.calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": read.text or (None if calls else "")}
+        message |= {"reasoning_content": read.reasoning} if read.reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        message["refusal"] = None
+        reason = _reason(bool(calls), output)
         return {"index": which, "message": message, "logprobs": self._told(output.logprobs), "finish_reason": reason}
 
     def _first(self, which: int) -> list[object]:
@@ -112,27 +141,46 @@ class Chat(Shape):
         return [self._delta(which, {"role": "assistant", "content": ""})]
 
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
-        if self._tools:  # it may be a call of one, which is known at its end
-            return []
-        return [*self._first(which), self._delta(which, {"content": text}, logprobs=logprobs)]
+        return self._deltas(which, self.events(which, text), logprobs)
+
+    def _deltas(self, which: int, events: Sequence[Event], logprobs: Sequence[Logprob]) -> list[object]:
+        """Chunks for events. Log probabilities go with the first of them, or wait for the next."""
+        untold = [*self._untold.pop(which, ()), *logprobs]
+        chunks = []
+        for event in events:
+            if (delta := self._delta_of(which, event)) is not None:
+                chunks += [*self._first(which), self._delta(which, delta, logprobs=untold)]
+                untold = []
+        if untold and self._reading is None:  # a token without text
+            return [*chunks, *self._first(which), self._delta(which, {"content": ""}, logprobs=untold)]
+        if untold:
+            self._untold[which] = untold
+        return chunks
+
+    def _delta_of(self, which: int, event: Event) -> dict[str, Any] | None:
+        index = self._calls[which] - 1
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Thought(text):
+                return {"reasoning_content": text}
+            case Begin(name, id):
+                self._calls[which] += 1
+                about = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index + 1, "id": id, "type": "function", "function": about}]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case End():
+                self._whole.add(which)
+            case Broken(text, cut) if not cut:  # what was sent of it cannot be taken back
+                return {"content": text}
+        return None
 
     def last(self, which: int, output: Output) -> list[object]:
-        message, reason = self._read(output)
-        deltas = []
-        if self._tools:
-            calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
-            deltas = [{name: text} for name, text in message.items() if text]
-            deltas += [{"tool_calls": calls}] if calls else []
-        logprobs = output.logprobs if self._tools else ()
-        told = [self._delta(which, one) for one in deltas]
-        return [*self._first(which), *told, self._delta(which, {}, reason, logprobs)]
-
-    def _read(self, output: Output) -> tuple[dict[str, Any], str]:
-        if self._tools is None:
-            return {"content": output.text}, output.finish_reason
-        message = self._tools.message(output, self._cut)
-        ended = output.finish_reason == "stop"  # otherwise max_tokens has cut off what follows the whole calls
-        return message, "tool_calls" if "tool_calls" in message and ended else output.finish_reason
+        chunks = self._deltas(which, self.last_events(which), ())
+        reason = _reason(which in self._whole, output)
+        last = self._delta(which, {}, reason, self._untold.pop(which, ()))
+        return [*chunks, *self._first(which), last]
 
     def _delta(
         self, which: int, delta: dict[str, Any], reason: str | None = None, logprobs: Sequence[Logprob] = ()
@@ -142,3 +190,8 @@ class Chat(Shape):
 
     def _told(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
         return self._logprobs.in_objects(logprobs) if self._logprobs is not None and logprobs else None
+
+
+def _reason(calls: bool, output: Output) -> str:
+    """The finish reason. ``max_tokens`` may have cut off what follows whole calls."""
+    return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason

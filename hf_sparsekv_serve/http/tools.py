@@ -1,49 +1,31 @@
-"""Tool calls in an answer, read by transformers' ``parse_response`` as the model's template writes them."""
+"""How answers to one request are read: calls of tools and reasoning, in the form of its model."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import logging
-import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import regex  # as transformers' parser, whose patterns are counted here
 from transformers import PreTrainedTokenizerBase
 
 from hf_sparsekv.serving.grammar import WHITESPACE
-from hf_sparsekv.serving.request import Output
+from hf_sparsekv.serving.sampling import MAX_TEXT_TOKENS
 
+from ..forms import known, thinking
+from ..forms.calls import Tools
+from ..forms.events import Arguments, Begin, Broken, End, Event
+from ..forms.message import Message
+from ..forms.template import TemplateReader
 from .errors import ApiError
 
-# For tokenizers without a response_template of their own, whose chat templates show calls in this way: Hermes, Qwen 2.5
-# and 3. The names of the fields are transformers'.
-BETWEEN = "\0"  # texts around the calls: no model writes it
-IN_TAGS = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": "<|im_end|>", "content": "text", "repeats": True, "join": BETWEEN},
-    },
-}
-# transformers' parser looks for each delimiter again after each region: regions times the text's length.
-MAX_REGIONS = 128
-MAX_SPACE = 256  # characters: delimiters that are patterns may begin with any whitespace, and are tried at each of them
-SPACE = re.compile(r"\s+")
-COUNTING_S = 0.1  # seconds
 PROMPT_END = 512  # tokens in which the template may have begun the message
-# Answers that are calls, written as IN_TAGS has them. Each tool's schema is a document of its own: `#` in a reference
-# means the schema's own root.
+TEMPLATE = "template"  # the form that a tokenizer defines itself, as its response_template
+# Answers that are calls, in the form of Hermes. Each tool's schema is a document of its own: `#` in a reference means
+# the schema's own root.
 LARK = """start: call{more}
 call: "<tool_call>\\n" ({tools}) "\\n</tool_call>"
 """
@@ -53,35 +35,108 @@ arguments{i}: %json {schema}
 """
 MOST_CALLS = 16
 OF_ANY_TYPE = {"type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const"}  # a schema without these may be any JSON
-SHOWS_TAGS = ("<|im_start|>", "<tool_call>", "</tool_call>", '"arguments"')
 
 log = logging.getLogger(__name__)
 
 
-class ToolReader:
-    """Makes messages of answers to one conversation with tools.
+@dataclass(frozen=True)
+class Style:
+    """How a model writes calls and reasoning.
 
-    Args:
-        tokenizer: with the chat template that the tools are given to.
-        tools: as clients give them.
-        prompt: ids, in which the template may have begun the message.
-
-    Raises:
-        ApiError: the template knows no tools, or how its model writes calls is not known.
+    Attributes:
+        form: the name of the form of its calls, or :data:`TEMPLATE`; None: it is not known.
+        marks: of its reasoning.
+        form_tokens: special tokens that calls are written with.
+        marks_tokens: special tokens around reasoning.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: Sequence[int]) -> None:
-        template = tokenizer.get_chat_template(tools=tools)
-        if "tools" not in template:
-            raise ApiError(400, "this model's chat template knows no tools", "tools", "unsupported_parameter")
-        self._form = getattr(tokenizer, "response_template", None)
-        if self._form is None and all(tag in template for tag in SHOWS_TAGS):
-            self._form = IN_TAGS
-        if self._form is None:
-            message = "this model's tokenizer does not say how calls of tools are written (response_template)"
-            raise ApiError(400, message, "tools", "unsupported_parameter")
-        self._tokenizer, self._tools = tokenizer, tools
+    form: str | None
+    marks: thinking.Marks | None
+    form_tokens: tuple[int, ...] = ()
+    marks_tokens: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase, template: str, ends: Iterable[int], asked: str | None = None) -> Style:
+        """Of a chat template.
+
+        Args:
+            ends: tokens that end answers, which are never text.
+            asked: the form that an operator has named; None: that of the template.
+        """
+        own = getattr(tokenizer, "response_template", None)
+        form = asked or known.form_of(template) or (None if own is None else TEMPLATE)
+        found = known.FORMS.get(form or "")
+        thinks = found is not None and found.thinks
+        marks = None if thinks else thinking.marks_of(template, set(tokenizer.get_added_vocab()))
+        added = tokenizer.added_tokens_decoder.items()
+        special = {id: token.content for id, token in added if token.special and id not in set(ends)}
+        written = found.marks if found is not None else (str(own).replace("\\", ""),) if form == TEMPLATE else ()
+        return Style(form, marks, _in(special, written), _in(special, marks or ()))
+
+
+def _in(special: Mapping[int, str], texts: Sequence[str]) -> tuple[int, ...]:
+    """Tokens that are part of some texts."""
+    found = (id for id, token in special.items() if any(token in text for text in texts))
+    return tuple(itertools.islice(found, MAX_TEXT_TOKENS // 2))
+
+
+class Reading:
+    """Makes readers of the answers to one conversation.
+
+    Args:
+        tokenizer: whose chat template the conversation was given to.
+        style: of the model.
+        tools: as clients give them; None: none.
+        prompt: ids, in which the template may have begun the reasoning.
+        thinks: False if nothing but the answer itself may come, as a grammar has it.
+        first_only: calls after the first one are left out.
+
+    Attributes:
+        text_tokens: special tokens that it has to see.
+
+    Raises:
+        ApiError: there are tools, and how the model writes calls is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        style: Style,
+        tools: list[dict[str, Any]] | None,
+        prompt: Sequence[int],
+        thinks: bool = True,
+        first_only: bool = False,
+    ) -> None:
+        if tools is not None and style.form is None:
+            why = "this model's tokenizer does not say how calls of tools are written: name the form by --tool-format"
+            raise ApiError(400, why, "tools", "unsupported_parameter")
+        self._tokenizer, self._style, self._tools = tokenizer, style, tools
+        self._form = known.FORMS.get(style.form or "")
+        self._by_template = style.form == TEMPLATE and tools is not None
+        self._marks = style.marks if thinks else None
         self._prompt = tokenizer.decode(list(prompt[-PROMPT_END:]))
+        self._begun = self._marks is not None and thinking.begun(self._prompt, self._marks)
+        self._named = None if tools is None else Tools.of(tools)
+        self._first_only = first_only
+        of_form = tools is not None or (self._form is not None and self._form.thinks)
+        self.text_tokens = (style.form_tokens if of_form else ()) + (style.marks_tokens if self._marks else ())
+
+    @property
+    def needed(self) -> bool:
+        """Whether answers are anything but text."""
+        return self._tools is not None or self._marks is not None or (self._form is not None and self._form.thinks)
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        if self._by_template:
+            form = self._tokenizer.response_template
+            return AnswerReader(TemplateReader(self._tokenizer, form, self._prompt, self._tools or []), False)
+        return AnswerReader(known.reader(self._form, self._named, self._marks, self._begun), self._first_only)
+
+    def message(self, text: str) -> Message:
+        """The message of a whole answer. It takes up to a second, so it is not for the event loop."""
+        reader = self.reader()
+        return Message.of([*reader.feed(text), *reader.finish()])
 
     def grammar(self, names: Sequence[str], several: bool) -> str:
         """The grammar of an answer that is calls of these tools and nothing else, in llguidance's dialect of Lark.
@@ -89,57 +144,55 @@ class ToolReader:
         Raises:
             ApiError: the model writes calls in a way of its own, whose grammar is not known.
         """
-        if self._form is not IN_TAGS:
+        if self._style.form != "hermes":
             message = "tool_choice must be auto or none: how this model writes calls is known for reading only"
             raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-        asked = [tool for tool in (one["function"] for one in self._tools) if tool["name"] in names]
-        more = f" (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else ""
-        rules = [
-            LARK_TOOL.format(i=i, name=json.dumps({"const": tool["name"]}), schema=json.dumps(_arguments(tool)))
-            for i, tool in enumerate(asked)
-        ]
-        tools = " | ".join(f"tool{i}" for i in range(len(asked)))
-        return "".join((LARK.format(more=more, tools=tools), *rules))
+        return grammar_of(
+            [tool["function"] for tool in self._tools or () if tool["function"]["name"] in names], several
+        )
 
-    def message(self, output: Output, cut: bool) -> dict[str, Any]:
-        """``content``, and ``tool_calls`` or ``reasoning_content`` if there are any; the text if it cannot be read.
 
-        It takes up to a second, so it is not for the event loop.
+class AnswerReader:
+    """Reads one answer, and gives each call an id.
 
-        Args:
-            cut: stop strings were asked for: the text is read, without special tokens, not the tokens.
-        """
-        try:
-            plain = cut or self._form is IN_TAGS  # whose tags are no special tokens
-            text = output.text if plain else self._tokenizer.decode(list(output.token_ids), skip_special_tokens=False)
-            self._check(text)
-            read = self._tokenizer.parse_response(text, self._form, prefix=self._prompt, tools=self._tools)
-            calls = [_call(call["function"]) for call in read.get("tool_calls") or []]
-        except Exception as error:  # the answer may not follow the format
-            # Do not log the message: it quotes the answer, which is private to the client.
-            log.warning("an answer's tool calls cannot be read (%s): it is given as text", type(error).__name__)
-            return {"content": output.text}
-        content = read.get("content") or ""
-        if self._form is IN_TAGS:  # joined of what is between the calls
-            content = "\n".join(filter(None, content.split(BETWEEN)))
-        message = {"content": content or (None if calls else "")}
-        if thinking := read.get("thinking"):
-            message["reasoning_content"] = thinking
-        return {**message, "tool_calls": calls} if calls else message
+    Args:
+        reader: of the form.
+        first_only: calls after the first one are left out.
+    """
 
-    def _check(self, text: str) -> None:
-        """Raise ValueError if reading it would take long."""
-        regions = 0
-        for field in self._form["fields"].values():
-            literals = field.get("open", ())
-            regions += sum(map(text.count, [literals] if isinstance(literals, str) else literals))
-            if "open_pattern" in field:
-                if max(map(len, SPACE.findall(text)), default=0) > MAX_SPACE:
-                    raise ValueError(f"more than {MAX_SPACE} characters of whitespace")
-                found = regex.finditer(field["open_pattern"], text, regex.DOTALL, timeout=COUNTING_S)
-                regions += sum(1 for _ in itertools.islice(found, MAX_REGIONS + 1))
-        if regions > MAX_REGIONS:
-            raise ValueError(f"more than {MAX_REGIONS} parts")
+    def __init__(self, reader: known.Reader | TemplateReader, first_only: bool) -> None:
+        self._reader, self._first_only = reader, first_only
+        self._calls = 0
+        self._left_out = False
+
+    def feed(self, text: str) -> list[Event]:
+        """Events of the next piece of text."""
+        return list(self._kept(self._reader.feed(text)))
+
+    def finish(self) -> list[Event]:
+        """Events at the end of the answer."""
+        return list(self._kept(self._reader.finish()))
+
+    def _kept(self, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Begin):
+                self._left_out = self._first_only and self._calls > 0
+                event = Begin(event.name, event.id or f"call_{uuid.uuid4().hex}")
+            if isinstance(event, Broken):  # without its text, which is private to the client
+                log.warning("an answer's tool call cannot be read: it is given as text")
+            if not self._left_out or not isinstance(event, Begin | Arguments | End | Broken):
+                yield event
+            self._calls += isinstance(event, End)
+
+
+def grammar_of(tools: Sequence[dict[str, Any]], several: bool) -> str:
+    """Calls of some functions, one or several, as Hermes writes them."""
+    more = f" (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else ""
+    rules = [
+        LARK_TOOL.format(i=i, name=json.dumps({"const": tool["name"]}), schema=json.dumps(_arguments(tool)))
+        for i, tool in enumerate(tools)
+    ]
+    return "".join((LARK.format(more=more, tools=" | ".join(f"tool{i}" for i in range(len(tools)))), *rules))
 
 
 def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
@@ -148,10 +201,3 @@ def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
     given = given if isinstance(given, dict) else {}  # none, or true: any
     made = given if given.keys() & OF_ANY_TYPE else {"type": "object", **given}
     return {**made, "x-guidance": WHITESPACE}
-
-
-def _call(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments", {})
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    about = {"name": str(function["name"]), "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": about}

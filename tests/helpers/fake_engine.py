@@ -105,7 +105,9 @@ class FakeEngine:
             self.prompts.append(ids)
             self.counts["requests"] += 1
             handle = Handle(f"request-{next(self._ids)}", len(ids), lambda handle: self._wake.set())
-            self._waiting.append(Row(handle, ids, sampling, self._detokenizer.stream(ids, sampling.stop)))
+            self._waiting.append(
+                Row(handle, ids, sampling, self._detokenizer.stream(ids, sampling.stop, sampling.text_tokens))
+            )
         self._wake.set()
         return handle
 

@@ -272,15 +272,32 @@ def test_tool_calls_are_read(tool_client, stop):
     assert '{"city": "Köln"}See.<|im_start|>tool\n' in byte_level().decode(tool_client.engine.prompts[-1])
 
 
-def test_tool_calls_of_a_stream_come_whole(tool_client):
+def test_tool_calls_of_a_stream_come_as_they_are_written(tool_client):
     chunks = list(tool_client.chat.completions.create(model="m", messages=HI, tools=TOOLS, stream=True))
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "See."
     calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert [(call.index, call.function.name) for call in calls] == [(0, "weather")]
+    assert [(call.index, call.function.name) for call in calls[:1]] == [(0, "weather")] and len(calls) > 5
+    assert calls[0].id.startswith("call_") and all(call.index == 0 and call.id is None for call in calls[1:])
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Köln"}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_the_first_call_if_calls_may_not_be_parallel(tool_client, stream):
+    engine = tool_client.engine
+    before, engine.answer = engine.answer, ids(CALLS * 2 + "<|end|>")
+    asked = {"model": "m", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
+    try:
+        answer = tool_client.chat.completions.create(**asked)
+        messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+        calls = [call for one in messages for call in one.tool_calls or []]
+        assert len({call.id for call in calls if call.id}) == 1
+        assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Köln"}
+    finally:
+        engine.answer = before
 
 
 def test_an_answer_that_is_no_call_is_text(tool_client):

@@ -19,14 +19,13 @@ from http_server import serving
 from tokenizers_made import byte_level
 from waiting import wait_until
 
-from hf_sparsekv.serving.request import Output
-from hf_sparsekv_serve.http import bodies, create_app, prompts, shapes
+from hf_sparsekv_serve.forms.message import Message
+from hf_sparsekv_serve.http import answers, bodies, create_app, prompts, shapes
 from hf_sparsekv_serve.http import fields as fields_module
-from hf_sparsekv_serve.http import tools as tools_module
 from hf_sparsekv_serve.http.errors import ApiError
 from hf_sparsekv_serve.http.gate import Gate
 from hf_sparsekv_serve.http.scan import Scan
-from hf_sparsekv_serve.http.tools import ToolReader
+from hf_sparsekv_serve.http.tools import AnswerReader, Reading, Style
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
@@ -495,13 +494,15 @@ def test_nothing_of_a_conversation_is_left_out_in_silence(messages, says):
 # ---------------------------------------------------------------------- answers with tool calls, and the log
 
 
-def reader(form: dict | None = None) -> ToolReader:
+def reader(form: dict | None = None) -> Reading:
     tokenizer = byte_level()
     tokenizer.chat_template += '{# <|im_start|> <tool_call> </tool_call> "arguments" tools #}{% if tools %}T{% endif %}'
+    tokenizer.chat_template += "{# <think> </think> #}"
     if form is not None:
         tokenizer.response_template = form
     prompt = tokenizer("hi<|im_start|>assistant\n" if form is None else "hi<|assistant|>")["input_ids"]
-    return ToolReader(tokenizer, [{"type": "function", "function": {"name": "f"}}], prompt)
+    style = Style.of(tokenizer, tokenizer.chat_template, (), None if form is None else "template")
+    return Reading(tokenizer, style, [{"type": "function", "function": {"name": "f"}}], prompt)
 
 
 def call(name: str = "f") -> str:
@@ -524,68 +525,86 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        *((form, text) for form in (None, PATTERNS) for text in (call() * 6000, "<tool_call>" * 12_000, call() * 129)),
-        (None, "a<think>b</think>" * 8000),
-    ],
-    ids=["calls", "tags", "few", "calls-patterns", "tags-patterns", "few-patterns", "thoughts"],
-)
-def test_answers_of_many_parts_are_not_parsed(form, text, monkeypatch):
-    """transformers' parser takes time with the parts times the text: 5 s for 128,000 characters."""
-    made = reader(form)
+@pytest.mark.parametrize("text", [call() * 6000, "<tool_call>" * 12_000, call() * 129], ids=["calls", "tags", "few"])
+def test_answers_of_many_parts_are_not_parsed_by_transformers(text, monkeypatch):
+    """Its parser takes time with the parts times the text: 5 s for 128,000 characters."""
+    made = reader(PATTERNS)
     monkeypatch.setattr(made._tokenizer, "parse_response", lambda *_, **__: pytest.fail("it was parsed"))
-    assert made.message(Output(text, tuple(byte_level()(text)["input_ids"]), "stop", 1), True) == {"content": text}
+    assert made.message(text) == Message(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [(call() * 6000, 128), ("<tool_call>" * 12_000, 0), (call() * 129, 128), ("a<think>b</think>" * 8000, 0)],
+    ids=["calls", "tags", "few", "thoughts"],
+)
+def test_answers_of_many_parts_are_read_in_time(text, calls):
+    began = time.thread_time()
+    read = reader().message(text)
+    assert len(read.calls) == calls and read.text == call() * (text.count(call()) - calls) + text.replace(call(), "")
+    assert time.thread_time() - began < 2
 
 
 def test_whitespace_before_patterns_is_bounded_and_tags_do_not_mind():
     text = "see" + " " * 100_000 + call()
-    ids = tuple(byte_level()(text)["input_ids"])
-    assert reader(PATTERNS).message(Output(text, ids, "stop", 1), False) == {"content": text}
-    read = reader().message(Output(text, ids, "stop", 1), False)
-    assert read["content"] == "see" and [one["function"]["name"] for one in read["tool_calls"]] == ["f"]
+    assert reader(PATTERNS).message(text) == Message(text)
+    read = reader().message(text)
+    assert read.text == "see" and [one.name for one in read.calls] == ["f"]
 
 
 @pytest.mark.parametrize("calls", [1, 2, 128])
 def test_calls_up_to_the_bound_are_read_with_the_text_around_them(calls):
     text = "before\n" + "\n".join([call()] * calls) + "\nbehind" + " x" * 30_000
-    read = reader().message(Output(text, (), "stop", 1), False)
-    assert len(read["tool_calls"]) == calls
-    assert read["content"] == "before\nbehind" + " x" * 30_000
+    read = reader().message(text)
+    assert len(read.calls) == calls
+    assert read.text == "before\nbehind" + " x" * 30_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_are_not_read_on_the_event_loop(stream, monkeypatch):
+def test_long_answers_are_not_read_for_calls_on_the_event_loop(stream, monkeypatch):
+    """Nor are ends of answers. A few characters of a stream are."""
     threads = []
+    feed, finish = AnswerReader.feed, AnswerReader.finish
 
-    def noted(self, output, cut):
+    def fed(self, text):
+        threads.extend([threading.current_thread().name] * (len(text) > answers.LONG))
+        return feed(self, text)
+
+    def finished(self):
         threads.append(threading.current_thread().name)
-        return {"content": output.text}
+        return finish(self)
 
-    monkeypatch.setattr(tools_module.ToolReader, "message", noted)
+    monkeypatch.setattr(AnswerReader, "feed", fed)
+    monkeypatch.setattr(AnswerReader, "finish", finished)
     tokenizer = byte_level()
     tokenizer.chat_template += '{# <|im_start|> <tool_call> </tool_call> "arguments" tools #}{% if tools %}T{% endif %}'
-    with FakeEngine(tokenizer, answer="the cat") as engine, serving(create_app(engine, "m")) as url:
+    answer = "the cat " * (answers.LONG // 4)
+    with (
+        FakeEngine(tokenizer, answer=answer, burst=1 << 14, max_length=1 << 15) as engine,
+        serving(create_app(engine, "m", max_answer=None)) as url,
+    ):
         tools = [{"type": "function", "function": {"name": "f"}}]
         body = {"messages": HI, "tools": tools, "stream": stream}
-        assert "the cat" in httpx.post(f"{url}/v1/chat/completions", json=body).text
-    assert threads and "server" not in threads
+        assert "the cat the cat" in httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text
+    assert len(threads) == 2 and "server" not in threads
 
 
 SECRETS = [
     "<tool_call>{the patient's card is 4111-1111\nERROR fake line}</tool_call>",
     '<tool_call>{"card": "4111-1111"}</tool_call>',
     "<tool_call>[" + '"4111-1111",' * 20 + "</tool_call>",
+    '<tool_call>{"name": "4111-1111", "arguments": {"card": fake line}}</tool_call>',
     call() * 200 + "4111-1111",
 ]
 
 
+@pytest.mark.parametrize("form", [None, PATTERNS], ids=["tags", "patterns"])
 @pytest.mark.parametrize("text", SECRETS, ids=range(len(SECRETS)))
-def test_an_answer_that_cannot_be_read_is_not_logged(text, caplog):
+def test_an_answer_that_cannot_be_read_is_not_logged(text, form, caplog):
     with caplog.at_level(logging.DEBUG):
-        assert reader().message(Output(text, (), "stop", 1), False) == {"content": text}
-    assert "cannot be read" in caplog.text and "4111" not in caplog.text and "fake line" not in caplog.text
+        assert reader(form).message(text).text == text.removeprefix("" if form else call() * 128)
+    assert ("cannot be read" in caplog.text) == bool(form or '"arguments": {"card"' in text)
+    assert "4111" not in caplog.text and "fake line" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

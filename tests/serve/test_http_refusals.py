@@ -184,7 +184,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
             "tool_choice",
             "names 'g', which is not among the tools",
         ),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "where the model decides"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"tools": [TOOL], "response_format": SCHEMA}, "response_format", "do not go together here"),
         ({"functions": [{}]}, "functions", "give tools"),

@@ -221,6 +221,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
         "allowed_hosts": (),
         "cors_origins": (),
         "ignore_unknown_fields": False,
+        "tool_format": None,
     }
     config, offload, serving = given["served"].config, given["served"].offload, given["served"].serving
     assert (config.token_budget, config.num_blocks) == (64, 4)

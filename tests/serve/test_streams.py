@@ -123,10 +123,18 @@ def ends(engine, url: str, stream: bool, **fields) -> list[tuple[int, str]]:
     found: dict[int, list] = {}
     for chunk in data(answer.text.split("\n")):
         choice = chunk["choices"][0]
-        mine = found.setdefault(choice["index"], [0, None])
-        mine[0] += len(choice["delta"].get("tool_calls", ()))
+        mine = found.setdefault(choice["index"], [{}, None])
+        for call in choice["delta"].get("tool_calls", ()):
+            mine[0][call["index"]] = mine[0].get(call["index"], "") + call["function"]["arguments"]
         mine[1] = choice["finish_reason"]
-    return [tuple(found[which]) for which in sorted(found)]
+    return [(sum(map(is_json, found[which][0].values())), found[which][1]) for which in sorted(found)]
+
+
+def is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 @pytest.mark.few
@@ -149,10 +157,12 @@ def test_an_answer_that_max_tokens_cuts_says_length(fields, stream):
     one, two = (len(made(text)["input_ids"]) for text in (CALL, TWO))
     with FakeEngine(made, answer=TWO) as engine, serving(create_app(engine, "m")) as url:
         for limit, expected in (
-            (one - 1, (0, "length")),
+            (one - 15, (0, "length")),  # in the middle of a call: it is text, or in a stream as far as it came
+            (one - 1, (1, "length")),  # in the middle of a tag
             (one, (1, "length")),
-            (one + 4, (1, "length")),  # in the middle of a tag
-            (two - 1, (0, "length")),  # in the middle of a call, which cannot be read: all is text
+            (one + 4, (1, "length")),
+            (two - 15, (1, "length")),
+            (two - 1, (2, "length")),
             (two, (2, "length")),  # the end token was not drawn
             (two + 1, (2, "tool_calls")),
             (two + 50, (2, "tool_calls")),

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hf_sparsekv_cli.serve import TOOL_FORMATS
 from hf_sparsekv_serve.forms import known, thinking
 from hf_sparsekv_serve.forms.calls import Tools
 from hf_sparsekv_serve.forms.deepseek import BAR
@@ -447,3 +448,33 @@ def test_time_grows_with_the_text_alone(form):
     begins = ANSWERS[next(name for name in ANSWERS if ANSWERS[name][0] == form)][1][:-20]
     few, many = min(taken(1000) for _ in range(3)), taken(8000)
     assert many < 8 * 3 * few + 0.1, (few, many)
+
+
+TEMPLATES = {  # excerpts of published chat templates
+    "hermes": """return a json object <tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": }\\n</tool_call>""",
+    "qwen": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1",
+    "glm": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>",
+    "llama": """Environment: ipython ... Respond in the format {"name": function name, "parameters": dictionary}""",
+    "mistral": """{%- if message.tool_calls %}{{- "[TOOL_CALLS][" }}{{ message.tool_calls }}""",
+    "harmony": """{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}""",
+    "kimi": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}<|tool_call_begin|>",
+    "deepseek": f"{DS['calls begin']}{DS['call begin']}",
+    "deepseek-3.2": f"<{D}function_calls>",
+    "minimax": "<minimax:tool_call>",
+    "gemma": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+    "function-gemma": "<start_function_call>call:",
+}
+
+
+def test_forms_are_known_by_their_templates():
+    assert {name: known.form_of(text) for name, text in TEMPLATES.items()} == {name: name for name in TEMPLATES}
+    assert known.form_of("{{ tools }}<|im_start|>") is None
+    assert (*known.FORMS, "template") == TOOL_FORMATS and set(TEMPLATES) == set(known.FORMS)
+
+
+def test_reasoning_is_known_by_its_marks():
+    assert thinking.marks_of("{{ '<think>' }} </think>", set()) == THINK
+    assert thinking.marks_of("", {"<think>", "</think>"}) == THINK
+    assert thinking.marks_of("", {"[THINK]", "[/THINK]"}) == thinking.KNOWN[1]
+    assert thinking.marks_of("<|turn>model <|channel>thought\n<channel|>", set()) == thinking.KNOWN[2]
+    assert thinking.marks_of("<|im_start|>", {"<tool_call>"}) is None

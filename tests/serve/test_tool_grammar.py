@@ -9,7 +9,7 @@ from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.grammar import Grammars
 from hf_sparsekv.serving.sampling import Sampling
-from hf_sparsekv_serve.http.tools import IN_TAGS, ToolReader
+from hf_sparsekv_serve.http.tools import grammar_of
 
 pytest.importorskip("llguidance")
 
@@ -103,9 +103,7 @@ def whole(constraint, tokenizer, text: str) -> bool:
 
 
 def grammar(tools: list[dict], several: bool = False) -> str:
-    reader = object.__new__(ToolReader)
-    reader._form, reader._tools = IN_TAGS, [{"type": "function", "function": one} for one in tools]
-    return reader.grammar(tuple(one["name"] for one in tools), several)
+    return grammar_of(tools, several)
 
 
 def call(name: str, arguments: object) -> str:
