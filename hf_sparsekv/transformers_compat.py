@@ -23,7 +23,7 @@ from .attention.masks import SECOND_PROMPT, check_columns
 from .attention.mla import absorb_mla, caller, calling_model, passes_on
 from .attention.pooled_indexer import take_pooled
 from .cache_name import given_cache
-from .layers.indexed import IndexedLayer
+from .layers.indexed import IndexedLayer, in_blocks
 from .layers.together import check_complete
 from .policies.indexed import chooses
 from .untraced import untraced
@@ -152,11 +152,6 @@ def has_indexer(config: PreTrainedConfig | None) -> bool:
     return any(hasattr(text, name) for name in ("index_topk", "indexer_budget")) or in_blocks(text)
 
 
-def in_blocks(text_config: Any) -> bool:
-    """Whether each KV head chooses its own blocks of tokens (MiniMax M3), in some layers."""
-    return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
-
-
 def check_options(config: SparseConfig, text_config: PreTrainedConfig) -> None:
     """Raise ValueError unless a model with an indexer is of a kind that is served, with these options."""
     model = _model(text_config)
@@ -187,15 +182,6 @@ def check_first(cache: Any, config: PreTrainedConfig | None) -> None:
     check_kind(config)
     if cache.model_config is None and has_indexer(config):
         cache.bind(config)
-
-
-def chosen_tokens(text_config: Any) -> int:
-    """Tokens that an indexer of such a model chooses for a query, at most."""
-    if hasattr(text_config, "index_topk"):
-        return text_config.index_topk
-    if in_blocks(text_config):
-        return text_config.index_topk_blocks * text_config.index_block_size
-    return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block
 
 
 def prepare_model(cache: Any) -> None:

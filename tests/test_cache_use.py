@@ -13,7 +13,7 @@ from caches import FULL, TIGHT, two_level
 from models import model, plain_text, prompt, reference
 from transformers import DynamicCache
 
-from hf_sparsekv.cache_layers import use_rings
+from hf_sparsekv.cache_layers import ready_for_steps
 
 SOME = [("llama", True), ("llama", False), ("gemma3", False), ("glm4-moe-lite", True)]  # models, blocks in host memory
 ATOL = {"atol": 5e-4, "rtol": 1e-4}
@@ -138,7 +138,7 @@ def test_memory_is_free_at_once(name, offload):
         cache = two_level(offload, **TIGHT)
         net.generate(**prompt(2, 150), past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=64)
         copied = copy.deepcopy(cache)
-        use_rings(copied)
+        ready_for_steps(copied)
         copied.stats()
         stores = [layer.store for layer in (*cache.sparse_layers, *copied.sparse_layers)]
         held = [weakref.ref(x) for x in (cache, copied, *stores, *(store.pool for store in stores))]

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.attention.interface import sparsekv_attention
-from hf_sparsekv.cache_layers import use_rings
+from hf_sparsekv.cache_layers import ready_for_steps
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
 from hf_sparsekv.predictor.channels import LabelChannels
@@ -145,7 +145,7 @@ def test_rings_are_read_only():
     cache = two_level(**FULL)
     with torch.no_grad():
         model("gemma3")(IDS, past_key_values=cache)
-    use_rings(cache)
+    ready_for_steps(cache)
     for layer in cache.layers:
         for edit in (lambda held=layer: held.keys.mul_(3), lambda held=layer: setattr(held, "values", IDS)):
             with pytest.raises((RuntimeError, AttributeError), match="forward hook on the attention module's k_proj"):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_sparsekv_config.sparse import SparseConfig
 from hf_sparsekv_config.tokens import TokenConfig
@@ -22,7 +21,7 @@ from ..cache import SparseCache
 from ..cache_name import NAMES, given_cache
 from ..cuda_graph.late_stop import LateStopping
 from ..cuda_graph.optimize import runner_of
-from ..layers.sliding import SlidingRing
+from ..layers.kinds import face
 from ..layers.sparse_layer import SparseLayer
 from ..model_watch import kind_of
 from ..policies.base import Policy
@@ -137,20 +136,15 @@ def _can_draft(
         return False  # each rank would decide by its own times
     if cache.model_config is None:
         cache.bind(model.config.get_text_config(decoder=True))
-    kinds = {type(layer) for layer in cache.layers}
-    chunks = "chunked_attention" in (getattr(cache.model_config, "layer_types", None) or ())
-    if chunks or SparseLayer not in kinds or kinds - {SparseLayer, SlidingRing, DynamicSlidingWindowLayer}:
+    if not cache.sparse_layers or not all(face(layer).can_take_back(cache.config.max_draft) for layer in cache.layers):
         return False  # linear attention keeps no earlier states
-    sliding = [layer for layer in cache.layers if not isinstance(layer, SparseLayer)]
-    if any(layer.record_past or layer.sliding_window <= cache.config.max_draft for layer in sliding):
-        return False
     longest = text.criteria.max_length
     for switch in switches(model):  # factors of a pass depend on its last position, which would be a draft's
         passes = longest is None or longest > switch.tokens
         if passes and (switch.grows or text.ids.shape[1] <= switch.tokens):
             return False
     # On a GPU only a captured verification is worth its drafts.
-    captured = runner_of(model) is not None and not sliding
+    captured = runner_of(model) is not None and len(cache.sparse_layers) == len(cache.layers)
     return most is not None or captured or text.ids.device.type == "cpu"
 
 

@@ -18,10 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import SparseCache
-from ..cache_layers import use_rings
+from ..cache_layers import ready_for_steps
 from ..cache_name import output_name
 from ..cuda_graph.optimize import runner_of
-from ..layers.sliding import SlidingRing
 from ..row_batch.verifying import selects
 from .choice import Choice
 from .clock import Clock
@@ -97,7 +96,7 @@ class Loop:
         self._segment(text.until(1))
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
-        use_rings(self.cache)
+        ready_for_steps(self.cache)
         kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         if self.streamer is None and can_be_ragged(self.text, self.cache, self.choice.processors, kept):
             text = self.text = Ragged(self.text)
@@ -181,7 +180,7 @@ class Loop:
         else:
             ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
         middle, between = clock.mark(), self._captures
-        self._can_take_back(drafts + 1)
+        self._keep_back(drafts + 1)
         with cache.drafts():
             out = self._pass(ids, drafts + 1, kwargs)
         logits = [one.to(copy=True, dtype=torch.float32, device=ids.device) for one in out.unbind(1)]
@@ -243,7 +242,7 @@ class Loop:
         """All tokens and drafts after them, and the model's arguments for these. The cache holds none of the drafts."""
         text, cache = self.text, self.cache
         ids, kwargs = text.ids, dict(text.kwargs)  # which is changed
-        self._can_take_back(drafts)
+        self._keep_back(drafts)
         with cache.row_table.exactness.drafting():
             for i in range(drafts):
                 logits = self._pass(ids, 1, kwargs)[:, -1]
@@ -261,8 +260,7 @@ class Loop:
             given["logits_to_keep"] = new
         return self.model(**given, return_dict=True).logits[:, -new:]
 
-    def _can_take_back(self, tokens: int) -> None:
-        """Rings of sliding layers keep what the next tokens overwrite."""
+    def _keep_back(self, tokens: int) -> None:
+        """All layers prepare to take back the next tokens."""
         for layer in self.cache.layers:
-            if isinstance(layer, SlidingRing):
-                layer.keep_back(tokens)
+            layer.keep_back(tokens)

@@ -18,13 +18,13 @@ from ..kv.rows import Drafts
 from ..kv.step_rows import StepRows
 from ..layers.cache_state import resume, trial_steps
 from ..layers.captured import CapturedLayer
+from ..layers.kinds import LayerKind
 from ..layers.linear_passes import LinearPasses
 from ..layers.replay import DraftRows, Replay
-from ..layers.sliding import SlidingRing
 from ..policies.plan import Plan
 from ..ranks import Ranks
 from ..tensors import sent
-from .captured_step import CapturedStep, Saved, gathered_experts, linear_states, uncached_autocast
+from .captured_step import CapturedStep, Saved, gathered_experts, uncached_autocast
 from .recorder import Recorder, Sides
 
 
@@ -127,6 +127,7 @@ class Trial:
     Attributes:
         ids, positions, valid, count: inputs of the step, at the addresses that its graph holds.
         layers, saved: the cache's layers that select, and their saved state.
+        others, states: its other layers, and their states with what they held.
         changes: the cache's ``changes`` before the trial.
     """
 
@@ -141,9 +142,9 @@ class Trial:
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid.clone()
         self.valid, self.ids, self.positions = valid, ids.clone(), wanted.positions.clone()
         self.layers = cache.sparse_layers
-        self.rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
+        self.others: list[LayerKind] = [layer for layer in cache.layers if layer not in self.layers]
         self.saved = [Saved(layer) for layer in self.layers]
-        self.states = [(state, state.clone()) for state in linear_states(cache.layers)]
+        self.states = [(state, state.clone()) for layer in self.others for state in layer.states]
         self.passes = LinearPasses()
         self.passes.take(cache.linear_passes)
         self.changes = cache.changes
@@ -160,8 +161,8 @@ class Trial:
                 state.first_rows(len(ids))
         for layer, plan in zip(self.layers, self.wanted.plans):
             layer.captured, layer.store.capturing = CapturedLayer(replay, plan), True
-        for ring in self.rings:
-            ring.replay = replay
+        for layer in self.others:
+            layer.begin_capture(replay)
         try:
             if drafts is None:
                 valid = self.valid if self.valid is None else self.valid[:, 0]
@@ -180,8 +181,8 @@ class Trial:
         finally:
             for state in self.saved:
                 state.put_back_rows()
-            for ring in self.rings:
-                ring.replay = None
+            for layer in self.others:
+                layer.end_capture()
 
     def _begun(self, steps: StepRows, drafts: Drafts) -> DraftRows:
         """The rows of a pass over drafts, which begins."""
@@ -208,7 +209,7 @@ class Trial:
         for held, before in self.states:
             held.copy_(before)
         cache.linear_passes.take(self.passes)
-        for ring in self.rings:
-            ring.replay = None
+        for layer in self.others:
+            layer.end_capture()
         for layer in self.layers:
             layer.broken = None

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..cache import SparseCache
 from ..kv.rows import Drafts
-from ..layers.sliding import SlidingRing
+from ..layers.kinds import LayerKind
 from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 from ..tensors import sent
@@ -61,24 +59,15 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def held_addresses(cache: SparseCache, rings: list[SlidingRing], device: torch.device) -> tuple:
-    """Addresses on ``device`` that a graph of this cache's steps holds; ``rings`` are its sliding layers."""
+def held_addresses(cache: SparseCache, others: Sequence[LayerKind], device: torch.device) -> tuple:
+    """Addresses on ``device`` that a graph of this cache's steps holds; ``others``: its layers that do not select."""
     steps = cache.row_table.steps(device)
-    for ring in rings:
-        steps.window(ring.sliding_window)
+    of_others = tuple([layer.addresses(steps) for layer in others])
     addresses: list[int] = [cache.row_table.blocks.on[device].data_ptr(), *steps.addresses]
     for layer in cache.sparse_layers:
         layer.store.add_addresses(addresses)
         layer.policy.add_addresses(addresses)
-    addresses += [state.data_ptr() for state in linear_states(cache.layers)]
-    return tuple(addresses), tuple(ring.addresses for ring in rings)
-
-
-def linear_states(layers: Sequence[CacheLayerMixin]) -> list[Tensor]:
-    """States of linear-attention layers, which their models change in place in a step of one token."""
-    linear: list[Any] = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    held = [one for layer in linear for one in (*layer.conv_states.values(), *layer.recurrent_states.values())]
-    return [state for state in held if state is not None]
+    return tuple(addresses), of_others
 
 
 @dataclass

@@ -9,21 +9,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.drafts import are_drafts
 from ..attention.rotary import PassRotary
 from ..cache import SparseCache
-from ..cache_layers import use_rings
+from ..cache_layers import ready_for_steps
 from ..layers.drafts import captures_drafts
-from ..layers.indexed import IndexedLayer
-from ..layers.sliding import SlidingRing
-from ..layers.sparse_layer import SparseLayer
+from ..layers.kinds import face
 from ..ranks import Ranks
 from .inputs import OF_DRAFTS, STATIC, all_tokens
 
-# Models whose linear-attention layers are known to be captured well: other code may keep numbers of a step on the host.
-_IN_PLACE = ("qwen4_exp_text",)
 _RESTLESS = 3  # steps in a row with a change of the model before each; after more, steps run eagerly
 
 
@@ -151,13 +146,12 @@ class Eligibility:
         text = cache.model_config.get_text_config(decoder=True)
         if getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", None) or ()):
             return "layers of the model share their keys and values"
-        use_rings(cache)
-        others = [layer for layer in cache.layers if not isinstance(layer, SparseLayer | SlidingRing)]
-        if not (all(_in_place(layer, cache) for layer in others) and cache.sparse_layers):
-            return (
-                "the model has layers that cannot be captured (linear attention, chunks of attention, or sliding ones "
-                "that keep their past)"
-            )
+        ready_for_steps(cache)
+        kinds = [face(layer) for layer in cache.layers]
+        if (why := next(filter(None, (kind.why_eager(cache) for kind in kinds)), None)) is not None:
+            return why
+        if not cache.sparse_layers:
+            return "no layer of the model is sparse"
         if any(layer.store.device != ids.device or layer.store.batch != ids.shape[0] for layer in cache.sparse_layers):
             return "the cache lies on several devices, or has another batch size"
         if any(not self.readable(layer.store.pool.kv) for layer in cache.sparse_layers):
@@ -168,26 +162,14 @@ class Eligibility:
                     f"{type(layer.policy).__name__} keeps something of full blocks, index(), and has no sealing() that "
                     "says where"
                 )
-        first = cache.sparse_layers[0]
-        if isinstance(first, IndexedLayer) and first.asked_first and first.indexer_position_ids is None:
-            return "the cache does not know the positions of its tokens, which the model asks for"
-        columns = any(isinstance(layer, SlidingRing | IndexedLayer) for layer in cache.layers)
-        if columns and not cache.row_table.padded_in_front(cache.sparse_layers[0].store.held):
+        if any(kind.in_columns for kind in kinds) and not cache.row_table.padded_in_front(
+            cache.sparse_layers[0].store.held
+        ):
             return (
                 "rows have padding between their tokens, which sliding layers and indexers would take for tokens in a "
                 "captured step"
             )
         return None
-
-
-def _in_place(layer: CacheLayerMixin, cache: SparseCache) -> bool:
-    """Whether a step changes the states of a linear-attention layer in place, and nothing else that it depends on."""
-    assert cache.model_config is not None
-    text = cache.model_config.get_text_config(decoder=True)
-    if type(layer) is not LinearAttentionLayer or text.model_type not in _IN_PLACE or layer.record_past:
-        return False
-    kept = layer.is_conv_states_initialized
-    return kept[0] and all(layer.has_previous_state[i] for i in kept if kept[i])
 
 
 def _call(given: dict) -> str | None:

@@ -24,10 +24,9 @@ from transformers import GenerationMixin
 from transformers.generation import utils
 
 from ..cache import SparseCache
-from ..cache_layers import use_rings
+from ..cache_layers import ready_for_steps
 from ..cache_name import given_cache
-from ..layers.sliding import SlidingRing
-from ..layers.sparse_layer import SparseLayer
+from ..layers.kinds import face
 from ..model_watch import kind_of
 from ..random_state import random_state, set_random_state
 
@@ -72,8 +71,9 @@ class LateStop:
         """Whether one step too many can run and be undone."""
         if is_assistant or not _runs_ahead(device) or not isinstance(cache, SparseCache):
             return False
-        use_rings(cache)
-        return not cache_is_returned or all(isinstance(layer, SparseLayer | SlidingRing) for layer in cache.layers)
+        ready_for_steps(cache)
+        kinds = map(face, cache.layers)
+        return not cache_is_returned or all(one.why_eager(cache) is None and one.can_take_back(1) for one in kinds)
 
     def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
         """Note new ``tokens [batch]``; ``unfinished_sequences [batch]`` marks the rows that continue."""

@@ -18,7 +18,7 @@ from ..cache_name import output_name
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
 from ..layers.cache_state import new_rows
-from ..layers.sliding import SlidingRing
+from ..layers.kinds import LayerKind
 from ..layers.sparse_layer import SparseLayer
 from ..layers.step import planned
 from ..model_watch import ModelWatch
@@ -34,7 +34,7 @@ class Steady(NamedTuple):
         step: the graph.
         changes, moves: change counters of the cache and of its table.
         room: blocks that all pools have room for.
-        layers, rings: the cache's layers.
+        layers, others: the cache's layers, those that select and those that do not.
         rest: the call's further arguments.
         sealed: full blocks of each row when the step was planned. None: the plan does not depend on them any more.
         tokens: most drafts that were checked for this step; with fewer it is the same.
@@ -46,7 +46,7 @@ class Steady(NamedTuple):
     moves: int
     room: int
     layers: list[SparseLayer]
-    rings: list[SlidingRing]
+    others: list[LayerKind]
     rest: dict
     sealed: tuple[int, ...] | None
     tokens: int = 1
@@ -198,8 +198,8 @@ class Replayer:
                 watch.look(mask)
             cache.replays.add(layers, step.plans, step.queries, taken, cache.config.sinks, queries)
             table.rows = taken.after  # what layers hold that follow the table
-            for ring in steady.rings:
-                ring.advance()
+            for layer in steady.others:
+                layer.advance()
             steps.held = taken.after
             for layer in layers:
                 layer.broken = None

@@ -25,7 +25,6 @@ from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
 from ..layers.cache_state import new_rows
 from ..layers.indexed import IndexedLayer
-from ..layers.sliding import SlidingRing
 from ..layers.step import prepare
 from ..layers.together import check_complete
 from ..model_watch import ModelWatch
@@ -245,8 +244,8 @@ class StepRunner:
             mask = None  # checked already
         valid = valid_rows(cache, rows, mask, ids.device) if drafts is None else None
         masked = rows.valid is not None or table.managed
-        rings = [layer for layer in cache.layers if isinstance(layer, SlidingRing)]
-        if (rings or (isinstance(layers[0], IndexedLayer) and not table.managed)) and valid is not None:
+        others = [layer for layer in cache.layers if layer not in layers]
+        if valid is not None and not table.managed and any(layer.in_columns for layer in cache.layers):
             return self._eagerly(**given)  # they keep columns, which are tokens from the first one on
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:
@@ -257,7 +256,7 @@ class StepRunner:
         width = ids.shape[1]
         autocast = autocast_of(ids.device)
         shape = ids.shape, positions.shape, masked, plans, autocast, drafts is not None and drafts.at_once
-        key = *shape, tuple(rest.items()), held_addresses(cache, rings, ids.device)
+        key = *shape, tuple(rest.items()), held_addresses(cache, others, ids.device)
         graphs = self.graphs.setdefault(cache, {})
         step = graphs.pop(key, None)
         if self.ranks and self.ranks.any(step is None):
@@ -274,7 +273,7 @@ class StepRunner:
         each = any(layer.policy.launch.each_step for layer in layers) or any(plan.learns for plan in plans)
         room = min(layer.store.pool.capacity for layer in layers)
         held = rows if drafts is None else drafts.taken.after
-        now = Steady(step, cache.changes, table.moves, room, layers, rings, rest, held.sealed, new, autocast)
+        now = Steady(step, cache.changes, table.moves, room, layers, others, rest, held.sealed, new, autocast)
         if drafts is not None:  # a draft pass depends on the rows alone
             self.replayer.expect(cache, width, now)
             return self.replayer.replay(step, cache, now, rows, None, None, ids, positions, None, drafts, keep)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
+from transformers.cache_utils import DynamicIndexedLayer
 
 from ..attention.handle import Step
 from ..attention.indices import columns_of_blocks, visible
@@ -18,11 +19,27 @@ from ..attention.mla import passes_on
 from ..policies.indexed import EVERYTHING, IndexedPolicy
 from ..types import AttentionParams
 from .cache_state import CacheState
+from .kinds import LayerKind, Place, layer_kind
 from .sparse_layer import SparseLayer
 
 passes_on(__name__)
 
 
+def in_blocks(text_config: Any) -> bool:
+    """Whether each KV head chooses its own blocks of tokens (MiniMax M3), in some layers."""
+    return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
+
+
+def chosen_tokens(text_config: Any) -> int:
+    """Tokens that an indexer of such a model chooses for a query, at most."""
+    if hasattr(text_config, "index_topk"):
+        return text_config.index_topk
+    if in_blocks(text_config):
+        return text_config.index_topk_blocks * text_config.index_block_size
+    return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block
+
+
+@layer_kind("indexed")
 class IndexedLayer(SparseLayer):
     """One layer of a model with an indexer.
 
@@ -37,6 +54,7 @@ class IndexedLayer(SparseLayer):
             and the mask that hides some.
     """
 
+    in_columns = True
     policy: IndexedPolicy
     index_at: list[int]
     size = 1
@@ -46,6 +64,37 @@ class IndexedLayer(SparseLayer):
     def __init__(self, owner: CacheState, index: int, topk: int) -> None:
         super().__init__(owner, index)
         self.policy = IndexedPolicy(owner.config, index, owner.shared.offloaded, topk)
+
+    @classmethod
+    def of(cls, stock: Any, place: Place) -> Any:
+        text = place.text
+        if isinstance(stock, DynamicIndexedLayer):
+            layer: Any = cls.at(place.cache, place.index, chosen_tokens(text))
+            layer.asked_first = not hasattr(text, "index_topk")
+            return layer
+        if not hasattr(stock, "update_index"):
+            return None
+        layer = cls.at(place.cache, place.index, chosen_tokens(text))
+        layer.size = text.index_block_size
+        return layer
+
+    def why_eager(self, cache: CacheState) -> str | None:
+        if self.asked_first and self is cache.sparse_layers[0] and self.indexer_position_ids is None:
+            return "the cache does not know the positions of its tokens, which the model asks for"
+        return None
+
+    def why_no_rows(self) -> str | None:
+        if self.size > 1:
+            return (
+                "this model's indexer counts its blocks from position 0, which rows that come and go cannot promise: "
+                "use generate(), with texts of one length or one by one"
+            )
+        if self.asked_first:
+            return (
+                "this model keeps the positions of all tokens of a batch, as many of each row, which rows that come "
+                "and go do not have: use generate(), with a padded batch for several texts"
+            )
+        return None
 
     def __deepcopy__(self, memo: dict) -> IndexedLayer:
         new: Any = super().__deepcopy__(memo)
@@ -198,7 +247,8 @@ class IndexedLayer(SparseLayer):
 _Dummy: Any = getattr(cache_utils, "DummyLayer", object)  # of later releases than transformers 5.17
 
 
-class Borrower(_Dummy):
+@layer_kind("borrower")
+class Borrower(LayerKind, _Dummy):
     """A layer that has an indexer, and attends to the latents of another one (Mistral Large 4): it stores nothing.
 
     Args:
@@ -209,6 +259,16 @@ class Borrower(_Dummy):
     def __init__(self, source: IndexedLayer, place: int) -> None:
         super().__init__()
         self.source, self.place = source, place
+
+    @classmethod
+    def of(cls, stock: Any, place: Place) -> Any:
+        sources = getattr(place.text, "kv_source_layers", None)  # whose latents a layer attends to
+        if sources is None or sources[place.index] == place.index or not isinstance(stock, DynamicIndexedLayer):
+            return None
+        source = place.before[sources[place.index]]
+        nth = 1 + sum(isinstance(other, Borrower) and other.source is source for other in place.before)
+        source.policy.indexers = nth + 1
+        return cls(source, nth)
 
     def update_indexer(self, keys: Tensor) -> Tensor:
         """See :meth:`IndexedLayer.update_indexer`."""

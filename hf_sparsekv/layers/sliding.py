@@ -6,6 +6,8 @@ tokens in a ring. Outside a captured step it answers as the stock layer does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -13,16 +15,37 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..attention.handle import KVHandle, Step
 from ..attention.mla import Absorbed, calling_module, may_be_mla, passes_on
 from ..kv.inspected import Inspected
+from ..kv.step_rows import StepRows
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
 from ..tensors import no_inference_mode, take_rows
 from ..types import AttentionParams
 from .cache_state import CacheState, Owned
+from .kinds import LayerKind, Place, layer_kind
 
 passes_on(__name__)
 
 
-class SlidingRing(Owned, DynamicSlidingWindowLayer):
+@layer_kind("sliding")
+class Sliding(LayerKind, DynamicSlidingWindowLayer):
+    """transformers' own layer, until a step is captured over it."""
+
+    @classmethod
+    def of(cls, stock: Any, place: Place) -> Any:
+        kinds = getattr(place.text, "layer_types", None) or ()
+        chunks = kinds[place.index : place.index + 1] == ["chunked_attention"]
+        if type(stock) is not DynamicSlidingWindowLayer or chunks:
+            return None  # transformers keeps chunks in the same class: each starts empty, and is no window
+        return cls.over(stock)
+
+    def for_steps(self, cache: CacheState, index: int) -> Any:
+        return SlidingRing(self, cache, index) if self.is_initialized and not self.record_past else self
+
+    def can_take_back(self, tokens: int) -> bool:
+        return not self.record_past and tokens < self.sliding_window
+
+
+class SlidingRing(Owned, Sliding):
     """The last ``sliding_window`` tokens of a layer; column ``c`` at ``c % sliding_window``.
 
     The next token sees one of them less, so one token can be taken back; more after :meth:`keep_back`. In MLA layers a
@@ -33,6 +56,8 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         owner: the cache.
         index: the layer's index.
     """
+
+    in_columns = True
 
     @no_inference_mode
     def __init__(self, stock: DynamicSlidingWindowLayer, owner: CacheState, index: int) -> None:
@@ -55,9 +80,9 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         self._write(keys, values, self.cumulative_length - keys.shape[2])
         self.replay, self._refreshed = None, False  # what is made of an MLA module's projection
 
-    def __deepcopy__(self, memo: dict) -> DynamicSlidingWindowLayer:
+    def __deepcopy__(self, memo: dict) -> Sliding:
         """A stock layer: it becomes a ring again when a step of the copy is captured."""
-        new = DynamicSlidingWindowLayer(self.sliding_window)
+        new = Sliding(self.sliding_window)
         memo[id(self)] = new
         keys, values = self._last
         new.lazy_initialization(keys, values)
@@ -149,6 +174,22 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
 
     # ------------------------------------------------------------------ in a captured step
 
+    def for_steps(self, cache: CacheState, index: int) -> Any:
+        return self
+
+    def why_eager(self, cache: CacheState) -> str | None:
+        return None
+
+    def begin_capture(self, replay: Any) -> None:
+        self.replay = replay
+
+    def end_capture(self) -> None:
+        self.replay = None
+
+    def addresses(self, steps: StepRows) -> tuple[int, ...]:
+        steps.window(self.sliding_window)
+        return (self.ring.data_ptr(),)
+
     def attend(self, step: Step, query: Tensor, mask, params: AttentionParams, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
         rows = self.owner.row_table.steps(self.device)
@@ -174,11 +215,5 @@ class SlidingRing(Owned, DynamicSlidingWindowLayer):
         return out if step.absorbed is None else step.absorbed.outputs(out)
 
     def advance(self) -> None:
-        """The host's share of a replayed step."""
         self.cumulative_length += 1
         self.written = self.cumulative_length
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Changes when a tensor that a captured step uses has moved."""
-        return (self.ring.data_ptr(),)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention.gradient import NoGradient
 from ..attention.handle import KVHandle, Step
@@ -23,6 +24,7 @@ from ..kv.read_back import materialise
 from ..kv.rows import Rows
 from ..kv.store import LayerStore
 from ..policies.base import Policy
+from ..policies.watch import BlockWatch
 from ..tensors import any_autocast, lowered, no_autocast
 from ..types import AttentionParams
 from . import drafts, prompt
@@ -31,6 +33,7 @@ from .beginning import begin_pass
 from .cache_state import BYPASSED, CacheState, Owned, end_pass, is_first, new_rows, warn_once
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
+from .kinds import LayerKind, Place, layer_kind
 from .next_step import NextStep
 from .sparse_prompt import PromptAudit
 from .step import asked, asking, foresee, planned
@@ -44,7 +47,8 @@ def _inspected(layer: SparseLayer, which: int) -> Tensor | None:
     return None if layer.store is None else materialise(layer.store)[which]
 
 
-class SparseLayer(Owned, CacheLayerMixin):
+@layer_kind("full")
+class SparseLayer(Owned, LayerKind, CacheLayerMixin):
     """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for.
 
     Attributes:
@@ -74,6 +78,38 @@ class SparseLayer(Owned, CacheLayerMixin):
         self.pending: Step | None = None
         self.next_step, self.audit = NextStep(), PromptAudit()
         self.captured: CapturedLayer | None = None
+
+    @classmethod
+    def of(cls, stock: Any, place: Place) -> Any:
+        return cls.at(place.cache, place.index, dense=place.indexed) if type(stock) is DynamicLayer else None
+
+    @classmethod
+    def at(cls, cache: CacheState, index: int, *args: Any, dense: bool = False) -> SparseLayer:
+        """The cache's layer ``index`` if it is of this class, else a new one.
+
+        ``dense``: it attends to everything. ``args``: of the class's constructor.
+        """
+        known = cache.layers[index] if index < len(cache.layers) else None
+        if isinstance(known, cls):
+            return known
+        layer = cls(cache, index, *args)
+        if dense:
+            layer.policy = cache.shared.dense(index)
+        if cache.joins and layer.policy.labels is not None:
+            # Rows may share blocks, labels included: channels may depend on nothing but the tokens that they share.
+            layer.policy.labels.first_only = True
+        if cache.watched:
+            layer.policy.watch = BlockWatch()
+        return layer
+
+    def why_eager(self, cache: CacheState) -> str | None:
+        return None
+
+    def can_take_back(self, tokens: int) -> bool:
+        return True
+
+    def why_no_rows(self) -> str | None:
+        return None
 
     def __deepcopy__(self, memo: dict) -> SparseLayer:
         new = object.__new__(type(self))

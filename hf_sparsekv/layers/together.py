@@ -13,7 +13,7 @@ from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from .cache_state import CacheState, resume
 from .changes import in_all
-from .indexed import Borrower
+from .kinds import made_layers
 from .sparse_layer import SparseLayer
 
 Layers = Sequence[CacheLayerMixin]
@@ -70,11 +70,8 @@ def forget(cache: CacheState) -> None:
     resume(cache)
     if cache.model_config is not None:
         # transformers 5.17 zeroes its own layers but keeps their length: take fresh ones.
-        fresh: Any = DynamicCache(config=cache.model_config)
-        if cache.record_past:
-            fresh.activate_past_recording()
-        own = SparseLayer | Borrower
-        cache.layers = [mine if isinstance(mine, own) else new for mine, new in zip(cache.layers, fresh.layers)]
+        fresh = DynamicCache(config=cache.model_config).layers[: len(cache.layers)]
+        cache.layers = made_layers(cache, cache.model_config.get_text_config(decoder=True), fresh)
     cache.row_table.clear()
     for layer in layers:
         layer.empty()

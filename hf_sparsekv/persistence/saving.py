@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from ..layers.cache_state import CacheState
-from ..layers.sliding import SlidingRing
+from ..layers.sliding import Sliding, SlidingRing
 from ..layers.sparse_layer import SparseLayer
 from ..layers.together import check_complete
 from ..policies.registry import method_of
@@ -151,7 +151,7 @@ def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
 
 
 def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
-    if type(layer) not in (DynamicSlidingWindowLayer, SlidingRing):
+    if type(layer) not in (DynamicSlidingWindowLayer, Sliding, SlidingRing):
         raise ValueError(
             f"layer {index} is a {type(layer).__name__}: caches with layers other than full and sliding-window "
             "attention (linear attention, for one) cannot be saved yet"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ..layers.cache_state import CacheState
-from ..layers.indexed import IndexedLayer
 from ..layers.joining import open_rows
+from ..layers.kinds import face
 
 
 def check_new(cache: CacheState, max_rows: int, max_length: int) -> None:
@@ -34,22 +34,10 @@ def check_new(cache: CacheState, max_rows: int, max_length: int) -> None:
 
 
 def check_kinds(cache: CacheState) -> None:
-    """Raise ValueError unless all layers of the cache are sparse ones, which keep each row apart."""
-    if len(cache.sparse_layers) < len(cache.layers):
-        raise ValueError(
-            "rows that come and go need a model whose layers all attend to their whole past: sliding windows, "
-            "linear attention, and layers that attend to what another one has stored, keep no rows of their own"
-        )
-    if any(isinstance(layer, IndexedLayer) and layer.size > 1 for layer in cache.layers):
-        raise ValueError(
-            "this model's indexer counts its blocks from position 0, which rows that come and go cannot promise: use "
-            "generate(), with texts of one length or one by one"
-        )
-    if any(isinstance(layer, IndexedLayer) and layer.asked_first for layer in cache.layers):
-        raise ValueError(
-            "this model keeps the positions of all tokens of a batch, as many of each row, which rows that come and go "
-            "do not have: use generate(), with a padded batch for several texts"
-        )
+    """Raise ValueError unless all layers of the cache keep each row apart."""
+    for layer in cache.layers:
+        if (why := face(layer).why_no_rows()) is not None:
+            raise ValueError(why)
 
 
 def check_layers(cache: CacheState) -> None:

@@ -18,7 +18,7 @@ from hf_sparsekv import OffloadedSparseCache, TokenConfig, absorb_mla, optimize,
 from hf_sparsekv.attention import mla
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.mla import Absorbed, is_mla
-from hf_sparsekv.cache_layers import own_layer
+from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.label_index import default_channels
 from hf_sparsekv.tuning.channels import calibrate
@@ -210,7 +210,7 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
     batch, heads, n = 2, net.config.num_attention_heads, 260
     latent, rotary = normal(batch, 1, n, module.kv_lora_rank), normal(batch, 1, n, module.qk_rope_head_dim)
     query = normal(batch, heads, n, module.qk_nope_head_dim + module.qk_rope_head_dim)
-    layer = own_layer(cache, 0)
+    layer = SparseLayer.at(cache, 0)
     cache.layers.append(layer)
     layer.fill(absorbed.queries(query), latent, rotary)
     store, q = layer.store, query[:, :, -1:]

@@ -12,7 +12,7 @@ from captured import ImitatedGraphs, Imitation, imitated, same_counts, through_m
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.cache_layers import use_rings
+from hf_sparsekv.cache_layers import ready_for_steps
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.cuda_graph.recorder import Recorder
 from hf_sparsekv.layers.sliding import SlidingRing
@@ -263,7 +263,7 @@ def test_rings_answer_as_stock_sliding_layers(name):
         cache = two_level(**FULL)
         turn = model(name).generate(**inputs, past_key_values=cache, **go)
         if rings:
-            use_rings(cache)
+            ready_for_steps(cache)
             assert any(isinstance(layer, SlidingRing) for layer in cache.layers)
         branch = copy.deepcopy(cache)
         mask = torch.cat((inputs["attention_mask"], torch.ones(2, 35, dtype=torch.long)), 1)

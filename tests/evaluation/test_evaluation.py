@@ -11,7 +11,7 @@ from caches import SMALL
 from models import build, model, prompt
 
 from hf_sparsekv import SparseCache, StreamingConfig
-from hf_sparsekv.cache_layers import own_layer
+from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.policies.base import Policy
 from hf_sparsekv.types import AttentionParams
 from hf_sparsekv_eval import forced, generation
@@ -121,7 +121,7 @@ def test_oracle_attends_to_the_best_tokens() -> None:
     q = torch.randn(1, heads * group, length + 1, dim) * 2
     k, v = torch.randn(2, 1, heads, length + 1, dim).unbind(0)
     cache = reference(OracleConfig, token_budget=budget)
-    layer = own_layer(cache, 0)
+    layer = SparseLayer.at(cache, 0)
     cache.layers = [layer]
     layer.fill(q[:, :, :length], k[:, :, :length], v[:, :, :length])
     layer.fill(q[:, :, length:], k[:, :, length:], v[:, :, length:])
@@ -166,7 +166,7 @@ def test_psa_stops_where_its_paper_does(threshold) -> None:
     heads, group, dim, length = 2, 2, 16, 150
     q, k, v = (torch.randn(2, n, length, dim, dtype=torch.float64) for n in (heads * group, heads, heads))
     cache = reference(PSAConfig, threshold=threshold, dense_layers=0)
-    layer = own_layer(cache, 0)
+    layer = SparseLayer.at(cache, 0)
     cache.layers, valid = [layer], torch.ones(2, length, dtype=torch.bool)
     valid[1, :37] = False
     layer.fill(q, k, v, valid)

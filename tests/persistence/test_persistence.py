@@ -12,7 +12,7 @@ from models import build, model, prompt, reference
 from saved_files import IDS, feed, same, saved, state, steps
 
 from hf_sparsekv import OffloadConfig, SparseCache
-from hf_sparsekv.cache_layers import use_rings
+from hf_sparsekv.cache_layers import ready_for_steps
 from hf_sparsekv.tuning.channels import calibrate
 
 OFFLOAD = {True: OffloadConfig(), False: None}
@@ -66,7 +66,7 @@ def test_an_answer_goes_on_elsewhere(name, tmp_path):
     cache = two_level(False, lag=True, **TIGHT)
     feed(cache, *prompt(2, 130, (0, 30)).values(), name)
     steps(cache, 9, name)
-    use_rings(cache)
+    ready_for_steps(cache)
     copied = saved(cache, tmp_path, offload=OFFLOAD[True], model_config=model(name).config)
     same(state(cache), state(copied))
     assert torch.equal(steps(cache, 30, name), steps(copied, 30, name))

@@ -15,7 +15,7 @@ from saved_files import rewrite, saved
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
-from hf_sparsekv.cache_layers import own_layer
+from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.predictor.channels import ChannelStats, LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 
@@ -208,7 +208,7 @@ def test_channels_of_fewer_layers():
     cache.shared.channels = fewer
     x = torch.randn(1, 2, 40, 16)
     with pytest.raises(ValueError, match="the channel file has 1 layers, none for layer 1: calibrate this model"):
-        own_layer(cache, 1).fill(x.repeat(1, 2, 1, 1), x, x)
+        SparseLayer.at(cache, 1).fill(x.repeat(1, 2, 1, 1), x, x)
 
 
 @pytest.mark.parametrize("value", [99999, -2, 16, 5])
