@@ -173,6 +173,8 @@ class Trial:
                 out = self.forward(
                     input_ids=ids, position_ids=self.positions, **over(self.model, cache), **self.wanted.rest
                 )
+            for layer in self.others:
+                layer.check_capture()
             replay.join()
             return type(out)(**without_cache(out))
         except BaseException:

@@ -20,8 +20,8 @@ class StepRows:
         after: int32 ``[batch, 2]``, the same when the block that became old is sealed: where the next step begins.
         columns: int32 ``[batch]``, columns of sliding layers before the step, whose rings count padding at the front.
         pads: int32 ``[batch]``, that padding.
-        windows: by size of a sliding window: int32 ``[batch, 2]``, columns with the step's own, and those before the
-            first one that is seen.
+        windows: by size of a sliding window, and whether it is a chunk: int32 ``[batch, 2]``, columns with the step's
+            own, and those before the first one that is seen.
         held: what ``after`` says; None: somebody has changed it.
     """
 
@@ -29,7 +29,7 @@ class StepRows:
     def __init__(self, batch: int, device: torch.device) -> None:
         self.past, self.columns, self.pads = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
         self.now, self.after = (torch.zeros(batch, 2, dtype=torch.int32, device=device) for _ in range(2))
-        self.windows: dict[int, Tensor] = {}
+        self.windows: dict[tuple[int, bool], Tensor] = {}
         self.held: Rows | None = None
 
     def first(self, n: int) -> StepRows:
@@ -55,9 +55,12 @@ class StepRows:
         begin_step(self.after, self.past, self.now, valid, block_size=block_size, recent=recent, skip=skip)
         if self.windows:
             torch.add(self.past, self.pads, out=self.columns)
-        for size, held in self.windows.items():
+        for (size, chunked), held in self.windows.items():
             held[:, 0] = self.columns + 1
-            held[:, 1] = torch.maximum(self.columns + 1 - size, self.pads)
+            if chunked:  # which begins at a row's first token
+                held[:, 1] = self.columns - self.past % size
+            else:
+                held[:, 1] = torch.maximum(self.columns + 1 - size, self.pads)
 
     def begin_drafts(self, count: Tensor, width: int, block_size: int, recent: int) -> tuple[Tensor, list[Tensor]]:
         """A pass over ``count`` of at most ``width`` drafts of the only row begins; ``count``: int32 ``[1]``.
@@ -102,11 +105,11 @@ class StepRows:
         return list(due.unbind(0))
 
     @no_inference_mode
-    def window(self, size: int) -> Tensor:
+    def window(self, size: int, chunked: bool = False) -> Tensor:
         """The entry of :attr:`windows`, made if it is not there."""
-        if size not in self.windows:
-            self.windows[size], self.held = torch.zeros_like(self.now), None
-        return self.windows[size]
+        if (kind := (size, chunked)) not in self.windows:
+            self.windows[kind], self.held = torch.zeros_like(self.now), None
+        return self.windows[kind]
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .cache_state import CacheState
+from .kinds import LayerKind
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseLayer
@@ -32,11 +33,15 @@ def in_all(cache: CacheState, what: str, others: Callable[[Any], object] | None 
     before = [layer.broken for layer in layers]
     for layer in layers:
         layer.broken = layer.broken or f"{what} stopped half-way"
+    rest = [layer for layer in cache.layers if layer not in layers]
     try:
         if others is not None:
-            _change_others([layer for layer in cache.layers if layer not in layers], others)
-    except BaseException:
-        _set_broken(layers, before)
+            _change_others(rest, others)
+    except BaseException as error:
+        # What raises by itself does so before anything is written. An interrupt may come between two layers whose
+        # memory is written in place.
+        if isinstance(error, Exception) or not any(isinstance(layer, LayerKind) for layer in rest):
+            _set_broken(layers, before)
         raise
     yield
     _set_broken(layers, before)

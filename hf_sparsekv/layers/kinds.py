@@ -72,12 +72,15 @@ class LayerKind:
     def why_eager(self, cache: Any) -> str | None:
         """Why no step over this layer can be captured; None: it can."""
         return (
-            "the model has layers that cannot be captured (linear attention, chunks of attention, or sliding ones "
-            "that keep their past)"
+            "the model has layers that cannot be captured (attention and a state in one layer, or sliding ones that "
+            "keep their past)"
         )
 
     def begin_capture(self, replay: Any) -> None:
         """A trial step begins, which may be recorded: the host waits for nothing. ``replay``: :class:`.Replay`."""
+
+    def check_capture(self) -> None:
+        """The trial step has run. Raises RuntimeError if a graph of it would go wrong."""
 
     def end_capture(self) -> None:
         """The trial step has ended, perhaps with an error."""

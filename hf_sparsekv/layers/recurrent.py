@@ -1,34 +1,109 @@
-"""Linear-attention layers: the states that their models change in place, in steps that are captured."""
+"""Layers whose past is a few states of fixed size: linear attention, Mamba, short convolutions.
+
+A step of a model of transformers writes its states where they are, so a captured step can be replayed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..tensors import no_inference_mode, take_rows
 from .kinds import LayerKind, Place, layer_kind
 
-# Models whose linear-attention layers are known to be captured well: other code may keep numbers of a step on the host.
-_IN_PLACE = ("qwen4_exp_text",)
+_DICTS = ("conv_states", "recurrent_states")
 
 
 @layer_kind("recurrent")
 class Recurrent(LayerKind, LinearAttentionLayer):
-    """transformers' own layer, with the face of ours."""
+    """transformers' own layer, whose states ``[batch, ...]`` stay at their addresses.
+
+    Layers without any state (in transformers' lists those of experts alone) stay empty.
+    """
 
     @classmethod
     def of(cls, stock: Any, place: Place) -> Any:
-        return cls.over(stock) if type(stock) is LinearAttentionLayer else None
+        if type(stock) is not LinearAttentionLayer:
+            return None
+        known = place.cache.layers[place.index : place.index + 1]
+        if not known or type(known[0]) is not cls:
+            return cls.over(stock)
+        known[0].reset()  # the cache was: its memory is kept
+        return known[0]
+
+    def named_states(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Every state that is there: its dictionary, its number in it, and the tensor."""
+        for name in _DICTS:
+            for number, state in getattr(self, name).items():
+                if state is not None:
+                    yield name, number, state
 
     @property
     def states(self) -> list[Tensor]:
-        held = (*self.conv_states.values(), *self.recurrent_states.values())
-        return [state for state in held if state is not None]
+        return [state for _, _, state in self.named_states()]
+
+    # ------------------------------------------------------------------ captured steps
 
     def why_eager(self, cache: Any) -> str | None:
-        text, kept = cache.model_config.get_text_config(decoder=True), self.is_conv_states_initialized
-        in_place = text.model_type in _IN_PLACE and not self.record_past
-        if in_place and kept[0] and all(self.has_previous_state[i] for i in kept if kept[i]):
-            return None
-        return super().why_eager(cache)
+        if self.record_past:
+            return "layers with a state keep their past, for tokens that are taken back (activate_past_recording())"
+        if not all(self.has_previous_state[number] for _, number, _ in self.named_states()):
+            return "a layer's state is empty, though the cache holds tokens"
+        return None
+
+    def begin_capture(self, replay: Any) -> None:
+        self._before = self.states
+
+    def check_capture(self) -> None:
+        now = self.states
+        if len(now) != len(self._before) or any(one is not other for one, other in zip(now, self._before)):
+            raise RuntimeError("a step puts a new tensor in the place of a layer's state")
+
+    def end_capture(self) -> None:
+        self._before: list[Tensor] = []
+
+    # ------------------------------------------------------------------ as transformers' own
+
+    @no_inference_mode
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        super().lazy_initialization(*args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers' own; after :meth:`reset` in memory for another batch, if that has changed."""
+        self._forget_other("conv_states", state_idx, conv_states.shape[:-1], conv_states)
+        return super().update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers' own; after :meth:`reset` in memory for another batch, if that has changed."""
+        self._forget_other("recurrent_states", state_idx, recurrent_states.shape, recurrent_states)
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def _forget_other(self, name: str, number: int, shape: Sequence[int], given: Tensor) -> None:
+        """Forget a state of another shape, dtype or device."""
+        held = getattr(self, name)[number]
+        if held is None:
+            return
+        mine = held.shape[: len(shape)]
+        if (*mine,) != (*shape,) or held.dtype != given.dtype or held.device != given.device:
+            getattr(self, name)[number] = None
+            getattr(self, f"is_{name}_initialized")[number] = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda rows: rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda rows: rows[indices.to(rows.device)])
+
+    @no_inference_mode
+    def _map_rows(self, index: Tensor | Callable[[Tensor], Tensor]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; in place if there are as many rows."""
+        for name, number, state in [*self.named_states()]:
+            rows = index if isinstance(index, Tensor) else index(torch.arange(len(state), device=state.device))
+            getattr(self, name)[number] = take_rows(state, rows)

@@ -28,21 +28,27 @@ passes_on(__name__)
 
 @layer_kind("sliding")
 class Sliding(LayerKind, DynamicSlidingWindowLayer):
-    """transformers' own layer, until a step is captured over it."""
+    """transformers' own layer, until a step is captured over it.
+
+    Attributes:
+        chunked: a token sees those of its chunk of ``sliding_window`` tokens, in place of a window.
+    """
+
+    chunked = False
 
     @classmethod
     def of(cls, stock: Any, place: Place) -> Any:
-        kinds = getattr(place.text, "layer_types", None) or ()
-        chunks = kinds[place.index : place.index + 1] == ["chunked_attention"]
-        if type(stock) is not DynamicSlidingWindowLayer or chunks:
-            return None  # transformers keeps chunks in the same class: each starts empty, and is no window
-        return cls.over(stock)
+        if type(stock) is not DynamicSlidingWindowLayer:
+            return None
+        made, kinds = cls.over(stock), getattr(place.text, "layer_types", None) or []
+        made.chunked = kinds[place.index : place.index + 1] == ["chunked_attention"]  # the same class there
+        return made
 
     def for_steps(self, cache: CacheState, index: int) -> Any:
         return SlidingRing(self, cache, index) if self.is_initialized and not self.record_past else self
 
     def can_take_back(self, tokens: int) -> bool:
-        return not self.record_past and tokens < self.sliding_window
+        return not (self.record_past or self.chunked) and tokens < self.sliding_window
 
 
 class SlidingRing(Owned, Sliding):
@@ -60,9 +66,9 @@ class SlidingRing(Owned, Sliding):
     in_columns = True
 
     @no_inference_mode
-    def __init__(self, stock: DynamicSlidingWindowLayer, owner: CacheState, index: int) -> None:
+    def __init__(self, stock: Sliding, owner: CacheState, index: int) -> None:
         super().__init__(stock.sliding_window)
-        self.owner, self.index = owner, index
+        self.owner, self.index, self.chunked = owner, index, stock.chunked
         keys, values = stock.keys, stock.values
         assert keys is not None and values is not None
         self.dtype, self.device, self.is_initialized = keys.dtype, stock.device, True
@@ -83,6 +89,7 @@ class SlidingRing(Owned, Sliding):
     def __deepcopy__(self, memo: dict) -> Sliding:
         """A stock layer: it becomes a ring again when a step of the copy is captured."""
         new = Sliding(self.sliding_window)
+        new.chunked = self.chunked
         memo[id(self)] = new
         keys, values = self._last
         new.lazy_initialization(keys, values)
@@ -187,7 +194,7 @@ class SlidingRing(Owned, Sliding):
         self.replay = None
 
     def addresses(self, steps: StepRows) -> tuple[int, ...]:
-        steps.window(self.sliding_window)
+        steps.window(self.sliding_window, self.chunked)
         return (self.ring.data_ptr(),)
 
     def attend(self, step: Step, query: Tensor, mask, params: AttentionParams, dropout: float = 0.0) -> Tensor:
@@ -199,7 +206,7 @@ class SlidingRing(Owned, Sliding):
         out = sparse_decode(
             q[:, :, 0],
             self.no_blocks,
-            rows.window(self.sliding_window),
+            rows.window(self.sliding_window, self.chunked),
             self.no_block_table,
             None,
             self.ring,

@@ -32,7 +32,7 @@ from hf_sparsekv.types import AttentionParams
 
 pytestmark = pytest.mark.gpu
 
-PLAIN = [name for name in MLA if name not in ("kimi-linear", "longcat-flash")]  # which cannot be captured
+PLAIN = [name for name in MLA if name not in ("kimi-linear", "longcat-flash")]  # needs its configuration; eager
 SOME = ["host", "device", "device-lag", "device-block", "host-token", "host-nopool", "progressive", "progressive-host"]
 SOME += ["predictive", "predictive-host", "predictive-mean"]
 

@@ -182,6 +182,7 @@ OWN: dict[str, dict] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**MAMBA, "layer_types": MIXED},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "reformer": {"axial_pos_embds": False},
