@@ -49,9 +49,12 @@ from .layers import (
     State,
 )
 from .quantised_weight import Kept, found
+from .recurrent import FusedGatedDelta
 
 __all__ = ["Fusion", "fuse", "why_not"]
 
+_GATED: Any = {"qk_norm": True, "unit_offset": True, "gated": True}
+_FOUR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 # model_type -> structure of its layers
 ARCHS = {
     "llama": Arch("Llama"),
@@ -59,8 +62,11 @@ ARCHS = {
     "qwen2": Arch("Qwen2", sliding="module"),
     "qwen3": Arch("Qwen3", sliding="module", qk_norm=True),
     "phi3": Arch("Phi3", sliding="config", joined=True),
-    "gemma2": Arch("Gemma2", sliding="module", softcap=True, unit_offset=True),
-    "gemma3": Arch("Gemma3", sliding="module", qk_norm=True, unit_offset=True),
+    "gemma2": Arch("Gemma2", sliding="module", softcap=True, unit_offset=True, sandwich=True),
+    "gemma3": Arch("Gemma3", sliding="module", qk_norm=True, unit_offset=True, sandwich=True),
+    "qwen3_5": Arch("Qwen3_5", **_GATED, delta=_FOUR),
+    "qwen3_5_moe": Arch("Qwen3_5Moe", **_GATED, delta=_FOUR, router="other"),
+    "qwen3_next": Arch("Qwen3Next", **_GATED, delta=("in_proj_qkvz", "in_proj_ba"), router="other"),
     "deepseek_v2": Arch("DeepseekV2", latent="linears", router="other"),
     "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
     "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
@@ -71,6 +77,7 @@ _KINDS = {
     "RMSNorm": FusedNorm,
     "MLP": FusedMLP,
     "Attention": FusedAttention,
+    "GatedDeltaNet": FusedGatedDelta,
     "DecoderLayer": FusedLayer,
     "Experts": FusedExperts,
     "TopkRouter": FusedRouter,
@@ -80,9 +87,11 @@ _PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "
 _SINGLE = {
     "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
     "MLP": ("down_proj", "gate_up_proj"),
+    "GatedDeltaNet": ("out_proj",),
 }
 # How a tensor parallel model's layers are spread.
 _STYLES = dict.fromkeys(sum(_PARALLEL.values(), ()), "colwise") | {"o_proj": "rowwise", "down_proj": "rowwise"}
+_JOINED = {"Attention": "qkv", "MLP": "gate_up", "GatedDeltaNet": "delta"}  # their names in counts
 _APART = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # projections of latent attention that are not joined
 # All projections of attention and MLPs that a step multiplies with. (MLA's expand_kv is not used in a step.)
 _QUANTISED = tuple(dict.fromkeys(sum((*_PARALLEL.values(), *_SINGLE.values()), _APART)))
@@ -97,6 +106,18 @@ _EXPERTS = (
     "chunk act_fn down_proj index_add_ to dtype"
 )
 _INTERLEAVED = "shape unsqueeze torch cat"
+_DELTAS = {  # by how many projections there are
+    4: "in_proj_qkv in_proj_z in_proj_b in_proj_a reshape",
+    2: "in_proj_qkvz in_proj_ba fix_query_key_value_ordering cat reshape",
+}
+_DELTA = (
+    "A_log F activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update conv1d "
+    "conv_kernel_size conv_states dt_bias exp float has_previous_state head_k_dim head_v_dim key_dim layer_idx layers "
+    "norm num_k_heads num_v_heads out_proj pop record_past recurrent_states repeat_interleave shape sigmoid softplus "
+    "split squeeze torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update_conv_state "
+    "update_recurrent_state value_dim weight "
+)
+_NORM_GATED = "ACT2FN activation dtype float32 mean pow rsqrt to torch variance_epsilon weight"
 _ROUTER = (
     "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
     "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
@@ -106,7 +127,7 @@ _ROUTER = (
 
 def _names(arch: Arch) -> dict[str, set[str]]:
     """The names that each original function uses. If a transformers version uses other names, its code has changed."""
-    joined, gemma = arch.joined, arch.unit_offset
+    joined = arch.joined
     attention = (
         "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config contiguous "
         "eager_attention_forward get_interface head_dim layer_idx o_proj reshape scaling shape training transpose "
@@ -115,17 +136,23 @@ def _names(arch: Arch) -> dict[str, set[str]]:
     attention += "qkv_proj num_attention_heads num_key_value_heads " if joined else "q_proj k_proj v_proj "
     attention += {"module": "sliding_window ", "config": "getattr ", "": ""}[arch.sliding]
     attention += "q_norm k_norm " * arch.qk_norm + "attn_logit_softcapping " * arch.softcap
-    layer = "input_layernorm self_attn post_attention_layernorm mlp "
-    layer += "pre_feedforward_layernorm post_feedforward_layernorm " * gemma
+    attention += "torch chunk sigmoid " * arch.gated
+    layer = "input_layernorm self_attn post_attention_layernorm mlp " + "block_type linear_attn " * bool(arch.delta)
+    layer += "isinstance tuple " * (arch.router == "other" and bool(arch.delta))
+    layer += "pre_feedforward_layernorm post_feedforward_layernorm " * arch.sandwich
     layer += "resid_attn_dropout resid_mlp_dropout " * joined
-    norm = "_norm float weight type_as" if gemma else "dtype to torch float32 pow mean rsqrt variance_epsilon weight"
+    norm = "dtype to torch float32 pow mean rsqrt variance_epsilon weight"
+    if arch.unit_offset:
+        norm = "_norm float weight type_as"
     mlp = "gate_up_proj chunk activation_fn down_proj" if joined else "gate_proj up_proj act_fn down_proj"
-    rope = "unsqueeze rotate_half shape torch cat" if joined else "unsqueeze rotate_half"
+    rope = "unsqueeze rotate_half shape torch cat" if joined or arch.gated else "unsqueeze rotate_half"
     given = {"RMSNorm": norm, "MLP": mlp, "DecoderLayer": layer}
     if not arch.latent:
         given |= {"Attention": attention, "apply_rotary_pos_emb": rope}
     if arch.latent == "fused":
         given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
+    if arch.delta:
+        given |= {"GatedDeltaNet": _DELTA + _DELTAS[len(arch.delta)], "RMSNormGated": _NORM_GATED}
     if arch.router:
         given["Experts"] = _EXPERTS
     if arch.router == "sigmoid":
@@ -190,8 +217,8 @@ def why_not(model: nn.Module) -> str | None:
 
 def _spread_otherwise(model: nn.Module, archs: set[Arch]) -> str | None:
     """Why a tensor parallel model is not fused: its layers are not spread by columns first, and then by rows."""
-    if any(arch.latent or arch.router or arch.joined for arch in archs):
-        return "it is tensor parallel, with latents, experts or joined projections"
+    if any(arch.latent or arch.router or arch.joined or arch.delta for arch in archs):
+        return "it is tensor parallel, with latents, experts, states or joined projections"
     plan: Any = model.tp_plan
     for name, _ in model.named_modules():
         style = _STYLES.get(name.rpartition(".")[2])
@@ -212,8 +239,8 @@ class Fusion:
     """The changes that ``fuse`` made to a model.
 
     Args:
-        counts: fused modules of each kind; ``qkv`` and ``gate_up`` count joined projections, ``linear`` the layers
-            that ``small_batch`` has changed, and ``quantised`` those of 4 or 8 bits.
+        counts: fused modules of each kind; ``qkv``, ``gate_up`` and ``delta`` count joined projections, ``linear`` the
+            layers that ``small_batch`` has changed, and ``quantised`` those of 4 or 8 bits.
         skipped: unchanged layers, and the reasons.
         quantised: number of linear layers in an unsupported quantised format, which are unchanged, by its name.
     """
@@ -327,7 +354,9 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
             skipped[f"{kind}: its weights are quantised"] += 1
             continue
         latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)
-        if latent == "fused":
+        if kind == "GatedDeltaNet":
+            names = arch.delta
+        elif latent == "fused":
             names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
         if linears and names is not None and not arch.joined and latent != "linears":
             joined = JoinedLinear(names, small_linear if small_batch else F.linear)
@@ -336,7 +365,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
                 state.joined = joined
                 note(module, state)
                 joined.join(module)
-                counts["qkv" if kind == "Attention" else "gate_up"] += 1
+                counts[_JOINED[kind]] += 1
             else:
                 skipped[f"{kind}: {reason}"] += 1
         if small_batch:
@@ -349,7 +378,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
                     note(layer, State(None, nn.Linear, own=layer.forward))
                     layer.forward = fused_layers.summed(layer, layer.forward)
                     counts["linear"] += 1
-            for layer in (getattr(module, name, None) for name in _QUANTISED if kind in _SINGLE):
+            for layer in (getattr(module, name, None) for name in (*_QUANTISED, *arch.delta) if kind in _SINGLE):
                 give_quantised(layer)
         if latent != "linears":
             give(module, FusedLatentAttention if latent else _KINDS[kind], state)

@@ -33,6 +33,7 @@ from .quantised_weight import Kept, found
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READY = "_sparsekv_ready"
+_OF_ATTENTION = ("position_embeddings", "position_ids")  # arguments that layers with a state do not get
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Arch:
 
     Args:
         prefix: prefix of its class names.
-        unit_offset: norms multiply by ``1 + weight``, and norms follow attention and MLP too (Gemma).
+        unit_offset: norms multiply by ``1 + weight``.
+        sandwich: norms follow attention and MLP too (Gemma).
         qk_norm: queries and keys are normalised.
         sliding: source of attention's window: an attribute of the ``"module"``, of the ``"config"``, or none.
         softcap: attention takes a softcap.
@@ -49,16 +51,21 @@ class Arch:
         latent: attention caches latents (MLA). ``"fused"``: as DeepSeek-V3's does. ``"linears"``: in another way, so
             that only its linear layers are changed.
         router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
+        gated: projected with the queries of each head is a gate of its output.
+        delta: the projections of layers of the gated delta rule.
     """
 
     prefix: str
     unit_offset: bool = False
+    sandwich: bool = False
     qk_norm: bool = False
     sliding: str = ""
     softcap: bool = False
     joined: bool = False
     latent: str = ""
     router: str = ""
+    gated: bool = False
+    delta: tuple[str, ...] = ()
 
 
 @dataclass
@@ -296,7 +303,9 @@ class FusedAttention:
             )
         arch = self._fused.arch
         shape = hidden_states.shape[:-1]
-        q, k, v = (t.view(*shape, -1, self.head_dim) for t in self._projected(hidden_states))  # [batch, q, H, D]
+        q, k, v = self._projected(hidden_states)
+        k, v = (t.view(*shape, -1, self.head_dim) for t in (k, v))  # [batch, q, H, D]
+        q, *gate = q.view(*shape, -1, self.head_dim * (1 + arch.gated)).split(self.head_dim, dim=-1)
         norms = ()
         if arch.qk_norm:
             norms = (self.q_norm, self.k_norm)
@@ -321,10 +330,13 @@ class FusedAttention:
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **extra, **kwargs
         )  # out: [batch, q, H, D]
-        return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
+        out = out.reshape(*shape, -1).contiguous()
+        if arch.gated:
+            out = out * torch.sigmoid(gate[0].reshape(*shape, -1))
+        return self.o_proj(out), weights
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, ``[batch, q, H * D]`` each."""
+        """Queries, keys and values, ``[batch, q, H * D]`` each; queries with their gates, head by head."""
         state = self._fused
         if state.arch.joined:
             keys = self.num_key_value_heads * self.head_dim
@@ -396,12 +408,18 @@ class FusedLayer:
         # The attention may be transformers' own, which has no defaults for these.
         for name in ("position_embeddings", "attention_mask"):
             kwargs.setdefault(name, None)
-        sandwich = self._fused.arch.unit_offset
+        sandwich = self._fused.arch.sandwich
         after_attention = self.post_attention_layernorm if sandwich else None
         before_mlp = self.pre_feedforward_layernorm if sandwich else self.post_attention_layernorm
         after_mlp = self.post_feedforward_layernorm if sandwich else None
         following = self._fused.following[0] if self._fused.following else None
 
-        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        normed = self.input_layernorm(hidden_states)
+        if getattr(self, "block_type", "") == "linear_attention":
+            state = kwargs.pop("past_key_values", None)
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ATTENTION}
+            x = self.linear_attn(hidden_states=normed, cache_params=state, **kwargs)
+        else:
+            x, _ = self.self_attn(hidden_states=normed, **kwargs)
         total = _add(hidden_states, x, after_attention, before_mlp)
         return _add(total, self.mlp(before_mlp(total)), after_mlp, following)

@@ -1,4 +1,4 @@
-"""Layers whose past is in a state, and attention in chunks: replayed steps give the tokens of transformers' own cache."""
+"""Layers whose past is in a state, and attention in chunks: replayed steps give the tokens of transformers' cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_kinds_are_as_they_are_called():
         others = [layer for layer in cache.layers if layer not in cache.sparse_layers]
         assert others and cache.sparse_layers
         plain(kind)(torch.tensor([[5, 6, 7]]), past_key_values=(stock := DynamicCache(config=plain(kind).config)))
-        kept = [layer for layer in stock.layers if type(layer) is LinearAttentionLayer and layer.conv_states[0] is not None]
+        kept = [
+            layer for layer in stock.layers if type(layer) is LinearAttentionLayer and layer.conv_states[0] is not None
+        ]
         assert bool(kept) == (kind != "llama4_text")
         assert len(kept) == 0 or all(isinstance(layer, Recurrent) for layer in others)
 
@@ -163,7 +165,9 @@ def test_a_state_in_another_place():
     layer.forward = forward
     inputs = prompt(1, 40)
     expected = plain("lfm2").generate(**inputs, **GO)
-    with pytest.warns(UserWarning, match="cannot be captured .a step puts a new tensor in the place of a layer's state"):
+    with pytest.warns(
+        UserWarning, match="cannot be captured .a step puts a new tensor in the place of a layer's state"
+    ):
         found = model.generate(**inputs, past_key_values=new_cache(model), **GO)
     assert torch.equal(found, expected) and runner.replays == 0
     runner.remove()

@@ -56,6 +56,7 @@ from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
+from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
 from hf_sparsekv.ops.layers.quantised_linear import lookup
 from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
 from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
@@ -275,6 +276,8 @@ def small_layers() -> None:
     tokens = place().randn(2, 512)
     named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
+    for some in (False, True):
+        gated_delta_step(**BY_NAME["gated_delta_step"].call(place(), 1, 16, 2, 128, 128, 4, some))
 
 
 def in_cuda() -> None:

@@ -23,6 +23,16 @@ def experts(place, tokens, count, k, d, inner, activation="silu"):
     return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, activation
 
 
+def gated_delta_step(place, batch, key_heads, r, dk, dv, kernel, some=False):
+    heads, channels = key_heads * r, 2 * key_heads * dk + key_heads * r * dv
+    projected = [place.randn(batch, key_heads, n) for n in (dk, dk, r * dv, r * dv, r, r)]
+    states = place.randn(batch, channels, kernel), place.randn(channels, kernel) / kernel**0.5
+    states += (place.randn(batch, heads, dk, dv).float(),)
+    weights = place.rand(heads), place.randn(heads), 1 + 0.1 * place.randn(dv)
+    valid = place.randint(0, 2, batch).bool() if some else None
+    return *projected, *states, *weights, 1e-6, 2.0 if r == 1 else 1.0, valid
+
+
 def quantised_linear(place, shape, n, scales, has_bias=False, kind="int8"):
     """``scales``: blocks of rows, and of inputs."""
     k = shape[-1]
@@ -80,6 +90,23 @@ OPERATORS = [
         small=(2, 4, 3, 32, 24, "silu"),
         views={"x": "rows", "index": "turned", "weights": "turned"},
         far={"gate_up": 0, "down": 0},
+    ),
+    Operator(
+        "gated_delta_step",
+        gated_delta_step,
+        # rows, key heads, value heads of each, Dk, Dv, inputs of the convolution; some rows have no token
+        {
+            "one row": (1, 2, 2, 16, 16, 4),
+            "three rows, some without a token": (3, 2, 1, 32, 16, 4, True),
+            "nothing even": (2, 3, 3, 12, 20, 3),
+            "a short convolution": (2, 1, 2, 16, 8, 2),
+            "wide heads": (1, 1, 1, 128, 128, 4),
+            "none": (0, 2, 2, 16, 16, 4),
+        },
+        small=(2, 2, 2, 16, 16, 4),
+        writes=("conv_state", "state"),
+        views=dict.fromkeys("qkvzab", "rows"),
+        far={"state": 0},
     ),
     Operator(
         "quantised_linear",

@@ -27,6 +27,7 @@ from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
+from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
 from hf_sparsekv.ops.layers.quantised_linear.reference import QuantisedWeight
 from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.layers.route.triton import route
@@ -276,6 +277,15 @@ def small_layers(model: Model) -> None:
                     torch.empty(8, d, 256, dtype=KIND), "silu")  # fmt: skip
             named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
             route(x, torch.empty(64, d, dtype=KIND), torch.empty(64, dtype=KIND), 4, **named)
+        if tokens == 1:
+            of_heads = torch.empty(rows, 2 * 16 + 32 * 4 + 8, dtype=KIND).split((16, 16, 64, 64, 4, 4), dim=1)
+            conv = torch.empty(rows, 96, 4, dtype=KIND), torch.empty(96, 4, dtype=KIND)
+            weights = *torch.empty(2, 4, dtype=KIND), torch.empty(16, dtype=KIND)
+            for valid in (None, torch.empty(rows, dtype=torch.bool)):
+                gated_delta_step(
+                    *(t.view(rows, 1, -1) for t in of_heads), *conv, torch.empty(rows, 4, 16, 16), *weights, 1e-6, 1.0,
+                    valid,
+                )  # fmt: skip
 
 
 def sparse_prompts(model: Model) -> None:
