@@ -174,6 +174,8 @@ class SparseCache(CacheState):
         new.row_table = RowTable(self.config, self.row_table.ids)
         if self.offload_config is not None:
             new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))
+        if self.linear_passes.linear:  # whose layers come to the cache before an attention function does
+            new.bind(self.model_config)
         return new
 
     # ------------------------------------------------------------------ its layers, and attention

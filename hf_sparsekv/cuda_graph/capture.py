@@ -144,7 +144,8 @@ class Trial:
         self.layers = cache.sparse_layers
         self.others: list[LayerKind] = [layer for layer in cache.layers if layer not in self.layers]
         self.saved = [Saved(layer) for layer in self.layers]
-        self.states = [(state, state.clone()) for layer in self.others for state in layer.states]
+        states = [state[: len(ids)] for layer in self.others for state in layer.states]
+        self.states = [(state, state.clone()) for state in states]
         self.passes = LinearPasses()
         self.passes.take(cache.linear_passes)
         self.changes = cache.changes
@@ -162,7 +163,7 @@ class Trial:
         for layer, plan in zip(self.layers, self.wanted.plans):
             layer.captured, layer.store.capturing = CapturedLayer(replay, plan), True
         for layer in self.others:
-            layer.begin_capture(replay)
+            layer.begin_capture(replay, len(ids))
         try:
             if drafts is None:
                 valid = self.valid if self.valid is None else self.valid[:, 0]

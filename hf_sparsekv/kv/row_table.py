@@ -95,6 +95,7 @@ class RowTable:
         self.exactness.clear()
         if self.managed:
             self._empty, self.managed = Rows.none(self.block_size, self.batch), False
+            self._steps.clear()
         self.rows, self._followed = self._empty, _NOTHING
 
     @property
@@ -191,7 +192,7 @@ class RowTable:
         """The rows of captured steps on a device."""
         held = self._steps.get(device)
         if held is None:
-            held = self._steps[device] = StepRows(self.batch, device)
+            held = self._steps[device] = StepRows(self.batch, device, self.managed)
         return held
 
     # ------------------------------------------------------------------ rows that come and go
@@ -203,6 +204,7 @@ class RowTable:
             self.blocks.grow(blocks)
         self.rows = self._empty = Rows.none(self.block_size, self.batch, 1)  # not 0, for what comes are steps
         self.managed = True
+        self._steps.clear()
 
     def take(self, row: int, other: RowTable) -> None:
         """Row ``row`` becomes the only one of ``other``, a table of the same ids, which keeps it as well."""

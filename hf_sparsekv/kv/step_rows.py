@@ -23,10 +23,12 @@ class StepRows:
         windows: by size of a sliding window, and whether it is a chunk: int32 ``[batch, 2]``, columns with the step's
             own, and those before the first one that is seen.
         held: what ``after`` says; None: somebody has changed it.
+        managed: rows come and go: their columns are their tokens.
     """
 
     @no_inference_mode
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, device: torch.device, managed: bool = False) -> None:
+        self.managed = managed
         self.past, self.columns, self.pads = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
         self.now, self.after = (torch.zeros(batch, 2, dtype=torch.int32, device=device) for _ in range(2))
         self.windows: dict[tuple[int, bool], Tensor] = {}
@@ -37,6 +39,7 @@ class StepRows:
         new = object.__new__(StepRows)
         for name in ("past", "columns", "pads", "now", "after"):
             setattr(new, name, getattr(self, name)[:n])
+        new.managed = self.managed
         new.windows, new.held = {size: held[:n] for size, held in self.windows.items()}, None
         return new
 
@@ -45,7 +48,7 @@ class StepRows:
         if self.held is not rows:
             self.held = None  # unknown, if an interrupt stops the copy
             self.after.copy_(rows.on[self.after.device])
-            if self.windows:
+            if self.windows and not self.managed:
                 pads = [rows.columns - length for length in rows.lengths]
                 self.pads.copy_(sent(pads, torch.int32, self.pads.device))
             self.held = rows
@@ -61,6 +64,8 @@ class StepRows:
                 held[:, 1] = self.columns - self.past % size
             else:
                 held[:, 1] = torch.maximum(self.columns + 1 - size, self.pads)
+            if skip and valid is not None:
+                held *= valid[:, None]
 
     def begin_drafts(self, count: Tensor, width: int, block_size: int, recent: int) -> tuple[Tensor, list[Tensor]]:
         """A pass over ``count`` of at most ``width`` drafts of the only row begins; ``count``: int32 ``[1]``.

@@ -76,8 +76,11 @@ class LayerKind:
             "keep their past)"
         )
 
-    def begin_capture(self, replay: Any) -> None:
-        """A trial step begins, which may be recorded: the host waits for nothing. ``replay``: :class:`.Replay`."""
+    def begin_capture(self, replay: Any, rows: int) -> None:
+        """A trial step of the first ``rows`` rows begins, which may be recorded: the host waits for nothing.
+
+        ``replay``: :class:`.Replay`.
+        """
 
     def check_capture(self) -> None:
         """The trial step has run. Raises RuntimeError if a graph of it would go wrong."""
@@ -104,9 +107,24 @@ class LayerKind:
     def why_no_rows(self) -> str | None:
         """Why rows of this layer cannot come and go (``cache.rows()``); None: they can."""
         return (
-            "rows that come and go need a model whose layers all attend to their whole past: sliding windows, "
-            "linear attention, and layers that attend to what another one has stored, keep no rows of their own"
+            "rows that come and go need layers that keep each row apart: layers of attention and a state together, "
+            "and those that attend to what another one has stored, do not"
         )
+
+    def for_rows(self, cache: Any, index: int, rows: int) -> Any:
+        """The layer of ``cache`` for ``rows`` rows, all empty: this one has read the first that is to join."""
+        raise NotImplementedError
+
+    def add_rows(self, other: Any, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        """Add tensors that hold rows of this layer and of ``other``, and the dimension of the rows.
+
+        ``other``: of a prompt that is to join, or this one.
+        """
+
+    @property
+    def restless(self) -> list[Tensor]:
+        """Tensors ``[rows, ...]`` that a step changes in all of its rows, those without a token included."""
+        return []
 
 
 _STRANGER = LayerKind()

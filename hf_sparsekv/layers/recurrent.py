@@ -25,6 +25,10 @@ class Recurrent(LayerKind, LinearAttentionLayer):
     Layers without any state (in transformers' lists those of experts alone) stay empty.
     """
 
+    # Of a trial step: the states of all rows, and those that it was given.
+    _whole: Sequence[tuple[str, int, Tensor]] = ()
+    _given: Sequence[Tensor] = ()
+
     @classmethod
     def of(cls, stock: Any, place: Place) -> Any:
         if type(stock) is not LinearAttentionLayer:
@@ -55,16 +59,46 @@ class Recurrent(LayerKind, LinearAttentionLayer):
             return "a layer's state is empty, though the cache holds tokens"
         return None
 
-    def begin_capture(self, replay: Any) -> None:
-        self._before = self.states
+    def begin_capture(self, replay: Any, rows: int) -> None:
+        self._whole = [*self.named_states()]
+        for name, number, state in self._whole:
+            if rows < len(state):
+                getattr(self, name)[number] = state[:rows]
+        self._given = self.states
 
     def check_capture(self) -> None:
         now = self.states
-        if len(now) != len(self._before) or any(one is not other for one, other in zip(now, self._before)):
+        if len(now) != len(self._given) or any(one is not other for one, other in zip(now, self._given)):
             raise RuntimeError("a step puts a new tensor in the place of a layer's state")
 
     def end_capture(self) -> None:
-        self._before: list[Tensor] = []
+        for name, number, state in self._whole:
+            getattr(self, name)[number] = state
+        self._whole, self._given = [], []
+
+    # ------------------------------------------------------------------ rows that come and go
+
+    def why_no_rows(self) -> str | None:
+        return None
+
+    @no_inference_mode
+    def for_rows(self, cache: Any, index: int, rows: int) -> Any:
+        new = type(self)(self.number_of_states)
+        for name, number, state in self.named_states():
+            getattr(new, name)[number] = state.new_zeros(rows, *state.shape[1:])
+            getattr(new, f"is_{name}_initialized")[number] = True
+            new.has_previous_state[number] = True
+        new.conv_kernel_size, new.device, new.dtype = dict(self.conv_kernel_size), self.device, self.dtype
+        return new
+
+    def add_rows(self, other: Any, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        theirs = {(name, number): state for name, number, state in other.named_states()}
+        if theirs:  # else nothing was read into it
+            found += [(state, theirs[name, number], 0) for name, number, state in self.named_states()]
+
+    @property
+    def restless(self) -> list[Tensor]:
+        return self.states
 
     # ------------------------------------------------------------------ as transformers' own
 

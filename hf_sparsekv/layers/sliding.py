@@ -18,9 +18,9 @@ from ..kv.inspected import Inspected
 from ..kv.step_rows import StepRows
 from ..ops.attention.sparse_decode import sparse_decode
 from ..ops.storage.append import append
-from ..tensors import no_inference_mode, take_rows
+from ..tensors import no_inference_mode, sent, take_rows
 from ..types import AttentionParams
-from .cache_state import CacheState, Owned
+from .cache_state import CacheState, Owned, new_rows
 from .kinds import LayerKind, Place, layer_kind
 
 passes_on(__name__)
@@ -46,6 +46,12 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
 
     def for_steps(self, cache: CacheState, index: int) -> Any:
         return SlidingRing(self, cache, index) if self.is_initialized and not self.record_past else self
+
+    def why_no_rows(self) -> str | None:
+        return None
+
+    def for_rows(self, cache: CacheState, index: int, rows: int) -> Any:
+        return RowRing(self.for_steps(cache, index), cache, index, rows)
 
     def can_take_back(self, tokens: int) -> bool:
         return not (self.record_past or self.chunked) and tokens < self.sliding_window
@@ -122,7 +128,7 @@ class SlidingRing(Owned, Sliding):
         if absorbed is not None and (key_states.shape[2] > 1 or not self._refreshed):
             absorbed.refresh(key_states)
             self._refreshed = True
-        if self.replay is not None:
+        if self.answers_by_handle:
             step = Step(self, key_states, value_states, self.cumulative_length, absorbed)
             return KVHandle(step, "k"), KVHandle(step, "v")
         keys, values = (torch.cat(both, 2) for both in zip(self._last, (key_states, value_states)))
@@ -187,7 +193,7 @@ class SlidingRing(Owned, Sliding):
     def why_eager(self, cache: CacheState) -> str | None:
         return None
 
-    def begin_capture(self, replay: Any) -> None:
+    def begin_capture(self, replay: Any, rows: int) -> None:
         self.replay = replay
 
     def end_capture(self) -> None:
@@ -197,26 +203,41 @@ class SlidingRing(Owned, Sliding):
         steps.window(self.sliding_window, self.chunked)
         return (self.ring.data_ptr(),)
 
+    @property
+    def answers_by_handle(self) -> bool:
+        """:meth:`attend` attends, not the model."""
+        return self.replay is not None
+
+    def step_rows(self, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The first ``n`` rows of a step: columns before it, what is seen, and which rows get a token.
+
+        The first two are as in :class:`..StepRows`; the last is bool ``[n, 1]``, or None: all.
+        """
+        rows = self.owner.row_table.steps(self.device)
+        return rows.columns[:n], rows.window(self.sliding_window, self.chunked)[:n], None
+
     def attend(self, step: Step, query: Tensor, mask, params: AttentionParams, dropout: float = 0.0) -> Tensor:
         """``query [batch, Hq, 1, Dk]`` over the ring and the new token."""
-        rows = self.owner.row_table.steps(self.device)
-        append(step.k, step.v, None, self.ring, rows.columns, 0)
-        step.committed = True
+        n = len(query)
+        columns, seen, valid = self.step_rows(n)
+        if not step.committed:
+            append(step.k, step.v, valid, self.ring[:n], columns, 0)
+            step.committed = True
         q = query if step.absorbed is None else step.absorbed.queries(query)
         out = sparse_decode(
             q[:, :, 0],
             self.no_blocks,
-            rows.window(self.sliding_window, self.chunked),
-            self.no_block_table,
+            seen,
+            self.no_block_table[:n],
             None,
-            self.ring,
+            self.ring[:n],
             granularity="all",
             value_dim=self.value_dim if step.absorbed is None else self.key_dim,
             sinks=0,
             scale=params.scale,
             softcap=params.softcap,
             sink_logits=params.sink_logits,
-            attended=self.attended,
+            attended=self.attended[:n],
         )
         out = out[:, :, None]
         return out if step.absorbed is None else step.absorbed.outputs(out)
@@ -224,3 +245,61 @@ class SlidingRing(Owned, Sliding):
     def advance(self) -> None:
         self.cumulative_length += 1
         self.written = self.cumulative_length
+
+
+class RowRing(SlidingRing):
+    """Rings of ``rows`` rows; token ``i`` of a row is at ``i % sliding_window``.
+
+    Args:
+        like: a ring of one row that is to join.
+        owner, index: the cache, and the layer's place in it.
+        rows: how many there is room for.
+    """
+
+    @no_inference_mode
+    def __init__(self, like: SlidingRing, owner: CacheState, index: int, rows: int) -> None:
+        DynamicSlidingWindowLayer.__init__(self, like.sliding_window)
+        self.owner, self.index, self.chunked = owner, index, like.chunked
+        self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
+        self.key_dim, self.value_dim = like.key_dim, like.value_dim
+        self.ring = like.ring.new_zeros(rows, *like.ring.shape[1:])
+        self.attended = torch.zeros(rows, self.ring.shape[1], dtype=torch.int64, device=self.device)
+        self.no_block_table = torch.empty(rows, 0, dtype=torch.int32, device=self.device)
+        self.no_blocks = like.no_blocks
+        self.replay, self._refreshed = None, False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise TypeError("a cache of rows that come and go cannot be copied: copy what rows.prefill() gives")
+
+    def get_seq_length(self) -> int:
+        return self.owner.row_table.rows.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of a mask that is built and not read: rows have lengths of their own."""
+        seen = min(self.get_seq_length(), self.sliding_window - 1)
+        return seen + query_length, self.get_seq_length() - seen
+
+    @property
+    def answers_by_handle(self) -> bool:
+        return True
+
+    def step_rows(self, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.replay is not None:
+            columns, seen, _ = super().step_rows(n)
+            return columns, seen, self.replay.valid
+        lengths, size = self.owner.row_table.rows.lengths[:n], self.sliding_window
+        first = [at - at % size if self.chunked else max(0, at + 1 - size) for at in lengths]
+        seen = sent([(at + 1, begin) for at, begin in zip(lengths, first)], torch.int32, self.device)
+        return sent(lengths, torch.int32, self.device), seen, new_rows(self.owner, self.device)
+
+    def add_rows(self, other: Any, found: list[tuple[Tensor, Tensor, int]]) -> None:
+        if other is not self:
+            other = other.for_steps(self.owner, self.index) if other.is_initialized else None
+        if other is not None:  # else nothing was read into it
+            found.append((self.ring, other.ring, 0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("rows with sliding-window layers cannot give tokens back")
+
+    def advance(self) -> None:
+        """Nothing: the table has the rows."""

@@ -22,6 +22,7 @@ from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
 from .model import check_layers, check_new, open_layers
+from .others import OtherLayers
 from .places import Places, width
 from .prefilled import Prefilled
 from .prompts import Prompts, read_prompt
@@ -42,7 +43,8 @@ class RowBatch:
             them from a file, or never have so many tokens.
         alike_tokens: rows may share full blocks if their first ``alike_tokens`` tokens are the same, because these
             determine the label channels. 0: channels depend on no tokens, or are never used. None: rows must not share
-            blocks: channels depend on the whole prompt (``calibration_tokens`` are too many), or there is an indexer.
+            blocks: channels depend on the whole prompt (``calibration_tokens`` are too many), there is an indexer, or
+            layers keep a window or a state.
         whole_tokens: a row of at most so many tokens attends to all of them, so its label channels do not matter yet.
             0 for 8-bit KV: labels that are recomputed come from rounded keys, so it is best to call :meth:`calibrate`
             as early as ``generate()`` calibrates.
@@ -59,6 +61,7 @@ class RowBatch:
         self._places = Places(max_rows)
         self._prompts = Prompts(max_length)
         self._slots = Slots(cache.config.block_size)
+        self._others = OtherLayers(cache)
         self._views = RowViews()
         cache.row_table.open(max_rows, max_length)
         self._valid: tuple[Tensor | None, torch.device] | None = None
@@ -129,6 +132,9 @@ class RowBatch:
         new = open_layers(self.cache, cache, self.max_rows)
         self._device = (layers := self.cache.sparse_layers)[0].store.device
         if new:
+            self._others.open(cache, self.max_rows)
+            if self._others:  # their rows cannot begin where others' blocks end
+                self.alike_tokens = None
             if isinstance(policy := layers[0].policy, IndexedPolicy):  # there are no labels
                 self._policy, self.calibration_tokens, self.alike_tokens, self.whole_tokens = policy, 0, None, 0
             self._slots.open(layers, self.max_length)
@@ -150,7 +156,7 @@ class RowBatch:
                 channels alone if both begin with the same :attr:`alike_tokens` tokens.
         """
         self._check()
-        check_sharing(self._policy)
+        check_sharing(self._policy, bool(self._others))
         return begin_with(self.cache, ids, channels, self.drop)
 
     def channels(self, row: int) -> tuple[RowChannels | None, ...]:
@@ -221,6 +227,7 @@ class RowBatch:
         for layer, other in zip(mine, theirs):
             join_row(layer, row, other)
             add_rows(layer, other, found)
+        self._others.add_rows(cache, found)
         self._views.copy(found, row)
         if self._slots.tokens is not None:
             self._slots.tokens.begin(row, room)
@@ -240,6 +247,7 @@ class RowBatch:
         self.cache.joined_rows()
         self.cache.row_table.leave(row)
         self._places.set(row, False)
+        self._others.leave(row)
         self._changed()
         if self._slots.tokens is not None:
             self._slots.tokens.end(row)
@@ -262,6 +270,7 @@ class RowBatch:
         new = self._places.free()
         self.cache.joined_rows()
         self._copy_row(new, row)
+        self._others.resume(row, to=new)
         if self._slots.tokens is not None:
             self._slots.tokens.begin(new, self._slots.share(None), row)
         self.cache.row_table.copy_row(new, row)
@@ -291,6 +300,7 @@ class RowBatch:
             self._slots.tokens.move(new, row)
         self.cache.row_table.move_row(new, row)
         self._places.move(new, row)
+        self._others.move(new, row)
         self._changed()
         return new
 
@@ -300,6 +310,7 @@ class RowBatch:
         for layer in self.cache.sparse_layers:
             layer.store.writer.wait()
             add_rows(layer, layer, found)
+        self._others.add_rows(self.cache, found)
         self._views.copy(found, row, source)
 
     @torch.no_grad()
@@ -307,13 +318,16 @@ class RowBatch:
         """Keep the first ``length`` tokens of a row.
 
         Raises:
-            ValueError: there is no such row, it holds fewer tokens, or it would hold none (:meth:`leave` then).
+            ValueError: there is no such row, it holds fewer tokens, it would hold none (:meth:`leave` then), or the
+                model has sliding windows or states.
         """
         held = self.lengths[self._row(row)]
         if not 0 < length <= held:
             raise ValueError(f"row {row} holds {held} tokens, so {length} cannot be kept: keep 1 to {held}")
         if length == held:
             return
+        if self._others:
+            raise ValueError("rows of this model cannot give tokens back: some of its layers keep a window or a state")
         before = self.cache.joined_rows()
         rows = self.cache.row_table.cropped_row(row, length)
         if self._slots.tokens is not None and rows.sealed != before.sealed:
@@ -326,11 +340,13 @@ class RowBatch:
     def hold(self, row: int) -> None:
         """Pause a row: it keeps its blocks and is not decoded. Raises ValueError if it does not exist or is held."""
         self._places.hold(self._row(row), True)
+        self._others.hold(row)
         self._changed()
 
     def resume(self, row: int) -> None:
         """Continue a held row. Raises ValueError if it does not exist or is not held."""
         self._places.hold(self._row(row), False)
+        self._others.resume(row)
         self._changed()
 
     def _changed(self) -> None:

@@ -1,4 +1,4 @@
-"""Requirements of continuous batching on a model: positions per row, and sparse layers only.
+"""Requirements of continuous batching on a model: positions per row, and layers that keep each row apart.
 
 The model is checked before there are any rows.
 """
@@ -38,10 +38,12 @@ def check_kinds(cache: CacheState) -> None:
     for layer in cache.layers:
         if (why := face(layer).why_no_rows()) is not None:
             raise ValueError(why)
+    if cache.layers and not cache.sparse_layers:
+        raise ValueError("rows that come and go need layers that attend to their whole past: this model has none")
 
 
 def check_layers(cache: CacheState) -> None:
-    """Raise ValueError unless all layers are sparse ones and hold the prompt."""
+    """Raise ValueError unless all layers keep each row apart, and those that select hold the prompt."""
     check_kinds(cache)
     if cache.model_config is None:
         raise ValueError(

@@ -39,8 +39,16 @@ def calibration_of(cache: CacheState, labels: LabelIndex | None, max_length: int
     return Calibration(tokens, alike, whole)
 
 
-def check_sharing(policy: Policy) -> None:
-    """Raise ValueError for a model whose rows cannot begin with blocks of others, by what its layers choose by."""
+def check_sharing(policy: Policy, others: bool) -> None:
+    """Raise ValueError for a model whose rows cannot begin with blocks of others.
+
+    ``others``: it has layers with a window or a state.
+    """
+    if others:
+        raise ValueError(
+            "rows of this model cannot share blocks: some of its layers keep a window or a state, which are in no "
+            "block. Read the whole prompt by prefill()"
+        )
     if isinstance(policy, IndexedPolicy):
         raise ValueError(
             "rows of this model cannot share blocks: its trained indexer keeps keys of its own, which are in no block. "

@@ -126,10 +126,12 @@ def opened(
         why = why or "another rank of the model cannot serve it, and says why"
     if why is not None:
         raise ValueError(why)
-    if has_indexer(model.config) and serving.prefix_cache:
+    others = len(cache.sparse_layers) < len(cache.layers)
+    if serving.prefix_cache and (others or has_indexer(model.config)):
+        kept = "some of its layers keep a window or a state" if others else "its indexer keeps keys"
         warnings.warn(
-            "requests of this model share no prefixes: the keys of its indexer are in no block, so each prompt is read "
-            "whole. Give ServingConfig(prefix_cache=False) if that is known",
+            f"requests of this model share no prefixes: {kept}, in no block, so each prompt is read whole. Give "
+            "ServingConfig(prefix_cache=False) if that is known",
             stacklevel=4,
         )
     beside = -(-rows.calibration_tokens // cache.config.block_size)
@@ -165,6 +167,11 @@ def _check_prompts(config: SparseConfig, serving: ServingConfig, max_length: int
 def _check_exact(cache: SparseCache, ranks: Ranks | None) -> None:
     """Raise ``ValueError`` if requests cannot be exact."""
     Exact().check(cache)
+    if len(cache.sparse_layers) < len(cache.layers):
+        raise ValueError(
+            "exact=True of an engine is for models whose layers all attend to their whole past: sliding windows and "
+            "states of rows cannot take drafts back"
+        )
     if ranks is not None:
         raise ValueError("exact=True is not for tensor parallel models: each rank would draft by its own times")
     if cache.foresight is not None:

@@ -48,7 +48,9 @@ class Pace:
     """
 
     def __init__(self, config, sparse_from: int | None = None, sparse_least: int = 0) -> None:
-        hidden, layers = config.hidden_size, config.num_hidden_layers
+        layers = config.num_hidden_layers
+        config = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+        hidden = config.hidden_size
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or hidden // heads
         inner = getattr(config, "intermediate_size", None) or 4 * hidden

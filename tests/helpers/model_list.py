@@ -59,7 +59,8 @@ WORKS, EAGER, WRONG, DENSE, REFUSED, FAILS, UNBUILT = (
 SERVED, OTHER_TOKENS = "yes", "other tokens than alone"
 # Why an engine serves a model not, by what its error says.
 NOT_SERVED = {
-    "layers all attend to their whole past": "layers of other kinds",
+    "attention and a state together": "layers of two kinds at once",
+    "attend to their whole past": "nothing to make sparse",
     "takes no position_ids": "counts positions by itself",
     "attend to later ones": "prompt tokens see later ones",
     "reads the keys and values itself": "reads the keys itself",
@@ -69,7 +70,6 @@ NOT_SERVED = {
 # Model types that are listed without a line of their own, by result and the engine's column.
 LISTED = {
     (WORKS, SERVED): "**Work, and an engine serves them**:",
-    (WORKS, "layers of other kinds"): "**Work, but not in an engine**, for layers of other kinds:",
     (UNBUILT, ""): "**Not built here**:",
 }
 PROMPT, TOKENS = 150, 12

@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
-import model_list
 import pytest
 import torch
 from captured import Imitation, imitated
+from layer_kinds import CHUNKS, FULL, STATES, TELLING, TIGHT, eager, new_model, plain
 from models import prompt
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_sparsekv import QueryTap, SparseCache, TokenConfig, optimize
+from hf_sparsekv import SparseCache, TokenConfig, optimize
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.layers.recurrent import Recurrent
 
-KINDS = (  # model types, by what their layers keep
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear"),  # (gated) delta rule
-    *("nemotron_h", "bamba", "granitemoehybrid"),  # Mamba 2
-    *("jamba", "lfm2", "lfm2_moe"),  # Mamba; short convolutions
-    "llama4_text",  # chunks
-)
-TELLING = ("qwen3_5_text", "kimi_linear", "nemotron_h", "jamba", "lfm2", "llama4_text")
-FULL = {"block_size": 16, "window": 16, "max_draft": 4, "token_budget": 4096, "dense_layers": 0}
-TIGHT = {**FULL, "token_budget": 32, "tail": None}
+KINDS = *STATES, *CHUNKS
 GO = {"do_sample": False, "min_new_tokens": 40, "max_new_tokens": 40}
-
-
-def new_model(kind: str, attn: str | None = None) -> torch.nn.Module:
-    model = model_list.build(kind)
-    if attn is not None:
-        model.set_attn_implementation(attn)
-    return model
-
-
-@cache
-def plain(kind: str) -> torch.nn.Module:
-    """With attention and caches of transformers' own."""
-    return new_model(kind)
-
-
-@cache
-def eager(kind: str) -> torch.nn.Module:
-    model = new_model(kind, "sparsekv")
-    QueryTap(model).install()
-    return model
 
 
 def new_cache(model: torch.nn.Module, settings: dict = FULL) -> SparseCache:

@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import replace
 
+import model_list
 import pytest
 import torch
 from caches import FULL, SMALL
@@ -653,10 +654,10 @@ def test_methods_that_choose_ahead_are_refused(cache):
         cache().rows(2, 60)
 
 
-def test_models_with_sliding_layers_are_refused():
+def test_models_without_a_layer_that_selects_are_refused():
     rows = MADE["tokens"]().rows(2, 60)
-    with pytest.raises(ValueError, match="whole past"):
-        rows.prefill(model("gemma3"), prompt(1, 20)["input_ids"])
+    with pytest.warns(UserWarning, match="nothing to make sparse"), pytest.raises(ValueError, match="whole past"):
+        rows.prefill(model("mistral-window"), prompt(1, 20)["input_ids"])
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -676,10 +677,11 @@ def test_fewer_layers_than_the_configuration_names(known, offload):
     assert rows.join(rows.prefill(net, prompt(1, 20)["input_ids"])) == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
-def test_layers_of_other_kinds_are_refused_before_a_prompt(name):
-    cache = SparseCache(TokenConfig(**BUDGET), model_config=build(name, "sparsekv").config)
-    with pytest.raises(ValueError, match="layers all attend to their whole past"):
+def test_layers_of_two_kinds_at_once_are_refused_before_a_prompt():
+    config = model_list.small_config("falcon_h1")
+    with pytest.warns(UserWarning, match="nothing to make sparse"):
+        cache = SparseCache(TokenConfig(**BUDGET), model_config=config)
+    with pytest.raises(ValueError, match="attention and a state together"):
         cache.rows(2, 60)
     assert cache.row_batch is None
 

@@ -667,7 +667,8 @@ def test_draining_and_closing():
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("gemma3", {}, "whose layers all attend"),
+        ("mistral-window", {}, "this model has none"),
+        ("gemma3", {"serving": replace(SERVING, exact=True)}, "cannot take drafts back"),
         ("llama", {"config": TokenConfig(level="two_level", num_blocks=16, lag=True)}, "chooses ahead"),
         ("llama", {"serving": ServingConfig(max_length=5000)}, "over the model's context"),
         ("linear", {}, "models of transformers"),
