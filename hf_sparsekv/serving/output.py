@@ -110,6 +110,7 @@ class Teller:
             total_s=now - request.arrived,
             token_times=tuple(request.times[:n]),
             logprobs=tuple(request.logprobs[:n]),
+            stopped_by=None if request.text is None else request.text.stopped_by,
         )
         if how == "cancelled":
             self.counts.cancelled += 1

@@ -63,6 +63,7 @@ class Output:
         total_s: seconds from arrival to the end.
         token_times: ``time.perf_counter()`` when the host received each token.
         logprobs: of the tokens, if they were asked for.
+        stopped_by: the stop string that has ended it. ``None``: none has.
     """
 
     text: str
@@ -75,6 +76,7 @@ class Output:
     total_s: float = 0.0
     token_times: tuple[float, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
+    stopped_by: str | None = None
 
 
 class Busy(RuntimeError):

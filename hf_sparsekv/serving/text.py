@@ -113,6 +113,11 @@ class TextStream:
         self._stops = StopStrings(stop, names) if stop else None
         self.stopped = False
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended the text."""
+        return None if self._stops is None else self._stops.found
+
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """The prompt's last tokens and their text. They start at a character, because part of one would be invalid."""
         last = [token for token in map(int, prompt[-2 * CONTEXT :]) if token not in self._hidden][-CONTEXT:]

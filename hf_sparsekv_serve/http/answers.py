@@ -169,6 +169,20 @@ class Format:
     """
 
     reads = False
+    waiting = b": waiting\n\n"  # in silent times
+    end = b"data: [DONE]\n\n"
+
+    def encoded(self, data: Any) -> bytes:
+        """An event as it is sent."""
+        return event(data)
+
+    def first(self, handles: Sequence[Handle]) -> list[object]:
+        """Events before all others."""
+        return []
+
+    def failed(self, error: ApiError) -> list[object]:
+        """Events at the end of a stream that fails."""
+        return [error.body()]
 
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
         """Events for new text, and for log probabilities of new tokens."""
@@ -238,7 +252,8 @@ class EventStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         form, outputs = self._form, {}
         count = len(self._answers.handles)
-        yield b": begun\n\n"  # the head goes out with it; an event would pass for the first token
+        # The head goes out with it. Of OpenAI's two older APIs an event would pass for the first token.
+        yield b": begun\n\n" + b"".join(map(form.encoded, form.first(self._answers.handles)))
         events: list[bytes] = []
         try:
             while len(outputs) < count:
@@ -247,18 +262,18 @@ class EventStream(Response):
                     if text or logprobs:
                         new = partial(form.text, which, text, logprobs)
                         long = form.reads and len(text) > LONG
-                        events += [event(one) for one in (await on_thread(new) if long else new())]
+                        events += map(form.encoded, await on_thread(new) if long else new())
                     if end is not None:
                         output = outputs[which] = finished(end, self._answers.handles[which].id, self._answers.id)
                         last = partial(form.last, which, output)
-                        events += [event(one) for one in (await on_thread(last) if form.reads else last())]
-                yield b"".join(events) or b": waiting\n\n"
+                        events += map(form.encoded, await on_thread(last) if form.reads else last())
+                yield b"".join(events) or form.waiting
         except ApiError as error:  # what came with it, of this answer or of others, is told first
-            yield b"".join(events) + event(error.body())
+            yield b"".join(events) + b"".join(map(form.encoded, form.failed(error)))
             return
-        yield b"".join(event(one) for one in form.usage([outputs[which] for which in range(count)])) + event("[DONE]")
+        yield b"".join(map(form.encoded, form.usage([outputs[which] for which in range(count)]))) + form.end
 
 
-def event(data: object) -> bytes:
+def event(data: object, name: str = "") -> bytes:
     """One server-sent event; JSON has no line ends of its own."""
-    return b"data: " + (data.encode() if isinstance(data, str) else dumped(data)) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + dumped(data) + b"\n\n"

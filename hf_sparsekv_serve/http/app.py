@@ -25,13 +25,14 @@ from hf_sparsekv.serving.request import Handle
 from hf_sparsekv.serving.sampling import shown
 
 from ..forms.known import FORMS
-from . import front, schema
+from . import front, messages_api, schema
 from .answers import Answers, EventStream, on_thread, while_there
 from .bodies import Bodies
 from .engine import Engine
 from .errors import ApiError, json_response
 from .gate import ID, OPEN, Gate
 from .logprobs import TokenTexts
+from .messages_shape import Messages
 from .metrics import PREFIX, registry
 from .prompts import LARGE, Prompts
 from .scan import Scan
@@ -95,6 +96,8 @@ def create_app(
     seen("/docs")(api.docs)
     app.post("/v1/chat/completions")(api.chat)
     app.post("/v1/completions")(api.completions)
+    app.post("/v1/messages")(api.messages)
+    app.post("/v1/messages/count_tokens")(api.count_tokens)
     seen("/v1/models")(api.models)
     seen("/v1/models/{name:path}")(api.model)
     seen("/health")(api.health)
@@ -128,13 +131,13 @@ def origin(text: str) -> str:
 
 
 async def _tell(request: Request, error: ApiError) -> Response:
-    return error.response()
+    return error.response(request.scope["path"])
 
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return front.nothing(request.scope["path"]).response()
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response(request.scope["path"])
 
 
 async def _tell_any(request: Request, error: Exception) -> Response:
@@ -143,7 +146,9 @@ async def _tell_any(request: Request, error: Exception) -> Response:
     log.error(
         "%s: %s %s has failed (%s)", id, request.method, shown(request.scope["path"]), asked
     )  # a traceback follows
-    return ApiError(500, f"the server has failed: {type(error).__name__} ({id} in its log)").response()
+    return ApiError(500, f"the server has failed: {type(error).__name__} ({id} in its log)").response(
+        request.scope["path"]
+    )
 
 
 class _Api:
@@ -163,7 +168,7 @@ class _Api:
 
     def count(self, path: str, status: int) -> None:
         """Count an answer."""
-        known = ("/v1/chat/completions", "/v1/completions", "/v1/models", *OPEN)
+        known = (*front.ANSWERING, "/v1/models", *OPEN)
         self._answered.labels(path if path in known else "other", str(status)).inc()
 
     # For people and operators.
@@ -221,6 +226,18 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
         return await self._answer(request, schema.completion, Completion)
+
+    async def messages(self, request: Request) -> Response:
+        """``/v1/messages``, as Anthropic's API."""
+        return await self._answer(request, messages_api.messages, Messages)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``."""
+        scan = Scan(self._engine.max_length)
+        async with self._bodies.read(request, scan) as body:
+            limiter, count = self._threads[len(body) > LARGE], self._prompts.count
+            tokens = await anyio.to_thread.run_sync(count, body, scan, messages_api.counted, limiter=limiter)
+        return json_response({"input_tokens": tokens})
 
     async def _submitted(
         self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API gives them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as OpenAI's API gives them, ``{"error": {"message", "type", "param", "code"}}``, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+}
+
+ANTHROPIC = "/v1/messages"  # addresses whose errors are as Anthropic's API has them
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -55,9 +66,15 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The whole answer."""
-        return json_response(self.body(), self.status, self.headers)
+    def anthropic(self) -> dict[str, Any]:
+        """As JSON of Anthropic's API has it."""
+        kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.body()["error"]["message"]}}
+
+    def response(self, path: str = "") -> Response:
+        """The whole answer, to a request for an address."""
+        body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
+        return json_response(body, self.status, self.headers)
 
 
 def dumped(content: object) -> bytes:

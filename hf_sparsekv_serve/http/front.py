@@ -12,17 +12,25 @@ from starlette.responses import HTMLResponse, Response
 
 from hf_sparsekv.version import __version__
 
-from . import fields
+from . import fields, messages_api
 from .errors import ApiError, json_response
 
 ENDPOINTS = {
     "POST /v1/chat/completions": "a conversation, as OpenAI's API",
     "POST /v1/completions": "a continuation, as OpenAI's API",
+    "POST /v1/messages": "a conversation, as Anthropic's API",
+    "POST /v1/messages/count_tokens": "the tokens of a conversation",
     "GET /v1/models": "the served model",
     "GET /health": "the process answers, and its engine has not failed",
     "GET /ready": "requests are taken",
     "GET /metrics": "for Prometheus",
     "GET /docs": "this list, for people",
+}
+ANSWERING = tuple(name.removeprefix("POST ") for name in ENDPOINTS if name.startswith("POST "))
+FIELDS = {
+    "/v1/chat/completions": fields.CHAT,
+    "/v1/completions": fields.COMPLETION,
+    "/v1/messages": messages_api.MESSAGES,
 }
 # Endpoints that clients of OpenAI's API ask for and this server lacks, each with the reason.
 UNSERVED = {
@@ -50,7 +58,7 @@ def page() -> Response:
     rows = "".join(f"<tr><td><code>{escape(name)}</code></td><td>{escape(about)}" for name, about in ENDPOINTS.items())
     known = "".join(
         f"<h2><code>{escape(path)}</code></h2><p>{', '.join(f'<code>{name}</code>' for name in sorted(kind.known))}</p>"
-        for path, kind in (("/v1/chat/completions", fields.CHAT), ("/v1/completions", fields.COMPLETION))
+        for path, kind in FIELDS.items()
     )
     body = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>hf-sparsekv</title><style>{STYLE}</style>"

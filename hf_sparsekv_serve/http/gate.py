@@ -61,7 +61,7 @@ class Gate:
         if self._key is None and (host := self._foreign(scope)) is not None:
             message = f"this server is not {shown(host)}: ask it by its address, or allow the name (--allow-host)"
             error = ApiError(403, message, code="host_not_allowed")
-            return await error.response()(scope, receive, counting)
+            return await error.response(scope["path"])(scope, receive, counting)
         if self._key is None or scope["path"] in OPEN or self._admits(scope):
             try:
                 return await self._app(scope, receive, counting)
@@ -72,7 +72,7 @@ class Gate:
                 counting.ended()
         message = "the API key is missing or wrong: send `Authorization: Bearer KEY`"
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return await error.response()(scope, receive, counting)
+        return await error.response(scope["path"])(scope, receive, counting)
 
     def _foreign(self, scope: Scope) -> str | None:
         """The host name of a request to a loopback address, if that name is not allowed."""

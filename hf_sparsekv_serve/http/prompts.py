@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -80,33 +80,51 @@ class Prompts:
             they are text.
         """
         step_aside()
-        with contextlib.ExitStack() as turn:
-            if len(body) > LARGE:
-                turn.enter_context(self._reading_large)
-            turn.enter_context(self._reading)
-            fields = schema.loads(body)
-            schema.check_model(fields, self._model_id)
-            asked, reading = parse(fields, scan, self._ignore_unknown), None
+        with self._turn(body) as turn:
+            asked, reading = self._parsed(body, scan, parse), None
             self._check_count(len(asked.prompts or (None,)), asked.n)
-            try:
+            with _told(asked):
                 if asked.messages is not None:
-                    asked = self._with_known(asked)
-                    prompts, default = [self._rendered(asked)], self._max_answer
-                    asked, reading = self._with_reading(asked, prompts[0])
+                    asked, reading, prompt = self._conversation(asked)
+                    prompts, default = [prompt], self._max_answer
                 else:
                     prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
                 turn.close()
                 for prompt in prompts:
                     for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
                         handles.append(self._engine.submit(prompt, sampling))
-            except ValueError as error:
-                usual = "messages" if asked.messages is not None else "prompt"
-                name, _, rest = str(error).partition(" ")
-                field = FIELDS.get(name)
-                raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
-            except RuntimeError as error:
-                raise told(error) from error
-        return replace(asked, prompts=None, messages=None, template={}, calls=None), reading
+        return replace(asked, prompts=None, messages=None, template={}, calls=None, hints=()), reading
+
+    def count(self, body: bytes, scan: Scan, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]) -> int:
+        """Tokens of a conversation, on a thread."""
+        step_aside()
+        with self._turn(body):
+            asked = self._parsed(body, scan, parse)
+            with _told(asked):
+                return len(self._conversation(asked)[2])
+
+    @contextlib.contextmanager
+    def _turn(self, body: bytes) -> Iterator[contextlib.ExitStack]:
+        """Wait for a turn to read, which ends with this context or its stack."""
+        with contextlib.ExitStack() as turn:
+            if len(body) > LARGE:
+                turn.enter_context(self._reading_large)
+            turn.enter_context(self._reading)
+            yield turn
+
+    def _parsed(
+        self, body: bytes, scan: Scan, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]
+    ) -> schema.Asked:
+        fields = schema.loads(body)
+        schema.check_model(fields, self._model_id)
+        return parse(fields, scan, self._ignore_unknown)
+
+    def _conversation(self, asked: schema.Asked) -> tuple[schema.Asked, Reading | None, list[int]]:
+        """What a conversation asks of the engine, how its answers are read, and its tokens."""
+        asked = self._with_known(asked)
+        prompt = self._rendered(asked)
+        asked, reading = self._with_reading(asked, prompt)
+        return asked, reading, prompt
 
     def _with_reading(self, asked: schema.Asked, prompt: list[int]) -> tuple[schema.Asked, Reading | None]:
         """How answers to a conversation are read, and what that asks of the engine."""
@@ -168,6 +186,10 @@ class Prompts:
         if tokenizer is None or not tokenizer.chat_template:
             return asked
         source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
+        for field, variables in asked.hints:
+            known = {name: value for name, value in variables.items() if name in source}
+            template, ignored = {**known, **asked.template}, () if known else (field,)
+            asked = replace(asked, template=template, ignored=(*asked.ignored, *ignored)[:MOST_TOLD])
         unknown = [name for name in asked.template if name != "tools" and name not in source]
         if not unknown:
             return asked
@@ -199,3 +221,17 @@ class Prompts:
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
         return self._tokens(text, "messages", add_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _told(asked: schema.Asked) -> Iterator[None]:
+    """The engine's errors as clients get them."""
+    try:
+        yield
+    except ValueError as error:
+        usual = "messages" if asked.messages is not None else "prompt"
+        name, _, rest = str(error).partition(" ")
+        field = FIELDS.get(name)
+        raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
+    except RuntimeError as error:
+        raise told(error) from error

@@ -44,6 +44,7 @@ class Asked:
         messages: of a conversation, as chat templates take them.
         template: further arguments of the chat template.
         calls: of its tools that the answer must consist of; None: the model decides.
+        hints: variables of the chat template that it is given if it knows them: the client's field, and variables.
         first_only: only the first call of a tool is told.
         sampling: its settings; ``max_tokens`` only if ``limited``.
         limited: the client has said how long the answer may be.
@@ -64,6 +65,7 @@ class Asked:
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
     first_only: bool = False
+    hints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     def sampled(self, prompt_tokens: int, most: int, default: int | None) -> list[Sampling]:
         """Its settings for a prompt of so many tokens, for each of its answers.

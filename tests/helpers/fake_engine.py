@@ -170,7 +170,8 @@ class FakeEngine:
         self.counts["prompt_tokens"] += len(row.prompt)
         ttft = row.times[0] - row.arrived if row.times else 0.0
         output = Output(
-            "".join(row.shown), tuple(row.tokens), reason, len(row.prompt), 0, 0.0, ttft, total, tuple(row.times)
+            *("".join(row.shown), tuple(row.tokens), reason, len(row.prompt), 0, 0.0, ttft, total, tuple(row.times)),
+            stopped_by=row.text.stopped_by,
         )
         row.handle.finish(output)
         return True
