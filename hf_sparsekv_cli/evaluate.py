@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -303,30 +303,30 @@ class AllOptions(RunOptions):
     ] = ()
 
 
-@app.command("all")
-@command("hf_sparsekv_eval.cli.evaluate_all:everything")
-def everything(
-    model: Model,
-    lengths: Annotated[str | None, _option("lengths", "Tokens of prompts, as 4k,16k,32k.")] = None,
-    samples: Annotated[
-        int | None, _option("samples", "Prompts of each family and task, for each length.", min=1)
-    ] = None,
+@dataclass(frozen=True)
+class TableOptions:
+    """Contents of the whole table. None: the default, see :attr:`chosen`."""
+
+    lengths: Annotated[str | None, _option("lengths", "Tokens of prompts, as 4k,16k,32k.")] = None
+    samples: Annotated[int | None, _option("samples", "Prompts of each family and task, for each length.", min=1)] = (
+        None
+    )
     families: Annotated[
         str | None,
         typer.Option(help="Tasks of RULER, comma-separated; default: all (--quick: three).", show_default=False),
-    ] = None,
+    ] = None
     depths: Annotated[
         int | None, _option("depths", "Depths of the needle, from the first to the last token.", min=2)
-    ] = None,
-    passages: Annotated[int | None, _option("passages", "Passages of held-out text, for each length.", min=1)] = None,
-    tokens: Annotated[int | None, _option("tokens", "Held-out tokens of a passage.", min=1)] = None,
-    answers: Annotated[int | None, _option("answers", "Long answers for each length.", min=1)] = None,
-    answer_tokens: Annotated[str | None, _option("answer_tokens", "Tokens of a long answer.")] = None,
-    window: Annotated[int | None, _option("window", "Tokens of each part of a long answer.", min=1)] = None,
+    ] = None
+    passages: Annotated[int | None, _option("passages", "Passages of held-out text, for each length.", min=1)] = None
+    tokens: Annotated[int | None, _option("tokens", "Held-out tokens of a passage.", min=1)] = None
+    answers: Annotated[int | None, _option("answers", "Long answers for each length.", min=1)] = None
+    answer_tokens: Annotated[str | None, _option("answer_tokens", "Tokens of a long answer.")] = None
+    window: Annotated[int | None, _option("window", "Tokens of each part of a long answer.", min=1)] = None
     only: Annotated[
         str | None,
         typer.Option(help="Comma-separated: ruler, needle, tasks, text, output, longbench.", show_default="all"),
-    ] = None,
+    ] = None
     longbench: Annotated[
         str | None,
         typer.Option(
@@ -334,17 +334,23 @@ def everything(
             "longest of --lengths lose their middle.",
             show_default=False,
         ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and short samples: minutes on a CPU.")] = False,
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    text_file: TextFile = None,
-    seed: Seed = 0,
-    *,
-    options: AllOptions,
-) -> None:
+    ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Few and short samples: minutes on a CPU.")] = False
+    question_steps: QuestionSteps = None
+    chat: Chat = None
+    text_file: TextFile = None
+    seed: Seed = 0
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options of :data:`DEFAULTS`, as given or by default."""
+        given = {name: getattr(self, name) for name in DEFAULTS}
+        return {name: pair[self.quick] if given[name] is None else given[name] for name, pair in DEFAULTS.items()}
+
+
+@app.command("all")
+@command("hf_sparsekv_eval.cli.evaluate_all:everything")
+def everything(model: Model, *, table: TableOptions, options: AllOptions) -> None:
     """The whole table: RULER, needles, tasks, held-out text, long output, LongBench if asked; report.html and .md."""
-    if lengths is not None:
-        parse_lengths(lengths)
-    if answer_tokens is not None:
-        parse_tokens(answer_tokens)
+    parse_lengths(table.chosen["lengths"])
+    parse_tokens(table.chosen["answer_tokens"])
