@@ -124,14 +124,6 @@ def plan(
         raise typer.BadParameter("is of a server: add --serve", param_hint="--gpus")
 
 
-class Importance(str, Enum):
-    """Values of ``--importance``."""
-
-    spread = "spread"
-    max = "max"
-    mean = "mean"
-
-
 @command("hf_sparsekv.cli.calibrate:calibrate")
 def calibrate(
     model: Model,
@@ -141,7 +133,6 @@ def calibrate(
     ],
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of one piece of text.")] = 2048,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces to read at most, over all files.")] = 16,
-    importance: Annotated[Importance, typer.Option(help="How channels are ranked.")] = Importance.spread,
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
 ) -> None:

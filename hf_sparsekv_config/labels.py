@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from .options import Positive, Share, require
 from .sparse import SparseConfig
@@ -18,7 +18,6 @@ MIN_TOKENS = 64  # of a selection by need
 MAX_TAIL = 32  # blocks that share one mean: a program looks each of them up
 
 Reduce = Literal["mean", "max"]
-Importance = Literal["spread", "max", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,7 @@ class LabelConfig(SparseConfig):
     mass: Share | None = None
     token_reduce: Reduce = "max"
     label_channels: Positive | None = None
-    label_bits: Annotated[int, Literal[4, 16]] = 4
     channel_file: str | PathLike[str] | None = None
-    channel_importance: Importance = "spread"
     calibration_tokens: Positive = 256
     tail: Literal["mean"] | None = "mean"
     tail_tokens: Positive = 256

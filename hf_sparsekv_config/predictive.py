@@ -42,7 +42,7 @@ class PredictiveConfig(LabelConfig):
             :class:`OffloadConfig`, else the same GPU.
         strict: of a second device, where steps are not captured: wait for a selection that is late, so that runs repeat
             exactly. Otherwise the one before is used again and counted (``stats().late``), if it knows all full blocks.
-        token_reduce, label_channels, label_bits, channel_file, channel_importance: as in :class:`TokenConfig`.
+        token_reduce, label_channels, channel_file: as in :class:`TokenConfig`.
         calibration_tokens, tail, tail_tokens: as there. With a second device ``tail`` has no effect.
         dense_layers: two, where other methods have one: of what the second layer asks, the first one's input says
             little (docs/studies/settings.md).

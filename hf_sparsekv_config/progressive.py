@@ -33,7 +33,7 @@ class ProgressiveConfig(LabelConfig):
             masses (which the heads with the largest logits decide).
         audit_every: every so many decode steps, read all keys and compare the covered share of the attention mass
             with the estimate (``stats()``). Takes longer than a dense step. ``None``: never.
-        label_channels, label_bits, channel_file, channel_importance, calibration_tokens: as in :class:`TokenConfig`.
+        label_channels, channel_file, calibration_tokens: as in :class:`TokenConfig`.
         token_reduce, tail, tail_tokens: as there.
     """
 

@@ -38,15 +38,11 @@ class TokenConfig(LabelConfig):
             attends to all tokens of the ``token_budget // block_size`` best blocks. ``"auto"``: ``"token"``, or
             ``"two_level"`` if ``num_blocks`` or ``lag=True`` asks for a choice of blocks.
         label_channels: channels kept per key in the label cache; even. ``None`` means half of the head dimension, but
-            64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents).
-        label_bits: 4 (packed codes with a scale and a zero point per token, of channels less their mean, in units of
-            their spread) or 16 (unquantised). A label of 4 bits takes ``label_channels / 2 + 4`` bytes.
+            64 if it has them, and at most 128 (which is AsyncTLS's choice for MLA latents). Those of the largest root
+            mean square of the queries times standard deviation of the keys. A label takes ``label_channels / 2 + 4``
+            bytes: codes of 4 bits, of channels less their mean in units of their spread, a scale and a zero point.
         channel_file: label channels made by ``hf-sparsekv calibrate``. ``None``: channels are found on the
             prompt.
-        channel_importance: how online calibration ranks channels: ``"spread"``, ``"max"`` (AsyncTLS) or ``"mean"``
-            (Double Sparsity). ``"spread"``: root mean square of the queries times standard deviation of the keys.
-            ``"max"``: product of the largest magnitudes. ``"mean"``: mean magnitude of the product. The last two rank a
-            channel high that is the same in all keys, which softmax ignores.
         calibration_tokens: online channels are fixed once this many tokens are cached; dense until then.
         token_reduce: how the query heads of a group share one score, of a block or of a token: ``"max"`` or ``"mean"``
             (AsyncTLS). ``"max"`` measured better on the small real model (docs/studies/settings.md).

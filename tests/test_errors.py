@@ -241,10 +241,8 @@ AT_LEAST_0 = ("sinks", "dense_layers", "max_draft", "prefill_below")
 CHOICES = {
     "block_size": "16, 32, 64 or 128",
     "level": "'auto', 'two_level', 'block' or 'token'",
-    "channel_importance": "'spread', 'max' or 'mean'",
     "token_reduce": "'mean' or 'max'",
     "lag": "True or False",
-    "label_bits": "4 or 16",
     "channel_file": "text, a path or None",
     "dense_below": "an integer >= 0, 'auto' or None",
 }
@@ -255,7 +253,7 @@ def test_config_values_of_each_field():
     wrong = [(name, value, "a positive integer") for name in POSITIVE for value in (0, -1, 16.0, True, "64")]
     wrong += [(name, value, "an integer >= 0") for name in AT_LEAST_0 for value in (-1, 1.5, True)]
     wrong += [(name, 3, choice) for name, choice in CHOICES.items() if name != "dense_below"]
-    wrong += [("lag", 1, "True or False"), ("label_bits", 4.0, "4 or 16"), ("level", "blocks", "'auto', ")]
+    wrong += [("lag", 1, "True or False"), ("level", "blocks", "'auto', ")]
     wrong += [("dense_below", value, CHOICES["dense_below"]) for value in (-1, True, 1.5, "always")]
     for name, value, what in wrong:
         with pytest.raises(ValueError, match=re.escape(f"{name} must be {what}")) as error:
@@ -335,7 +333,7 @@ def test_channel_files_that_do_not_fit(tmp_path):
         feed("llama-mqa", two_level(channel_file=path), IDS)
     with pytest.raises(ValueError, match="model_type is llama in the file, qwen2 in the model"):
         two_level(channel_file=path, model_config=model("qwen2").config)
-    LabelChannels(made.ranking[:, :1], made.model, "", "max", 1).save(path)
+    LabelChannels(made.ranking[:, :1], made.model, "", 1, made.norms[:, :1]).save(path)
     with pytest.raises(ValueError, match="with tensor parallelism leave channel_file out"):
         feed("llama", two_level(channel_file=path), IDS)
     made.ranking[1] = -1

@@ -12,6 +12,7 @@ from models import NEEDS_CONFIG, build, model, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PrefixCache
+from hf_sparsekv.tuning.channels import calibrate
 
 NEW = 12
 
@@ -50,15 +51,22 @@ def holds_what_a_stock_cache_does(cache, inputs: dict) -> None:
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def channel_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("channels") / "channels.safetensors"
+    calibrate(model("llama"), [prompt(1, 120)["input_ids"]]).save(path)
+    return path
+
+
 LONG = [(name, 600) for name in ("host-block", "progressive-host")]  # more than a prefix keeps first queries of
 
 
 @pytest.mark.few(name=ONE_EACH)
 @pytest.mark.parametrize(("name", "length"), [*((name, 200) for name in ALL), *LONG])
-def test_a_cache_goes_on_as_after_its_own_prefill(name, length):
+def test_a_cache_goes_on_as_after_its_own_prefill(channel_file, name, length):
     ours, inputs = model("llama"), prompt(1, length)
-    # Of a longer context a prefix calibrates on the first tokens alone: whole labels do not depend on that.
-    settings = {**TIGHT, **({"label_bits": 16, "label_channels": 16} if (name, length) in LONG else {})}
+    # Of a longer context a prefix calibrates on the first tokens alone: a channel file does not depend on that.
+    settings = {**TIGHT, **({"channel_file": channel_file} if (name, length) == ("progressive-host", 600) else {})}
     direct = ALL[name](**settings)
     with torch.no_grad():
         ours(**inputs, past_key_values=direct)

@@ -71,7 +71,8 @@ def poison(layer: Layer) -> None:
 def _check_fine(layer: Layer, blocks: Tensor) -> None:
     config = layer.shape.config
     labels = (layer.codes, layer.qparams, layer.channels, layer.rows)
-    expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce, sinks=layer.sinks)
+    named = {"sinks": layer.sinks, "norms": layer.norms}
+    expected = token_score(layer.q, *labels, layer.block_table, blocks, config.token_reduce, **named)
     near_enough(layer, "token_score", layer.token_scores, expected)
     expected = token_select(layer.token_scores, blocks, config.budget, config.block_size)
     same("token_select", layer.tokens, expected)

@@ -27,7 +27,7 @@ class WalkLayer:
         shape = (*layer.q.shape[:2], layer.block_table.shape[1] * layer.shape.config.block_size)
         self.scores = torch.empty(shape, dtype=torch.float32, device=layer.q.device)
         labels = layer.codes, layer.qparams, layer.channels, layer.rows, layer.block_table
-        token_score(layer.q, *labels, None, "none", sinks=layer.sinks, out=self.scores)
+        token_score(layer.q, *labels, None, "none", sinks=layer.sinks, norms=layer.norms, out=self.scores)
         self.select()
 
     def select(self, config: int | None = None) -> None:

@@ -58,7 +58,7 @@ def calibrate(config: TokenConfig | PredictiveConfig, queries: Tensor, keys: Ten
 
     With their centres and spreads ``[H, 2, r]``.
     """
-    stats = ChannelStats(config.channel_importance)
+    stats = ChannelStats()
     stats.update(queries[None].float(), keys[None].float(), None)
     channels = stats.ranking(config.label_channels or default_channels(keys.shape[-1]))[0].long()
     return channels, stats.norms()[0].gather(-1, channels[:, None].expand(-1, 2, -1))
@@ -84,11 +84,10 @@ class StoredIndex:
         size = self.config.block_size
         new = keys[:, self.blocks * size : blocks * size].float()
         new = new.gather(-1, self.channels[:, None].expand(-1, new.shape[1], -1))
-        if self.config.label_bits == 4:
-            centre, spread = self.norms[:, None].unbind(2)
-            codes, qparams = quantise_labels(standardised(new[None], self.norms[None])[0])
-            new = unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
-            new = new * spread + centre
+        centre, spread = self.norms[:, None].unbind(2)
+        codes, qparams = quantise_labels(standardised(new[None], self.norms[None])[0])
+        new = unpack_digits(codes) * qparams[..., :1].float() + qparams[..., 1:].float()
+        new = new * spread + centre
         self.labels = new if not self.blocks else torch.cat((self.labels, new), dim=1)
         self.blocks = blocks
 

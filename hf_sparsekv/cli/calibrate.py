@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from hf_sparsekv_cli.commands import Importance
 from hf_sparsekv_cli.options import DType
 
 from . import loading
@@ -21,7 +20,6 @@ def calibrate(
     text_file: list[Path],
     tokens: int,
     pieces: int,
-    importance: Importance,
     dtype: DType,
     device: str,
 ) -> None:
@@ -46,7 +44,7 @@ def calibrate(
         raise CommandError("the text is too short to calibrate on: at least 16 tokens are needed")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with messages.progress("calibrating", len(chunks), *columns) as advance:
-        channels = rank_channels(loaded, _counted(chunks, advance), importance=importance.value)
+        channels = rank_channels(loaded, _counted(chunks, advance))
     channels.save(output)
     note(f"{sum(c.shape[1] for c in chunks)} tokens read")
     results.print(str(output), markup=False)

@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     batch: int
     size: int
     observing: int
-    importance: str | None
     observed: int | None
 
 
@@ -46,7 +45,6 @@ class Piece(NamedTuple):
     block: int
     pools: tuple[int, ...]
     observing: int = 0
-    importance: str | None = None
     observed: int | None = None
 
 
@@ -69,7 +67,7 @@ class CapturedPrompt:
         """The model's forward over these inputs; its output without the cache."""
         self.kept.params = []
         valid, kind = (self.columns <= self.last)[None], self.kind
-        tape = Tape(self.kept, self.last, valid, kind.importance, kind.observed, self.past)
+        tape = Tape(self.kept, self.last, valid, kind.observed, self.past)
         given = {"input_ids": self.ids, "position_ids": self.positions, **over(model, tape)}
         out = forward(**given, use_cache=True, logits_to_keep=self.last)
         if tape.reached != kind.shape.layers:

@@ -100,7 +100,7 @@ class Tape(Cache):
         kept: where it goes.
         last: int64 ``[1]``, place of the last token; what follows is padding.
         valid: bool ``[1, size]``, which columns are tokens.
-        importance: what calibration ranks channels by. observed: most tokens of a row that it reads; None: all.
+        observed: most tokens of a row that calibration reads; None: all.
         past: what each layer attends to before the pass, and int32 ``[batch, 2]``, how much each row has (see
             :attr:`..kv.store.LayerStore.rows`). None: nothing. The model does not see it: positions are given.
     """
@@ -110,14 +110,13 @@ class Tape(Cache):
         kept: Kept,
         last: Tensor,
         valid: Tensor,
-        importance: str | None = None,
         observed: int | None = None,
         past: tuple[list[Past], Tensor] | None = None,
     ) -> None:
         super().__init__(layers=[TapeLayer(self, index) for index in range(len(kept.k))])
         self.past = past
         self.kept, self.last, self.valid = kept, last, valid
-        self.importance, self.observed = importance, observed
+        self.observed = observed
         self.reached = 0
 
     def attend(
@@ -133,9 +132,8 @@ class Tape(Cache):
         torch.index_select(query, 2, self.last, out=kept.last[index])
         kept.params.append(params)
         if kept.queries is not None and (nth := index - (len(self.layers) - len(kept.queries))) >= 0:
-            assert self.importance is not None
             seen = query[:, :, : self.observed]
-            kept.queries[nth].copy_(magnitudes(self.importance, seen, self.valid[:, : self.observed]))
+            kept.queries[nth].copy_(magnitudes(seen, self.valid[:, : self.observed]))
         if self.past is not None:
             layers, rows = self.past
             store: Any = layers[index]

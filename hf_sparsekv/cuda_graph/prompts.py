@@ -208,8 +208,8 @@ class Prompts:
             return None
         labels = policies[-1].labels if observing else None
         if labels is None:
-            return Kind(shape, batch, size, 0, None, None)
-        return Kind(shape, batch, size, len(observing), labels.config.channel_importance, labels.wanted)
+            return Kind(shape, batch, size, 0, None)
+        return Kind(shape, batch, size, len(observing), labels.wanted)
 
     def _piece(self, batch: int, n: int, cache: SparseCache, shape: Shape) -> Piece | None:
         """The kind of a short piece after what is cached on the device, if a graph of it is no slower."""

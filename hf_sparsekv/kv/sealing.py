@@ -69,7 +69,7 @@ def index_of_rows(index: Index, rows: slice) -> Index:
     """``index`` for some rows of the batch."""
     if index.channels is None or rows == _ALL:
         return index
-    return replace(index, channels=index.channels[rows], norms=None if index.norms is None else index.norms[rows])
+    return replace(index, channels=index.channels[rows], norms=index.norms[rows])
 
 
 def with_means(index: Index, pool: BlockPool, tokens: int) -> Index:

@@ -107,6 +107,6 @@ def _calibrate(policies: list[Policy], computed: Computed) -> None:
     assert queries is not None
     some = max(1, _BYTES // (4 * k[0, :, :, :n].numel()))
     for lo in range(0, len(labels), some):
-        stats = ChannelStats(labels[0].config.channel_importance)
+        stats = ChannelStats()
         stats.take(queries[lo : lo + some].flatten(0, 1), k[lo : lo + some].flatten(0, 1)[:, :, :n])
         calibrate_all(labels[lo : lo + some], stats)

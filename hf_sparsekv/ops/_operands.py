@@ -107,7 +107,7 @@ def operand(kind: type[Operand], t: Tensor | None) -> Operand | None:
 
 
 def label_rows(channels: Tensor | None, norms: Tensor | None) -> LabelRows | None:
-    """Both as one operand; None without channels.
+    """Both as one operand; None without channels, which go with norms.
 
     Raises:
         ValueError: norms do not fit the channels, or are not contiguous in each row and head.
@@ -115,9 +115,8 @@ def label_rows(channels: Tensor | None, norms: Tensor | None) -> LabelRows | Non
     if channels is None:
         return None
     batch, head = channels.stride()[:2]
-    if norms is None:
-        return LabelRows(channels, batch, head, None, 0, 0)
     r = channels.shape[-1]
+    assert norms is not None
     if norms.shape != (*channels.shape[:2], 2, r) or norms.stride()[2:] != (r, 1) or norms.dtype != torch.float32:
         raise ValueError(
             f"norms must be float32 {[*channels.shape[:2], 2, r]}, contiguous in each row and head, got {norms.dtype} "
@@ -162,6 +161,6 @@ def row_ptr(t, i_batch, i_head):
 
 @triton.jit
 def load_norms(t, i_batch, i_head, o_r, m_r, R: tl.constexpr):
-    """Centres and spreads of label channels ``o_r`` of ``LabelRows``, which has them."""
+    """Centres and spreads of label channels ``o_r`` of ``LabelRows``."""
     p_norm = t.norms + i_batch * t.norms_batch + i_head * t.norms_head + o_r
     return tl.load(p_norm, mask=m_r, other=0.0), tl.load(p_norm + R, mask=m_r, other=1.0)

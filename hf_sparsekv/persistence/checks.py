@@ -122,7 +122,7 @@ def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str,
     if "channels" in held and labels is not None and labels.channels is not None:  # of a channel file
         fits["channels"] &= torch.equal(held["channels"], labels.channels.cpu())
     if "norms" in held:  # what is read from this cache's own channel file is not looked at
-        fits["norms"] = labels is not None and labels.config.label_bits != 16 and are_norms(held["norms"])
+        fits["norms"] = labels is not None and are_norms(held["norms"])
     _refuse(file, layer.index, fits)
 
 

@@ -36,9 +36,8 @@ def empty_cache(
             raise ValueError("channel_file does not fit the rest")
         about, channels = file.state["channel_file"], None
         if about is not None:  # the original file may have been deleted or changed
-            norms = file.tensor("channel_norms") if about.get("norms") else None
-            about = {name: value for name, value in about.items() if name not in ("shape", "norms")}
-            channels = LabelChannels(file.tensor("channel_file"), **about, norms=norms)
+            about = {name: value for name, value in about.items() if name != "shape"}
+            channels = LabelChannels(file.tensor("channel_file"), **about, norms=file.tensor("channel_norms"))
     except (TypeError, ValueError) as error:
         raise damaged(file.path, f"its configuration: {error}") from None
     if config is None:

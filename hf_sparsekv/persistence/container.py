@@ -73,9 +73,6 @@ class Layer:
     ring: list[int] | None = None  # number of query heads, and of queries per head
     state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of the policy's other tensors
     kv_dtype: str | None = None  # dtype of codes in the blocks; their scales are part of the index
-    norms: bool = False  # labels are relative to their channels' centres and spreads
-    key_stats: bool = True  # while calibrating, magnitudes of keys
-    moments: bool = False  # while calibrating, means and spreads of keys
 
     def measure(self, found: dict[str, Tensor]) -> None:
         """Set the sizes of the selection's tensors."""
@@ -83,8 +80,6 @@ class Layer:
             setattr(self, name, found[name].shape[2] if name in found else None)
         self.query_heads = found["stats_q"].shape[1] if "stats_q" in found else None
         self.ring = list(found["queries"].shape[1:3]) if "queries" in found else None
-        self.norms, self.moments = "norms" in found, "stats_seen" in found
-        self.key_stats = "stats_k" in found or self.query_heads is None
 
     @property
     def query_dim(self) -> int:
@@ -104,8 +99,7 @@ class Layer:
             found |= {name: (_NAMES[kind], (self.blocks, *shape)) for name, (kind, shape) in self.index.items()}
         if self.channels is not None:
             found["channels"] = (torch.int32, (*rows, self.channels))
-            if self.norms:
-                found["norms"] = (torch.float32, (*rows, 2, self.channels))
+            found["norms"] = (torch.float32, (*rows, 2, self.channels))
         if self.previous is not None:
             found["previous"] = (torch.int32, (*rows, self.previous))
         if self.chosen is not None:
@@ -115,10 +109,8 @@ class Layer:
             found["queries_from"] = (torch.int32, (self.batch,))
         if self.query_heads is not None:
             found["stats_q"] = (torch.float32, (self.batch, self.query_heads, self.query_dim))
-            of_keys = {"stats_k": self.key_stats, "stats_centre": self.moments, "stats_squares": self.moments}
-            found |= {name: (torch.float32, (*rows, self.query_dim)) for name, there in of_keys.items() if there}
-            if self.moments:
-                found["stats_seen"] = (torch.float32, (self.batch,))
+            found |= dict.fromkeys(("stats_centre", "stats_squares"), (torch.float32, (*rows, self.query_dim)))
+            found["stats_seen"] = (torch.float32, (self.batch,))
         return found | {name: (_NAMES[kind], tuple(shape)) for name, (kind, shape) in self.state.items()}
 
 
@@ -190,21 +182,17 @@ ROWS = {
     "padding": _or_null(SIZE),  # columns of the padding mask; later columns are all valid. null: no padding
     "inexact_from": _or_null(COUNT),  # first column that full attention has not computed. null: none
 }
-# Default for files of 0.1.0, which do not record it.
-_ROWS_DEFAULTS = {"inexact_from"}
 CHANNEL_FILE = {
     "shape": _list(SIZE, 3),
     "model": _object(FACT),
     "name": TEXT,
-    "importance": TEXT,
     "tokens": COUNT,
-    "norms": FLAG,
 }
 LAYER = {
     "device": DEVICE,
     "dtype": FLOAT,
     **dict.fromkeys(("batch", "heads", "key_dim", "length"), SIZE),
-    **dict.fromkeys(("latent", "record_past", "norms", "key_stats", "moments"), FLAG),
+    **dict.fromkeys(("latent", "record_past"), FLAG),
     **dict.fromkeys(("kept", "near", "blocks", "value_dim"), COUNT),  # a latent may have no rotary part
     **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
     "stats_tokens": _or_null(COUNT),
@@ -239,8 +227,7 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_fields(state, STATE, "the state")
-    _check_fields(state["rows"], ROWS, "rows", _ROWS_DEFAULTS)
-    state["rows"].setdefault("inexact_from", 0)
+    _check_fields(state["rows"], ROWS, "rows")
     for index, layer in enumerate(state["layers"]):
         _check_fields(layer, LAYER, f"layer {index}", _LAYER_DEFAULTS)
     layers = [Layer(**layer) for layer in state["layers"]]
@@ -249,10 +236,9 @@ def _read_header(text: str) -> tuple[dict, list[Layer], Shapes]:
         raise ValueError(f"block_size in the configuration is {reprlib.repr(block_size)}, not {SIZE.what}")
     shapes = all_tensors(layers, block_size, state["rows"])
     if state["channel_file"] is not None:
-        _check_fields(about := state["channel_file"], CHANNEL_FILE, "channel_file", {"norms"})
+        _check_fields(about := state["channel_file"], CHANNEL_FILE, "channel_file")
         shapes["channel_file"] = (torch.int32, tuple(about["shape"]))
-        if about.get("norms"):
-            shapes["channel_norms"] = (torch.float32, norms_shape(about["shape"]))
+        shapes["channel_norms"] = (torch.float32, norms_shape(about["shape"]))
     return state, layers, shapes
 
 

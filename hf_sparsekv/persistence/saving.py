@@ -80,14 +80,10 @@ def save_cache(cache: CacheState, kinds: Kinds, path: str | os.PathLike[str]) ->
     channels = cache.shared.channels
     if channels is not None:
         shape = tuple(channels.ranking.shape)
-        about = {name: getattr(channels, name) for name in ("model", "name", "importance", "tokens")}
-        state["channel_file"] = {"shape": shape, **about, "norms": channels.norms is not None}
+        about = {name: getattr(channels, name) for name in ("model", "name", "tokens")}
+        state["channel_file"] = {"shape": shape, **about}
         shapes["channel_file"], pieces["channel_file"] = (torch.int32, shape), _whole(channels.ranking)
-        if channels.norms is not None:
-            shapes["channel_norms"], pieces["channel_norms"] = (
-                (torch.float32, norms_shape(shape)),
-                _whole(channels.norms),
-            )
+        shapes["channel_norms"], pieces["channel_norms"] = (torch.float32, norms_shape(shape)), _whole(channels.norms)
     for device in {layer.device for layer in layers if layer.device.startswith("cuda")}:
         torch.cuda.synchronize(device)  # kernels seal blocks into host memory
     write(Path(path), state, shapes, pieces)

@@ -25,28 +25,28 @@ from .memory import LayerShape, Request
 
 
 class RowChannels(NamedTuple):
-    """The parameters of one row's labels: its label channels, int32 ``[H, r]``, and norms, or None.
+    """The parameters of one row's labels.
 
     Args:
-        channels: int32 ``[H, r]``.
-        norms: float32 ``[H, 2, r]``, their centres and spreads; None if labels are keys as they are.
+        channels: int32 ``[H, r]``, label channels.
+        norms: float32 ``[H, 2, r]``, their centres and spreads.
     """
 
     channels: Tensor
-    norms: Tensor | None
+    norms: Tensor
 
     def clone(self) -> RowChannels:
         """A copy in memory of its own."""
-        return RowChannels(self.channels.clone(), None if self.norms is None else self.norms.clone())
+        return RowChannels(self.channels.clone(), self.norms.clone())
 
 
 class LabelIndex(State):
-    """Labels of the tokens in full blocks, in the pool's fields ``codes`` and, of 4 bits, ``qparams``.
+    """Labels of the tokens in full blocks, in the pool's fields ``codes`` and ``qparams``.
 
     Attributes:
         channels: int32 ``[batch, H, r]``; None while they are being calibrated.
-        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, which labels of few bits are relative
-            to. None while calibrating, with unquantised labels, and where an earlier release calibrated.
+        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, which labels are relative to. None
+            while calibrating.
         stats: what calibration has seen; None once there are channels.
         r: channels of a label.
         first_only: calibrate on the first ``calibration_tokens`` tokens alone, whatever passes they come in. Otherwise
@@ -63,7 +63,7 @@ class LabelIndex(State):
     PARTS: ClassVar = ("stats",)
     first_only = False
     stats: Any  # ChannelStats | None: never None while calibrating
-    norms: Any  # Tensor | None: never None where a row brings some
+    norms: Any  # Tensor | None: never None once there are channels
 
     def __init__(
         self,
@@ -77,22 +77,18 @@ class LabelIndex(State):
 
     def reset(self) -> None:
         super().reset()
-        self.stats = ChannelStats(self.config.channel_importance)
+        self.stats = ChannelStats()
 
     def start(self, store: LayerStore) -> None:
         """Claim the fields; take the channels of a file."""
         pool, heads, dim = store.pool, store.heads, store.key_dim
         self._batch = store.batch
         r = self.r = self.config.label_channels or default_channels(dim)
-        self._token_bytes = token_bytes(r, self.config.label_bits, store.dtype.itemsize)  # each step counts them
         if r > dim:
             raise ValueError(f"label_channels={r} exceeds the model's head dimension {dim}")
         if "codes" not in pool.fields:
-            if self.config.label_bits == 4:
-                pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
-                pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
-            else:
-                pool.add_field("codes", (heads, store.block_size, r), store.dtype)
+            pool.add_field("codes", (heads, store.block_size, r // 2), torch.uint8)
+            pool.add_field("qparams", (heads, store.block_size, 2), torch.float16)
         if self.fixed is not None:
             if self.layer_idx >= len(self.fixed.ranking):
                 raise ValueError(
@@ -110,10 +106,8 @@ class LabelIndex(State):
                 raise ValueError(f"the channel file has no channels for layer {self.layer_idx}: calibrate again")
             channels = sent(ranking[:, :r], ranking.dtype, store.device)
             self.channels, self.stats = channels.expand(store.batch, -1, -1).contiguous(), None
-            norms = self.fixed.norms
-            self._relate(
-                None if norms is None else norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
-            )
+            norms = self.fixed.norms[self.layer_idx].to(store.device).expand(store.batch, -1, -1, -1)
+            self.norms = _of_channels(norms, self.channels)
 
     # ------------------------------------------------------------------ calibration
 
@@ -144,29 +138,24 @@ class LabelIndex(State):
         if not self.calibrating:
             return False
         self.channels, norms, self.stats = self.stats.ranking(self.r), self.stats.norms(), None
-        self._relate(norms)
+        self.norms = _of_channels(norms, self.channels)
         return True
-
-    def _relate(self, norms: Tensor | None) -> None:
-        """Take :attr:`norms` from those of all channels, ``[batch, H, 2, Dk]``; None: labels are keys as they are."""
-        self.norms = None if self.config.label_bits == 16 else _of_channels(norms, self.channels)
 
     def open_rows(self, other: LabelIndex) -> None:
         """Rows that join bring their channels."""
         if self.channels is None:
             shape = (self._batch, *other.channels.shape[1:])
             self.channels, self.stats = other.channels.new_zeros(shape), None
-            self.norms = None if other.norms is None else other.norms.new_zeros(self._batch, *other.norms.shape[1:])
+            self.norms = other.norms.new_zeros(self._batch, *other.norms.shape[1:])
 
     def of_row(self, row: int) -> RowChannels:
         """The parameters of a row's labels."""
-        return RowChannels(self.channels[row], None if self.norms is None else self.norms[row])
+        return RowChannels(self.channels[row], self.norms[row])
 
     def give(self, row: int, one: RowChannels) -> None:
         """Use ``one`` for a row's labels from now on. Labels of its full blocks stay."""
         self.channels[row].copy_(one.channels)
-        if one.norms is not None:
-            self.norms[row].copy_(one.norms)
+        self.norms[row].copy_(one.norms)
 
     # ------------------------------------------------------------------ labels
 
@@ -175,7 +164,7 @@ class LabelIndex(State):
         if self.calibrating:
             return index
         fields = store.pool.fields
-        codes, qparams = fields["codes"], fields.get("qparams")
+        codes, qparams = fields["codes"], fields["qparams"]
         return replace(index, channels=self.channels, norms=self.norms, codes=codes, qparams=qparams)
 
     def scores(
@@ -197,10 +186,8 @@ class LabelIndex(State):
         add up as well.
         """
         fields, reduce = store.pool.fields, reduce or self.config.token_reduce
-        labels = fields["codes"], fields.get("qparams"), self.channels_of(store)
-        norms = self.norms
-        if norms is not None and len(norms) != store.batch:
-            norms = norms.expand(store.batch, -1, -1, -1)
+        labels = fields["codes"], fields["qparams"], self.channels_of(store)
+        norms = self.norms if len(self.norms) == store.batch else self.norms.expand(store.batch, -1, -1, -1)
         how = {"sinks": store.sinks, "norms": norms, "out": out, "fill": fill, "sums": sums}
         return token_score(q, *labels, store.rows, store.table, blocks, reduce, **how)
 
@@ -210,7 +197,7 @@ class LabelIndex(State):
 
     def nbytes_read(self, store: LayerStore, blocks: int) -> int:
         """Bytes that scoring ``blocks`` blocks, of all rows together, of each KV head reads."""
-        return store.heads * blocks * store.block_size * self._token_bytes
+        return store.heads * blocks * store.block_size * token_bytes(self.r)
 
     # ------------------------------------------------------------------ files
 
@@ -218,8 +205,6 @@ class LabelIndex(State):
         super().from_file(found, device, lengths)
         if not self.calibrating:
             self.stats = None
-        if "channels" in found and "norms" not in found:  # an earlier release's
-            self._relate(None)
 
 
 def calibrate_all(labels: Sequence[LabelIndex], stats: ChannelStats) -> None:
@@ -234,26 +219,26 @@ def calibrate_all(labels: Sequence[LabelIndex], stats: ChannelStats) -> None:
             one.stats = stats.of_rows(rows)
         return
     channels = stats.ranking(first.r)
-    norms = None if first.config.label_bits == 16 else _of_channels(stats.norms(), channels)
+    norms = _of_channels(stats.norms(), channels)
     for one, rows in zip(labels, whole):
-        one.channels, one.norms, one.stats = channels[rows], None if norms is None else norms[rows], None
+        one.channels, one.norms, one.stats = channels[rows], norms[rows], None
 
 
-def _of_channels(norms: Tensor | None, channels: Tensor) -> Tensor | None:
+def _of_channels(norms: Tensor, channels: Tensor) -> Tensor:
     """From norms ``[batch, H, 2, Dk]`` of all channels, the norms of ``channels [batch, H, r]``."""
-    return None if norms is None else norms.gather(-1, channels.long()[:, :, None].expand(-1, -1, 2, -1))
+    return norms.gather(-1, channels.long()[:, :, None].expand(-1, -1, 2, -1))
 
 
 def label_bytes(request: Request, layer: LayerShape) -> int:
     """Bytes of a block's labels, all KV heads."""
     config = request.config
     channels = config.label_channels or default_channels(layer.query_dim)
-    return layer.heads * config.block_size * token_bytes(channels, config.label_bits, request.item)
+    return layer.heads * config.block_size * token_bytes(channels)
 
 
-def token_bytes(channels: int, bits: int, item: int) -> int:
-    """Bytes of a token's label, of a KV head; ``item``: of a number that is not quantised."""
-    return channels // 2 + 4 if bits == 4 else channels * item  # 4: scale and zero point
+def token_bytes(channels: int) -> int:
+    """Bytes of a token's label, of a KV head."""
+    return channels // 2 + 4  # 4: scale and zero point
 
 
 def default_channels(dim: int) -> int:

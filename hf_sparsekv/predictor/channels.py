@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -13,13 +13,10 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_sparsekv_config.labels import Importance
-
 from ..kv.state import Held, State
 from ..whole_file import replacing
 
-FORMATS = "hf-sparsekv-channels-1", "hf-sparsekv-channels-2"  # without norms, and with them
-IMPORTANCES = get_args(Importance)
+FORMAT = "hf-sparsekv-channels-2"
 PIECE = 4096  # tokens whose moments are taken at once, in float32
 _SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -91,34 +88,30 @@ class KeyMoments(State):
 class ChannelStats(State):
     """Running channel magnitudes of one layer's queries and keys, per row.
 
-    ``importance="spread"``: ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group. A channel
-    that is the same in all keys adds the same to all logits, which softmax ignores. ``"max"`` is AsyncTLS's ``I(j) =
-    sum_h max_t |q_h,t[j]| * max_t |k_t[j]|``. ``"mean"`` is Double Sparsity's mean of ``|q[j] k[j]|`` over all pairs,
-    which is the product of the means.
+    A channel's importance is ``I(j) = rms(q[j]) * std(k[j])``, the queries over the heads of the group. A channel that
+    is the same in all keys adds the same to all logits, which softmax ignores. (AsyncTLS and Double Sparsity rank by
+    largest and by mean magnitudes, which such a channel raises.)
 
     Attributes:
-        q: float32 ``[batch, Hq, D]`` running maximum, or sum (of squares); None before the first token.
-        k: ``[batch, H, D]``, likewise; None with ``"spread"``.
-        moments: of the keys. Without tokens if an earlier release saved the cache while it was calibrating.
+        q: float32 ``[batch, Hq, D]`` running sum of squares; None before the first token.
+        moments: of the keys.
         tokens: as many as were seen.
         keys_only: keys are used in place of queries, which are not known yet.
     """
 
     TENSORS: ClassVar = {
         "q": Held(trial=True, dropped=True, file="stats_q"),
-        "k": Held(trial=True, dropped=True, file="stats_k"),
     }
     HOST: ClassVar = {"tokens": 0, "keys_only": False}
     PARTS: ClassVar = ("moments",)
 
-    q: Any  # Tensor | None: never None once there were tokens; so is k
-    k: Any
+    q: Any  # Tensor | None: never None once there were tokens
     tokens: int
     keys_only: bool
 
-    def __init__(self, importance: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.importance, self.moments = importance, KeyMoments()
+        self.moments = KeyMoments()
 
     def update(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
         """Add ``q [batch, Hq, n, D]``, ``k [batch, H, n, D]``; padding (``valid [batch, n]`` False) is left out.
@@ -130,43 +123,30 @@ class ChannelStats(State):
         if not known and not unseen:
             self.q = None  # here they are
         self.keys_only = unseen and not known
-        if not self.tokens or self.moments.seen is not None:
-            self.moments.update(k, valid)
-        if self.importance != "spread":
-            self.k = self._added(self.k, k, valid)
+        self.moments.update(k, valid)
         if not (known and unseen):
-            self.q = self._added(self.q, q, valid)
+            now = magnitudes(q, valid)
+            # In place after the first time: a captured step repeats it.
+            self.q = now if self.q is None else self.q.add_(now)
         self.tokens += q.shape[2]
-
-    def _added(self, held: Tensor | None, x: Tensor, valid: Tensor | None) -> Tensor:
-        """The magnitudes ``held`` with those of ``x``. In place after the first time: a captured step repeats it."""
-        now = magnitudes(self.importance, x, valid)
-        if held is None:
-            return now
-        return torch.maximum(held, now, out=held) if self.importance == "max" else held.add_(now)
 
     def take(self, q: Tensor, k: Tensor) -> None:
         """Begin with ``k [batch, H, n, D]``, and with the :func:`magnitudes` of the queries ``q``."""
         self.moments.update(k, None)
-        if self.importance != "spread":
-            self.k = magnitudes(self.importance, k, None)
         self.q, self.tokens = q.clone(), k.shape[2]
 
     def of_rows(self, rows: slice) -> ChannelStats:
         """The statistics of some rows, over the same memory."""
-        new, mine = ChannelStats(self.importance), self.moments
-        new.q, new.k, new.tokens = self.q[rows], None if self.k is None else self.k[rows], self.tokens
+        new, mine = ChannelStats(), self.moments
+        new.q, new.tokens = self.q[rows], self.tokens
         new.moments.seen, new.moments.centre, new.moments.squares = (
             held[rows] for held in (mine.seen, mine.centre, mine.squares)
         )
         return new
 
     def merge(self, other: ChannelStats) -> None:
-        """Add what another one, of the same importance, has seen."""
-        for name in ("q", "k"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine is not None:
-                setattr(self, name, (torch.maximum if self.importance == "max" else torch.add)(mine, theirs))
+        """Add what another one has seen."""
+        self.q = self.q + other.q
         self.moments.merge(other.moments)
         self.tokens += other.tokens
 
@@ -175,12 +155,11 @@ class ChannelStats(State):
 
         (Sums rank like means: the counts are common.)
         """
-        k = self.moments.squares.sqrt() if self.importance == "spread" else self.k
+        k = self.moments.squares.sqrt()
         batch, heads, dim = k.shape
         q = self.q.view(batch, heads, -1, dim).sum(2)
-        found = (q.sqrt() if self.importance == "spread" else q) * k
         inf = float("inf")
-        return found.nan_to_num_(nan=-inf, posinf=inf, neginf=-inf)
+        return (q.sqrt() * k).nan_to_num_(nan=-inf, posinf=inf, neginf=-inf)
 
     def ranking(self, most: int | None = None) -> Tensor:
         """Channels by falling importance, int32 ``[batch, H, D]``; among equals the lower channel first.
@@ -189,13 +168,13 @@ class ChannelStats(State):
         """
         return self.scores().sort(dim=-1, descending=True, stable=True).indices[..., :most].int().contiguous()
 
-    def norms(self) -> Tensor | None:
-        """:meth:`KeyMoments.norms`; None where an earlier release has begun."""
-        return None if self.moments.seen is None else self.moments.norms()
+    def norms(self) -> Tensor:
+        """:meth:`KeyMoments.norms`."""
+        return self.moments.norms()
 
 
-def magnitudes(importance: str, x: Tensor, valid: Tensor | None) -> Tensor:
-    """The magnitudes of ``x [batch, heads, n, D]`` for :class:`ChannelStats`, float32 ``[batch, heads, D]``.
+def magnitudes(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Sums of squares of ``x [batch, heads, n, D]`` for :class:`ChannelStats`, float32 ``[batch, heads, D]``.
 
     ``valid [batch, n]``: False for padding, which is left out.
     """
@@ -203,11 +182,6 @@ def magnitudes(importance: str, x: Tensor, valid: Tensor | None) -> Tensor:
     x = x.float() if x.itemsize > 4 else x
     if valid is not None:
         x = x.masked_fill(~valid[:, None, :, None], 0)
-    if importance == "max":
-        narrow = x.is_cuda and x.itemsize < 4  # there the same kernel gives float32
-        return torch.linalg.vector_norm(x, float("inf"), dim=2, dtype=torch.float32 if narrow else None).float()
-    if importance == "mean":
-        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float32)
     return torch.linalg.vector_norm(x, 2, dim=2, dtype=torch.float32).square_()
 
 
@@ -219,10 +193,9 @@ class LabelChannels:
         ranking: int32 ``[layers, H, D]``, channels by falling importance; -1 in layers without full attention.
         model: what identifies the architecture (``model_type``, sizes, head counts).
         name: the model's name or path when it was calibrated, for people.
-        importance: one of :data:`IMPORTANCES`.
         tokens: calibration tokens seen.
         norms: float32 ``[layers, H, 2, D]``, centre and spread of each channel (:meth:`KeyMoments.norms`), in the
-            model's order; None in files of earlier releases.
+            model's order.
 
     Raises:
         ValueError: the ranking is none (kernels read keys at these channels), or does not fit the model; or the norms
@@ -232,9 +205,8 @@ class LabelChannels:
     ranking: Tensor
     model: dict
     name: str
-    importance: str
     tokens: int
-    norms: Tensor | None = None
+    norms: Tensor
 
     def __post_init__(self) -> None:
         ranking = self.ranking
@@ -252,10 +224,8 @@ class LabelChannels:
         layers = self.model.get("num_hidden_layers")
         if layers is not None and layers != len(ranking):
             raise ValueError(f"the channel ranking has {len(ranking)} layers, its model {layers!r}")
-        if self.importance not in IMPORTANCES:
-            raise ValueError(f"importance must be one of {', '.join(map(repr, IMPORTANCES))}, got {self.importance!r}")
         norms, shape = self.norms, (*ranking.shape[:2], 2, ranking.shape[2])
-        if norms is not None and (norms.dtype != torch.float32 or norms.shape != shape or not are_norms(norms)):
+        if norms.dtype != torch.float32 or norms.shape != shape or not are_norms(norms):
             raise ValueError(
                 f"norms are float32 {list(shape)}, finite, with spreads above zero; got {norms.dtype} "
                 f"{list(norms.shape)}"
@@ -268,15 +238,12 @@ class LabelChannels:
             OSError: ``path`` cannot be written; its directory has to exist.
         """
         meta = {
-            "format": FORMATS[self.norms is not None],
+            "format": FORMAT,
             "model": json.dumps(self.model),
             "name": self.name,
-            "importance": self.importance,
             "tokens": str(self.tokens),
         }
-        held = {"ranking": self.ranking.contiguous()}
-        if self.norms is not None:
-            held["norms"] = self.norms.contiguous()
+        held = {"ranking": self.ranking.contiguous(), "norms": self.norms.contiguous()}
         with replacing(path) as file:
             file.write(save(held, metadata=meta))
 
@@ -290,10 +257,9 @@ class LabelChannels:
         try:
             with safe_open(path, "pt") as file:
                 meta = file.metadata() or {}
-                if meta.get("format") not in FORMATS:
+                if meta.get("format") != FORMAT:
                     raise ValueError(f"{path} is not a channel file: make one with `hf-sparsekv calibrate`")
-                ranking = file.get_tensor("ranking")
-                norms = file.get_tensor("norms") if meta["format"] == FORMATS[1] else None
+                ranking, norms = file.get_tensor("ranking"), file.get_tensor("norms")
         except FileNotFoundError:
             raise ValueError(f"the channel file {path} does not exist: make it with `hf-sparsekv calibrate`") from None
         except ValueError:
@@ -302,7 +268,7 @@ class LabelChannels:
             raise ValueError(f"{path} is not a channel file ({error})") from None
         try:
             model, tokens = json.loads(meta["model"]), int(meta["tokens"])
-            return cls(ranking, model, meta["name"], meta["importance"], tokens, norms)
+            return cls(ranking, model, meta["name"], tokens, norms)
         except KeyError as error:
             why = f"it does not say its {error.args[0]}"
         except RecursionError:
@@ -313,11 +279,7 @@ class LabelChannels:
 
     def alike(self, other: LabelChannels) -> bool:
         """Whether labels come out the same with both."""
-        if not torch.equal(self.ranking, other.ranking):
-            return False
-        if self.norms is None or other.norms is None:
-            return self.norms is other.norms
-        return torch.equal(self.norms, other.norms)
+        return torch.equal(self.ranking, other.ranking) and torch.equal(self.norms, other.norms)
 
     def check(self, config) -> None:
         """Raise ``ValueError`` if the channels were made for another architecture than ``config``."""

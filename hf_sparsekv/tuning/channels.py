@@ -17,13 +17,12 @@ from .serving_plan import CHUNK
 
 
 @torch.no_grad()
-def calibrate(model, inputs: Iterable[Tensor], importance: str = "spread") -> LabelChannels:
+def calibrate(model, inputs: Iterable[Tensor]) -> LabelChannels:
     """Rank the key channels of every full-attention layer on calibration text.
 
     Args:
         model: a causal language model; its attention implementation is ``sparsekv`` during the call.
         inputs: token ids, each ``[1, n]``.
-        importance: ``"spread"``, ``"max"`` or ``"mean"``, see :class:`..predictor.channels.ChannelStats`.
 
     Raises:
         ValueError: there is no input, or the model has no full-attention layer.
@@ -35,7 +34,7 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "spread") -> La
     try:
         for ids in inputs:
             # Channels are never fixed, so every chunk is observed.
-            never = TokenConfig(channel_importance=importance, calibration_tokens=1 << 60, dense_layers=0)
+            never = TokenConfig(calibration_tokens=1 << 60, dense_layers=0)
             cache = OffloadedSparseCache(never, offload=None, model_config=model.config)
             for part in ids.to(model.device).tensor_split(-(-ids.shape[1] // CHUNK), dim=1):
                 model(part, **over(model, cache), use_cache=True, logits_to_keep=1)
@@ -58,4 +57,4 @@ def calibrate(model, inputs: Iterable[Tensor], importance: str = "spread") -> La
     norms = torch.tensor([[0.0], [1.0]]).repeat(config.num_hidden_layers, heads, 1, dim)
     for index, stats in held.items():
         ranking[index], norms[index] = stats.ranking()[0].cpu(), stats.norms()[0].cpu()
-    return LabelChannels(ranking, describe(config), model.config._name_or_path, importance, first.tokens, norms)
+    return LabelChannels(ranking, describe(config), model.config._name_or_path, first.tokens, norms)

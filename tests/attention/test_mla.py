@@ -21,6 +21,7 @@ from hf_sparsekv.attention.mla import Absorbed, is_mla
 from hf_sparsekv.layers.sparse_layer import SparseLayer
 from hf_sparsekv.policies import crossover
 from hf_sparsekv.policies.label_index import default_channels
+from hf_sparsekv.predictor.channels import LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 from hf_sparsekv.types import AttentionParams
 
@@ -192,15 +193,17 @@ def test_default_label_channels():
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 def test_selection_is_that_of_the_expanded_keys(reduce):
-    """16-bit labels of all channels score truly: chosen are the best tokens by the keys that the model would expand."""
+    """Chosen are the best tokens by the keys that the model would expand, of latents that 4 bits hold exactly."""
     net, budget = build("deepseek-v3", "sparsekv"), 48
     module = attention_modules(net)[0]
     width = module.kv_lora_rank + module.qk_rope_head_dim
     config = TokenConfig(
-        **{**SMALL, "sinks": 0}, level="token", tail=None, label_bits=16, label_channels=width, token_budget=budget,
+        **{**SMALL, "sinks": 0}, level="token", tail=None, label_channels=width, token_budget=budget,
         token_reduce=reduce,
     )  # fmt: skip
     cache = OffloadedSparseCache(config, offload=None)
+    ranking, norms = torch.arange(width).int().expand(1, 1, -1), torch.tensor([[0.0], [1.0]]).expand(1, 1, 2, width)
+    cache.shared.channels = LabelChannels(ranking, {}, "", 1, norms)
     absorbed = Absorbed(module)
     generator = torch.Generator().manual_seed(3)
 
@@ -208,7 +211,9 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
         return torch.randn(shape, generator=generator)
 
     batch, heads, n = 2, net.config.num_attention_heads, 260
-    latent, rotary = normal(batch, 1, n, module.kv_lora_rank), normal(batch, 1, n, module.qk_rope_head_dim)
+    latent = torch.randint(16, (batch, 1, n, width), generator=generator) / 2 - 3.75
+    latent[..., 0], latent[..., 1] = -3.75, 3.75  # of each token the least and the largest label
+    latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
     query = normal(batch, heads, n, module.qk_nope_head_dim + module.qk_rope_head_dim)
     layer = SparseLayer.at(cache, 0)
     cache.layers.append(layer)

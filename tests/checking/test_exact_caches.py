@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -15,8 +14,6 @@ import torch
 from caches import SMALL
 from captured import imitated
 from models import PAD, build, model, prompt, reference
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadConfig, PrefixCache, SparseCache, StreamingConfig, TokenConfig, sparse
@@ -118,17 +115,10 @@ def prefixed(offload: OffloadConfig | None = None, itself: bool = False) -> Text
     return text.says(text.ids).holds(copy.deepcopy(prefix) if itself else prefix.start(SparseCache(CONFIG, None)))
 
 
-def filed(text: Text, path, earlier: bool = False) -> Text:
+def filed(text: Text, path) -> Text:
     """Loaded by a configuration without sparse prompts."""
     text.cache.save(path)
     config = replace(text.cache.config, prefill=None)
-    if earlier:
-        with safe_open(path, "pt") as file:
-            about, names = file.metadata(), file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-        state = json.loads(about["state"])
-        del state["rows"]["inexact_from"]
-        save_file(tensors, path, {**about, "state": json.dumps(state)})
     return text.holds(SparseCache.load(path, config, model_config=text.net.config))
 
 
@@ -175,7 +165,6 @@ CACHES: dict[str, tuple[Callable[..., Text], int | None]] = {
     "an exact one, copied": (lambda path: (text := Text().forward(LONG)).holds(copy.deepcopy(text.cache)), None),
     "loaded": (lambda path: filed(Text().turn(), path), LONG),
     "an exact one, loaded": (lambda path: filed(Text().forward(LONG), path), None),
-    "of an earlier version": (lambda path: filed(Text().forward(LONG), path, earlier=True), 0),
     "rows selected": (lambda path: Text(3).turn().rows(SparseCache.batch_select_indices, [2]), LONG),
     "rows reordered": (lambda path: Text(2).turn().rows(SparseCache.reorder_cache, [1, 0]), LONG),
     "rows repeated": (

@@ -344,11 +344,11 @@ def test_calibrate_then_generate(tiny, tmp_path):
     text, channels = tmp_path / "text.txt", tmp_path / "channels.safetensors"
     text.write_text(TEXT)
     command = ("calibrate", tiny, "--text-file", text, "--output", channels)
-    result = run(*command, "--tokens", 500, "--pieces", 2, "--importance", "mean")
+    result = run(*command, "--tokens", 500, "--pieces", 2)
     assert result.stdout.strip() == str(channels)
     assert "1000 tokens read" in result.stderr
     made = LabelChannels.load(channels)
-    assert (made.tokens, made.importance, tuple(made.ranking.shape)) == (1000, "mean", (2, 2, 16))
+    assert (made.tokens, tuple(made.ranking.shape)) == (1000, (2, 2, 16))
     run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 4, "--channel-file", channels, *SPARSE)
 
 

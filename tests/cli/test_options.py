@@ -78,18 +78,17 @@ class Chosen(str, Enum):
 class Sizes(IntEnum):
     """Values of an enumeration of numbers."""
 
-    bits = 4
     block = 32
 
 
 def test_choices_of_other_types():
-    """Text of enumerations and numpy, and numbers of enumerations, are what they say; True and 4.0 are no 4."""
+    """Text of enumerations and numpy, and numbers of enumerations, are what they say; True and 32.0 are no size."""
     for text in (Chosen.reduce, np.str_("mean")):
-        config = TokenConfig(token_reduce=text, tail=text, block_size=Sizes.block, label_bits=Sizes.bits)
-        assert config == TokenConfig(token_reduce="mean", tail="mean", block_size=32, label_bits=4)
-    for wrong in (True, 4.0, "4"):
-        with pytest.raises(ValueError, match="label_bits must be 4 or 16, got"):
-            TokenConfig(label_bits=wrong)
+        config = TokenConfig(token_reduce=text, tail=text, block_size=Sizes.block)
+        assert config == TokenConfig(token_reduce="mean", tail="mean", block_size=32)
+    for wrong in (True, 32.0, "32"):
+        with pytest.raises(ValueError, match="block_size must be 16, 32, 64 or 128, got"):
+            TokenConfig(block_size=wrong)
 
 
 def test_no_fewer_than_no_dense_layers():

@@ -155,17 +155,8 @@ class Oracle:
             real = self.real(row, length)
             picks = []
             for head in range(heads):
-                k = keys[row, head, real].abs()
-                importance = torch.zeros(dim)
                 mine = queries[row, head * group : (head + 1) * group][:, real]
-                if self.config.channel_importance == "spread":
-                    importance = mine.square().mean((0, 1)).sqrt() * keys[row, head, real].std(0, correction=0)
-                    mine = ()
-                for q in (one.abs() for one in mine):
-                    if self.config.channel_importance == "max":
-                        importance += q.amax(0) * k.amax(0)
-                    else:  # mean over all pairs of a query and a key
-                        importance += (q[:, None] * k[None]).mean((0, 1))
+                importance = mine.square().mean((0, 1)).sqrt() * keys[row, head, real].std(0, correction=0)
                 picks.append(sorted(range(dim), key=lambda j: (-float(importance[j]), j))[:r])
             rows.append(picks)
         return rows
@@ -185,10 +176,7 @@ class Oracle:
 
     def labels(self, kept: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
         """What the labels of tokens remember of their kept channels ``[tokens, r]``."""
-        kept = kept.float()
-        if self.config.label_bits == 16:
-            return kept
-        kept = ((kept - mean) / spread).clamp(-6, 6)
+        kept = ((kept.float() - mean) / spread).clamp(-6, 6)
         scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
         zero = kept.amin(1).half().float()[:, None]
         codes = ((kept - zero) / scale).nan_to_num(0.0).round().clamp(0, 15)

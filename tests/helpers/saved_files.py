@@ -56,7 +56,7 @@ def state(cache):
         tensors.append(policy.ids if getattr(policy, "chosen", False) else torch.zeros(0))
         if calibrating:
             stats = labels.stats
-            held = (stats.q, stats.k, stats.moments.seen, stats.moments.centre, stats.moments.squares)
+            held = (stats.q, stats.moments.seen, stats.moments.centre, stats.moments.squares)
             tensors += [torch.zeros(0) if one is None else one for one in held]
             host += (labels.stats.tokens,)
         found.append((host, *tensors))

@@ -152,7 +152,6 @@ def recent_tokens() -> None:
     seal(**BY_NAME["seal"].call(place(), replace(usual, coded=True)))
     quantise(place().randn(3, 8, 64, 256), 128)
     seal(**BY_NAME["seal"].call(place(), Seal(**latents)))
-    seal(**BY_NAME["seal"].call(place(), Seal(**latents, bits=16)))
     seal(**BY_NAME["seal"].call(place(), Seal(**latents, span=2)))
     k, near, valid = place().randn(1, 8, 1, 128), place().nan(1, 8, 72, 256), torch.ones(1, 1, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.int32)
@@ -186,8 +185,8 @@ def choices() -> None:
     block_select(torch.randn(1, 8, 512), 64, rows=rows, block_size=64)
     for n, k in ((512 * 32, 2048), (1024 * 32, 2048), (20_032, 10_000)):
         token_select(torch.randn(1, 8, n), None, k, 32, rows=rows)
-    for group, width, bits in ((4, 32, 4), (4, 32, 16), (20, 128, 4), (4, 32, "norms"), (20, 128, "norms")):
-        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean", bits)
+    for group, width in ((4, 32), (20, 128)):
+        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, 64, 6, 4, "mean")
         args, named = list(given.values())[:7], {"sinks": 4, "norms": given["norms"]}
         for reduce in ("mean", "max", "none"):
             token_score(*args, reduce, **named)

@@ -98,22 +98,16 @@ def block_score(place, batch, heads, group, dk, n, reduce="mean", tokens=16):
     return q, bounds, rows, block_table, reduce, tokens, sinks, out
 
 
-def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", bits=4):
+def token_score(place, batch, heads, group, dk, width, block_size, cap, chosen, reduce="mean", tensor_cores=False):
     """Blocks of ragged rows; NaN or garbage in the labels of tokens that cannot be selected."""
-    relative = bits == "norms" or (bits == "tensor_cores" and cap % 2 > 0)
-    bits = 16 if bits == 16 else 4
     rows, block_table, sinks, hidden = ragged(place, batch, cap, block_size)
     num_blocks, hidden = len(hidden), hidden[:, None, :, None]
     hole = holes(place, num_blocks)
-    if bits == 4:
-        codes = place.randint(0, 256, num_blocks, heads, block_size, width // 2, dtype=torch.uint8)
-        qparams = torch.where(hidden, hole.half(), place.randn(num_blocks, heads, block_size, 2).half())
-    else:
-        codes = torch.where(hidden, hole.to(place.dtype), place.randn(num_blocks, heads, block_size, width))
-        qparams = None
+    codes = place.randint(0, 256, num_blocks, heads, block_size, width // 2, dtype=torch.uint8)
+    qparams = torch.where(hidden, hole.half(), place.randn(num_blocks, heads, block_size, 2).half())
     ids = None
     channels = shuffled(place, batch * heads, dk, width).view(batch, heads, -1)
-    norms = label_norms(place, batch, heads, width) if relative else None
+    norms = label_norms(place, batch, heads, width)
     if chosen is not None:
         ids = shuffled(place, batch * heads, cap, chosen).sort().values.view(batch, heads, chosen)
         ids[0, 0, chosen // 2 + 1 :] = -1
@@ -130,21 +124,20 @@ def label_norms(place, batch: int, heads: int, r: int) -> torch.Tensor:
     return torch.stack((centre, spread), 2)
 
 
-def score_ratio(place, how, reduce, bits) -> float:
+def score_ratio(place, how, reduce, tensor_cores) -> float:
     """Tensor cores take queries in fixed point: 1.06e-4 is the most seen, of a mean over 20 heads on a GPU.
 
     The other kernel, which takes what they do not, rounds products of queries and spreads to the queries' dtype, if
     that is bf16.
     """
-    rounded = bits in ("norms", "tensor_cores") and place.dtype == torch.bfloat16
-    return 2e-4 if how.tensor_cores else 4e-3 if rounded else 4e-6
+    return 2e-4 if how.tensor_cores else 4e-3 if place.dtype == torch.bfloat16 else 4e-6
 
 
-def label_hows(given, reduce, bits):
+def label_hows(given, reduce, tensor_cores):
     """Two blocks a program of tensor cores, where these are meant and take the labels; or the plain kernel."""
     ids = given["block_ids"]
     labels = given["q"], given["codes"], given["qparams"], (given["block_table"] if ids is None else ids).shape[-1]
-    return [replace(label_config(*labels, reduce == "mean", bits == "tensor_cores"), blocks=2)]
+    return [replace(label_config(*labels, reduce == "mean", tensor_cores), blocks=2)]
 
 
 # batch, KV heads, group, Dk, blocks a row
@@ -244,8 +237,8 @@ OPERATORS = [
         "token_score",
         token_score,
         LABELS,
-        options=(("mean", "max", "none"), ("tensor_cores", 4, 16, "norms")),
-        small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", 4),
+        options=(("mean", "max", "none"), (True, False)),
+        small=(2, 1, 4, 64, 16, 16, 6, 4, "mean", False),
         ratio=score_ratio,
         hows=label_hows,
         views={"q": "turned", "block_table": "rows", "block_ids": "rows"},

@@ -112,15 +112,12 @@ def scores(model: Model) -> None:
         block_score(q, bounds, lengths, table, "mean", tokens=16, sinks=SINKS)
         chosen = block_select(found, 8, rows=lengths, block_size=16)
         channels = torch.empty(rows, model.heads, r, dtype=INT)
-        for bits, width in ((4, r // 2), (16, r)):
-            codes = model.stored(16, width, dtype=torch.uint8 if bits == 4 else KIND)
-            labels = codes, model.stored(16, 2, dtype=torch.float16) if bits == 4 else None, channels
-            norms = torch.empty(rows, model.heads, 2, r) if bits == 4 else None
-            named = {"sinks": SINKS, "norms": norms}
-            token_score(q, *labels, lengths, table, chosen, "mean", **named)
-            found = token_score(q, *labels, lengths, table, None, "mean", **named, fill=False)
-            token_select(found, None, 100, 16, rows=lengths)
-            found = token_score(q, *labels, lengths, table, None, "none", **named, fill=False)
+        labels = model.stored(16, r // 2, dtype=torch.uint8), model.stored(16, 2, dtype=torch.float16), channels
+        named = {"sinks": SINKS, "norms": torch.empty(rows, model.heads, 2, r)}
+        token_score(q, *labels, lengths, table, chosen, "mean", **named)
+        found = token_score(q, *labels, lengths, table, None, "mean", **named, fill=False)
+        token_select(found, None, 100, 16, rows=lengths)
+        found = token_score(q, *labels, lengths, table, None, "none", **named, fill=False)
         near = model.recent(rows, drafts)
         named = {"scale": 0.1, "threshold": 0.9, "min_tokens": 8, "totals": torch.empty(64, dtype=torch.int64)}
         selected = mass_select(found, q, channels, near, lengths, sinks=SINKS, **named)
@@ -136,8 +133,9 @@ def long_rows(model: Model) -> None:
     for rows, n, k in product(ROWS, (1040, 1100, 1601, 2047), (100, 600)):
         table, lengths = torch.empty(rows, table_width(n), dtype=INT)[:, :n], rows_of(rows, 1)
         labels = model.stored(16, 16, dtype=torch.uint8), model.stored(16, 2, dtype=torch.float16)
-        channels = torch.empty(rows, model.heads, 32, dtype=INT)
-        found = token_score(model.q(rows, False), *labels, channels, lengths, table, None, "mean", sinks=4, fill=False)
+        channels, norms = torch.empty(rows, model.heads, 32, dtype=INT), torch.empty(rows, model.heads, 2, 32)
+        named = {"sinks": 4, "norms": norms, "fill": False}
+        found = token_score(model.q(rows, False), *labels, channels, lengths, table, None, "mean", **named)
         token_select(found, None, k if k == 100 else 10_000, 16, rows=lengths)
 
 

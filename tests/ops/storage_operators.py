@@ -67,8 +67,6 @@ class Seal:
     block_size: int = 16
     sinks: int = 4
     channels: int = 16
-    bits: int = 4
-    norms: bool = True
     sealed: tuple[int, ...] = (6, 0)
     due: tuple[bool, ...] | None = None  # rows whose next block is sealed; None: all
     rests: tuple[int, ...] = ()  # rows that attend to nothing
@@ -99,13 +97,9 @@ def seal(place, case: Seal) -> tuple:
     if case.channels:
         channels = shuffled(place, case.batch * case.heads, case.dk, case.channels)
         index["channels"] = channels.view(case.batch, case.heads, -1)
-        if case.bits == 4:
-            if case.norms:
-                index["norms"] = label_norms(place, case.batch, case.heads, case.channels)
-            index["codes"] = place.nan(*kept, case.channels // 2, dtype=torch.uint8)
-            index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
-        else:
-            index["codes"] = place.nan(*kept, case.channels)
+        index["norms"] = label_norms(place, case.batch, case.heads, case.channels)
+        index["codes"] = place.nan(*kept, case.channels // 2, dtype=torch.uint8)
+        index["qparams"] = place.nan(*kept, 2, dtype=torch.float16)
     width = case.dk + case.dv
     if case.span is not None:
         index |= {"means": place.nan(capacity, case.heads, width), "span": case.span}
@@ -144,8 +138,6 @@ class SealRange:
     block_size: int = 16
     sinks: int = 4
     channels: int = 16
-    bits: int = 4
-    norms: bool = True
     more: int = 5  # new tokens behind the last block
     staged: bool = False
     keeps: bool = True
@@ -157,8 +149,8 @@ def seal_range(place, case: SealRange) -> tuple:
     """NaN in rings where these blocks have nothing, in new tokens that they do not take, and in all that is written."""
     size, width, split = case.block_size, case.dk + case.dv, case.split or case.dk
     start, end, ring = case.first * size, case.end * size, 3 * size
-    usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "channels", "bits")}
-    usual |= {name: getattr(case, name) for name in ("norms", "sinks", "bounds", "span", "keeps")}
+    usual = {name: getattr(case, name) for name in ("heads", "dk", "dv", "block_size", "channels")}
+    usual |= {name: getattr(case, name) for name in ("sinks", "bounds", "span", "keeps")}
     recent_kv, *_, block_table, kv, index = seal(place, Seal(batch=case.rows, sealed=(case.end,) * case.rows, **usual))
     recent_kv.fill_(math.nan)
     for token in range(start, min(case.past, end)):
@@ -219,7 +211,6 @@ SEALS = {
     "no row": Seal(due=(False, False), span=4),
     "no room": Seal(sealed=(2, 3), there=False),
     "blocks of 64": Seal(block_size=64, dk=128, dv=128, channels=32),
-    "unquantised labels": Seal(bits=16, block_size=32),
     "no labels": Seal(channels=0),
     "no bounds": Seal(bounds=False, block_size=32),
     "nothing kept": Seal(channels=0, bounds=False, sinks=0),
@@ -271,7 +262,6 @@ RANGES = {
     "to a buffer": SealRange(57, 2, 7, rows=2, staged=True),
     "kept elsewhere": SealRange(57, 2, 7, rows=2, keeps=False),
     "blocks of 64": SealRange(70, 1, 3, block_size=64, dk=128, dv=128, channels=32),
-    "unquantised labels": SealRange(37, 1, 4, bits=16, block_size=32),
     "no labels, no bounds": SealRange(37, 1, 4, channels=0, bounds=False, sinks=0),
     "wide heads": SealRange(100, 0, 2, heads=1, dk=256, dv=256, channels=64, block_size=128),
     "latents": SealRange(70, 1, 3, heads=1, dk=96, dv=0, split=80, channels=24),

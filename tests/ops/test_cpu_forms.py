@@ -84,16 +84,12 @@ def test_mass_select(case, dtype, first):
 
 @blocks_of
 @pytest.mark.parametrize("reduce", ["mean", "max", "none"])
-@pytest.mark.parametrize("bits", [4, "norms", 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_token_score_of_one_row(definitions, blocks, reduce, bits, dtype):
+def test_token_score_of_one_row(definitions, blocks, reduce, dtype):
     rows, table = row(blocks, 200, 16)
     q = torch.randn(1, 6, 24).to(dtype)
-    codes, qparams = torch.randn(8, 2, 16, 10).to(dtype), None
-    if bits != 16:
-        codes = torch.randint(0, 256, (8, 2, 16, 5), dtype=torch.uint8)
-        qparams = torch.randn(8, 2, 16, 2).half()
-    norms = torch.rand(1, 2, 2, 10) + 0.1 if bits == "norms" else None
+    codes = torch.randint(0, 256, (8, 2, 16, 5), dtype=torch.uint8)
+    qparams, norms = torch.randn(8, 2, 16, 2).half(), torch.rand(1, 2, 2, 10) + 0.1
     channels = torch.stack([torch.randperm(24)[:10] for _ in range(2)])[None].int()
     given = q, codes, qparams, channels, rows, table, None, reduce
     got = score_cpu.token_score(*given, sinks=4, norms=norms, fill=False)
@@ -105,13 +101,14 @@ def test_token_score_of_one_row(definitions, blocks, reduce, bits, dtype):
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_token_score_that_is_not_finite(value, reduce):
     rows, table = row([1, 0], 50, 16)
-    q, codes = torch.randn(1, 4, 8), torch.randn(2, 2, 16, 4)
-    codes[0, 1, 3, 2] = value
+    q, codes = torch.randn(1, 4, 8), torch.randint(0, 256, (2, 2, 16, 2), dtype=torch.uint8)
+    qparams, named = torch.randn(2, 2, 16, 2).half(), {"sinks": 2, "norms": torch.rand(1, 2, 2, 4) + 0.1}
+    qparams[0, 1, 3, 1] = value
     channels = torch.arange(4).int().expand(1, 2, -1)
     q[0, 0, 1] = value
-    given = q, codes, None, channels, rows, table, None, reduce
-    expected = score_reference.token_score(*given, sinks=2)
-    torch.testing.assert_close(score_cpu.token_score(*given, sinks=2), expected, **close)
+    given = q, codes, qparams, channels, rows, table, None, reduce
+    expected = score_reference.token_score(*given, **named)
+    torch.testing.assert_close(score_cpu.token_score(*given, **named), expected, **close)
 
 
 @pytest.mark.parametrize("n", [5, 64, 700])
@@ -226,9 +223,10 @@ def test_labels_are_made_anew_once_codes_were_written():
     rows, table = row([1, 0, 2], 60, 16)
     q, codes = torch.randn(1, 4, 8), torch.randint(0, 256, (4, 2, 16, 2), dtype=torch.uint8)
     qparams, channels = torch.randn(4, 2, 16, 2).half(), torch.arange(4).int().expand(1, 2, -1)
-    given = q, codes, qparams, channels, rows, table, None, "max"
+    given, named = (q, codes, qparams, channels, rows, table, None, "max"), {"sinks": 2}
+    named["norms"] = torch.rand(1, 2, 2, 4) + 0.1
     for change in (lambda: None, lambda: codes[2].fill_(7), lambda: qparams[:1].zero_()):
         change()
         for _ in range(2):
-            got = score_cpu.token_score(*given, sinks=2)
-            torch.testing.assert_close(got, score_reference.token_score(*given, sinks=2), **close)
+            got = score_cpu.token_score(*given, **named)
+            torch.testing.assert_close(got, score_reference.token_score(*given, **named), **close)

@@ -110,7 +110,6 @@ FURTHER = [
     ("seal", (Seal(),), "bounds", 0),
     ("seal", (Seal(),), "codes", 0),
     ("seal", (Seal(),), "qparams", 0),
-    ("seal", (Seal(bits=16, block_size=32),), "codes", 0),
     ("seal", (Seal(coded=True),), "scales", 0),
     ("seal.seal", (Seal(span=4),), "means", 0),
     ("append", (2, 2, 3, 64, 64, 1, 9, 7, True), "v", 2),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
 from operator_calls import far, view
 from operators import BY_NAME
 
@@ -79,18 +78,9 @@ def test_scores_that_are_not_filled(place, case, options):
         assert score[:, end:].isnan().all() and not score[:, :end].isnan().any()
 
 
-def test_scores_of_unquantised_labels_have_no_norms(place32):
-    operator = BY_NAME["token_score"]
-    given = operator.call(place32, *operator.small[:-1], 16)
-    norms = torch.ones(*given["channels"].shape[:2], 2, given["channels"].shape[2], device=place32.device)
-    for function in operator.functions:
-        with pytest.raises(ValueError, match="norms are for packed labels"):
-            function(**given | {"norms": norms})
-
-
 def test_norms_that_do_not_fit(place32):
     operator = BY_NAME["token_score"]
-    given = operator.call(place32, *operator.small[:-1], "norms")
+    given = operator.call(place32, *operator.small)
     for norms in (given["norms"][..., :-2], given["norms"].double(), given["norms"].transpose(2, 3).contiguous().mT):
         with pytest.raises(ValueError, match=r"norms must be float32 \[2, 1, 2, 16\], contiguous"):
             operator.functions[0](**given | {"norms": norms})

@@ -30,8 +30,7 @@ def path(tmp_path_factory):
 
 
 CHANGES = {"block_size": 32, "sinks": 5, "window": 17, "max_draft": 3, "dense_layers": 1, "level": "token"}
-CHANGES |= {"label_channels": 2, "label_bits": 16, "channel_importance": "mean"}
-CHANGES |= {"calibration_tokens": 33}
+CHANGES |= {"label_channels": 2, "calibration_tokens": 33}
 
 
 @pytest.mark.parametrize(("name", "value"), CHANGES.items())
@@ -167,7 +166,7 @@ LAYERS = {
     "latent in layer 0 does not fit": {"latent": [True]},
     "index in layer 0 is .*, not an object": {"index": [{"bounds": ["float32", None]}, {"bounds": [[], [1]]}]},
     "channels in layer 0 does not fit": {"stats_tokens": [1]},
-    "tensor layers.0.stats_k is missing": {"query_heads": [4]},
+    "tensor layers.0.stats_centre is missing": {"query_heads": [4]},
     "tensor layers.0.near_kv": {"near": [53]},
 }
 STATE = {
@@ -193,7 +192,6 @@ CONFIGURATION = {
     "label_channels=32 exceeds": {"label_channels": [32]},
     "index in layer 0 does not fit": {"label_channels": [8]},
     "its configuration: lag must be True or False": {"lag": [1]},
-    "its configuration: label_bits must be 4 or 16": {"label_bits": [4.0]},
     "its configuration: channel_file must be text, a path or None": {"channel_file": [3]},
     "channel_file does not fit the rest": {"channel_file": ["x"]},
 }

@@ -257,7 +257,7 @@ CASES = {
     "what the layer before has added": ("llama", True, {"predictor": "layer:in_delta"}),
     "offloaded": ("llama", True, {}),
     "offloaded, not copied": ("llama", OffloadConfig(device_pool=0), {}),
-    "labels of 16 bits": ("llama", True, {"label_bits": 16, "token_reduce": "mean"}),
+    "mean": ("llama", True, {"token_reduce": "mean"}),
     "late": ("llama", True, {"start_length": 130}),
     "odd budget": ("llama-mha", True, {"token_budget": 37}),
     "wide": ("llama-mqa", True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),

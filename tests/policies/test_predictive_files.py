@@ -95,7 +95,6 @@ def test_a_file_with_queries_of_another_cache_is_damaged(tmp_path):
         ({"cache_rank": "cuda:1", "dense_below": 5000}, "blocks lie on that device.* leave dense_below=5000 out"),
         ({"strict": 1.5}, "strict must be True or False"),
         ({"label_channels": 3}, "label_channels must be even"),
-        ({"label_bits": 8}, "label_bits must be 4 or 16"),
         ({"token_reduce": "sum"}, "token_reduce must be 'mean' or 'max'"),
     ],
 )

@@ -91,8 +91,8 @@ CASES = {
     "high": (False, {"mass": 0.97}),
     "no floor": (True, {"min_tokens": 0, "mass": 0.3}),
     "sum": (False, {"group_reduce": "sum"}),
-    "whole labels": (True, {"label_bits": 16, "label_channels": 16, "mass": 0.8}),
-    "mean importance": (False, {"channel_importance": "mean", "label_channels": 6}),
+    "whole labels": (True, {"label_channels": 16, "mass": 0.8}),
+    "few channels": (False, {"label_channels": 6}),
     "capped": (True, {"most": 29, "mass": 0.9}),
     "at least": (True, {"min_tokens": 50, "mass": 0.3}),
     "wide": (True, {"block_size": 32, "window": 5, "max_draft": 0, "sinks": 9}),
@@ -274,7 +274,6 @@ def test_captured_audits_on_a_gpu(offload):
         ({"token_budget": 0}, r"token_budget must be an integer in \[1, 2147483647\]"),
         ({"token_budget": 100}, "token_budget=100 is less than min_tokens=256"),
         ({"token_budget": 1 << 31}, r"token_budget must be an integer in \[1, 2147483647\]"),
-        ({"label_bits": 8}, "label_bits must be 4 or 16"),
         ({"audit_every": -1}, "audit_every must be a positive integer"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from caches import TIGHT, predictive, two_level
@@ -11,7 +9,7 @@ from captured import Imitation
 from models import build, model, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
-from saved_files import rewrite, saved
+from saved_files import rewrite
 from transformers import AttentionInterface, DynamicCache
 
 from hf_sparsekv import SparseCache
@@ -43,23 +41,11 @@ def queries_and_keys(name, ids):
     return {layer: calls[0] for layer, calls in _seen.items()}
 
 
-def importance(q, k, kind):
-    """The formulas, two of them of papers, for one row: ``q [Hq, n, D]``, ``k [H, n, D]``."""
-    heads, _, dim = k.shape
-    group = q.shape[0] // heads
-    result = torch.zeros(heads, dim)
-    for head in range(heads):
-        if kind == "spread":
-            mine = q[head * group : (head + 1) * group].double()
-            result[head] = (mine.square().mean((0, 1)).sqrt() * k[head].double().std(0, correction=0)).float()
-            continue
-        for query in q[head * group : (head + 1) * group]:
-            for j in range(dim):
-                if kind == "max":
-                    result[head, j] += query[:, j].abs().max() * k[head, :, j].abs().max()
-                else:
-                    result[head, j] += torch.outer(query[:, j], k[head, :, j]).abs().mean()
-    return result
+def importance(q, k):
+    """The formula for one row: ``q [Hq, n, D]``, ``k [H, n, D]``."""
+    group = q.shape[0] // len(k)
+    each = (q[head * group : (head + 1) * group].double().square().mean((0, 1)).sqrt() for head in range(len(k)))
+    return torch.stack(list(each)).float() * k.double().std(1, correction=0).float()
 
 
 def norms_of(k):
@@ -68,28 +54,24 @@ def norms_of(k):
     return torch.stack((k.mean(1), ((squares.sum(1) + squares.mean((1, 2))[:, None]) / (n + 1)).sqrt()), 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("llama", "mean"), ("llama-mqa", "max"), ("qwen3", "max"), ("llama", "spread"), ("qwen3", "spread")],
-)
-def test_ranking_follows_the_formula(name, kind):
-    channels = calibrate(build(name, "sdpa"), [IDS], kind)
-    assert channels.importance == kind and channels.tokens == 120
+@pytest.mark.parametrize("name", ["llama", "llama-mqa", "qwen3"])
+def test_ranking_follows_the_formula(name):
+    channels = calibrate(build(name, "sdpa"), [IDS])
+    assert channels.tokens == 120
     for layer, (q, k) in queries_and_keys(name, IDS).items():
-        expected = importance(q[0], k[0], kind).argsort(-1, descending=True)
+        expected = importance(q[0], k[0]).argsort(-1, descending=True)
         assert torch.equal(channels.ranking[layer].long(), expected)
 
 
-@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
-def test_several_texts(kind):
+def test_several_texts():
     """Calibration over two texts is that over all of their tokens."""
     texts = [prompt(1, 60, seed=1)["input_ids"], prompt(1, 40, seed=2)["input_ids"]]
-    channels = calibrate(model("llama"), texts, kind)
+    channels = calibrate(model("llama"), texts)
     assert channels.tokens == 100
     parts = [queries_and_keys("llama", ids) for ids in texts]
     for layer in range(2):
         q, k = (torch.cat([part[layer][side][0] for part in parts], dim=1) for side in (0, 1))
-        assert torch.equal(channels.ranking[layer].long(), importance(q, k, kind).argsort(-1, descending=True))
+        assert torch.equal(channels.ranking[layer].long(), importance(q, k).argsort(-1, descending=True))
         torch.testing.assert_close(channels.norms[layer], norms_of(k), rtol=1e-4, atol=1e-5)
 
 
@@ -118,30 +100,13 @@ def test_hybrid_ranks_its_full_layers_only(tmp_path):
 
 def test_save_and_load(tmp_path):
     path = tmp_path / "channels.safetensors"
-    made = calibrate(model("llama"), [IDS], "mean")
+    made = calibrate(model("llama"), [IDS])
     made.save(path)
     read = LabelChannels.load(path)
     assert torch.equal(read.ranking, made.ranking) and read.ranking.dtype == torch.int32
     assert torch.equal(read.norms, made.norms) and read.norms.shape == (2, 2, 2, 16)
-    assert (read.model, read.name, read.importance, read.tokens) == (made.model, made.name, "mean", 120)
+    assert (read.model, read.name, read.tokens) == (made.model, made.name, 120)
     assert read.model["head_dim"] == 16 and read.model["model_type"] == "llama"
-
-
-def test_a_file_without_norms(tmp_path):
-    """An earlier release's: labels are the keys as they are."""
-    path = tmp_path / "channels.safetensors"
-    made = replace(calibrate(model("llama"), [IDS], "max"), norms=None)
-    made.save(path)
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["format"] == "hf-sparsekv-channels-1" and list(file.keys()) == ["ranking"]
-    assert LabelChannels.load(path).norms is None
-    cache = two_level(channel_file=path, **TIGHT)
-    prefill(cache, prompt(1, 120))
-    for layer in cache.sparse_layers:
-        assert layer.policy.labels.norms is None
-    (tmp_path / "there").mkdir()
-    again = saved(cache, tmp_path / "there")
-    assert again.shared.channels.norms is None
 
 
 def _put(*values):
@@ -171,13 +136,12 @@ DEEP, EACH = "[" * 100_000 + "]" * 100_000, "the ranking of layer 1 does not nam
         ({"model": "[]"}, "the model's facts must be a dict, got list"),
         ({"model": DEEP}, "its header is nested too deeply"),
         ({"tokens": "many"}, "invalid literal"),
-        ({"importance": "sum"}, "importance must be one of 'spread', 'max', 'mean', got 'sum'"),
         *(
             ({"norms": norms}, r"norms are float32 \[2, 2, 2, 16\], finite, with spreads above zero")
             for norms in BAD_NORMS
         ),
     ],
-    ids=range(16 + len(BAD_NORMS)),
+    ids=range(15 + len(BAD_NORMS)),
 )
 def test_damaged_channel_files(tmp_path, change, message):
     """Kernels would read keys at any channel that a file names."""
@@ -203,7 +167,7 @@ def test_damaged_channel_files(tmp_path, change, message):
 def test_channels_of_fewer_layers():
     """Of a cache that nobody has told the model."""
     made = calibrate(model("llama"), [IDS])
-    fewer = LabelChannels(made.ranking[:1], made.model | {"num_hidden_layers": 1}, "", "max", 1)
+    fewer = LabelChannels(made.ranking[:1], made.model | {"num_hidden_layers": 1}, "", 1, made.norms[:1])
     cache = two_level(**TIGHT)
     cache.shared.channels = fewer
     x = torch.randn(1, 2, 40, 16)
@@ -262,11 +226,10 @@ def prefill(cache, inputs, chunk=None):
         net(ids[:, at], attention_mask=mask[:, : at.stop], position_ids=positions[:, at], past_key_values=cache)
 
 
-@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
-def test_online_equals_a_file_of_the_same_prompt(tmp_path, kind):
+def test_online_equals_a_file_of_the_same_prompt(tmp_path):
     path = tmp_path / "channels.safetensors"
-    calibrate(model("llama"), [IDS], kind).save(path)
-    online = two_level(channel_importance=kind, label_channels=4, **TIGHT)
+    calibrate(model("llama"), [IDS]).save(path)
+    online = two_level(label_channels=4, **TIGHT)
     fixed = two_level(channel_file=path, label_channels=4, **TIGHT)
     texts = []
     for cache in (online, fixed):
@@ -321,11 +284,10 @@ def test_blocks_that_came_before_channels_get_labels():
     assert found[0].any() and torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", ["spread", "max", "mean"])
-def test_statistics_may_come_in_pieces(kind):
+def test_statistics_may_come_in_pieces():
     q, k = torch.randn(2, 4, 50, 8), torch.randn(2, 2, 50, 8)
     valid = torch.rand(2, 50) < 0.7
-    whole, pieces = ChannelStats(kind), ChannelStats(kind)
+    whole, pieces = ChannelStats(), ChannelStats()
     whole.update(q, k, valid)
     for lo in range(0, 50, 13):
         at = slice(lo, lo + 13)
@@ -333,7 +295,7 @@ def test_statistics_may_come_in_pieces(kind):
     torch.testing.assert_close(pieces.scores(), whole.scores())
     for row in range(2):
         ok = valid[row]
-        expected = importance(q[row][:, ok], k[row][:, ok], kind)
+        expected = importance(q[row][:, ok], k[row][:, ok])
         ratio = whole.scores()[row] / expected
         torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-4, atol=0)
         for stats in (whole, pieces):
@@ -348,7 +310,7 @@ def test_spreads_about_a_large_mean(step, dtype):
     k[..., 3] += 400.0
     k[..., 5] -= 400.0
     k, valid = k.to(dtype), torch.rand(2, 512) < 0.8
-    stats = ChannelStats("spread")
+    stats = ChannelStats()
     for lo in range(0, 512, step):
         part = k[:, :, lo : lo + step]
         stats.update(torch.ones(2, 4, *part.shape[2:]), part, valid[:, lo : lo + step])
@@ -361,7 +323,7 @@ def test_channels_that_do_not_vary():
     q, k = torch.randn(1, 4, 64, 8), torch.randn(1, 2, 64, 8)
     k[:, :, :, 2], q[:, :, :, 2] = 400.0, 50.0
     k[:, 1] = 3.0  # a head all of whose channels are constant
-    stats = ChannelStats("spread")
+    stats = ChannelStats()
     stats.update(q, k, None)
     assert int(stats.ranking()[0, 0, -1]) == 2
     (centre, spread), other = stats.norms()[0, 0], stats.norms()[0, 1]
@@ -373,7 +335,7 @@ def test_channels_that_do_not_vary():
 def test_norms_of_keys_that_are_not_finite(value):
     q, k = torch.randn(1, 2, 20, 8), torch.randn(1, 1, 20, 8)
     k[0, 0, 3, 5] = value
-    stats = ChannelStats("spread")
+    stats = ChannelStats()
     for at in (slice(0, 7), slice(7, 20)):
         stats.update(q[:, :, at], k[:, :, at], None)
     norms = stats.norms()

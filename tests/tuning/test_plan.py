@@ -31,7 +31,7 @@ CONFIGS = {
     "default": {},
     "block only": {"level": "block"},
     "token only": {"level": "token"},
-    "16-bit labels": {"label_bits": 16, "label_channels": 6},
+    "few channels": {"label_channels": 6},
     "small blocks": {"block_size": 16, "window": 100, "max_draft": 7, "sinks": 0},
     "no dense layer": {"dense_layers": 0},
     "reserved": {"max_length": 3000},
@@ -184,7 +184,7 @@ def test_codes_of_latents_are_refused():
 @pytest.mark.parametrize("offload", [None, OffloadConfig(), OffloadConfig(device_pool=0)])
 @pytest.mark.parametrize(
     "kept",
-    [{}, {"label_bits": 16}, {"max_length": 5300}],
+    [{}, {"max_length": 5300}],
     ids=str,
 )
 def test_progressive(offload, kept):

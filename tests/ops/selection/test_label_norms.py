@@ -54,7 +54,7 @@ def scored(way: str, place, keys: torch.Tensor, queries: torch.Tensor, r: int, f
     seal_range, score = WAYS[way]
     keys, queries = (x.to(place.dtype).to(place.device) for x in (keys, queries))
     heads, tokens, dim = keys.shape[1:]
-    stats = ChannelStats("spread")
+    stats = ChannelStats()
     for lo in range(0, first, 100):  # in pieces, as prompts come
         at = slice(lo, min(lo + 100, first))
         stats.update(queries[:, :, at], keys[:, :, at], None)

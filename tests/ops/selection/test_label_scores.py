@@ -55,7 +55,7 @@ class Case:
         full = [self.blocks, self.blocks // 2, 0] if self.ragged else [self.blocks]
         sealed = self.block_size * torch.tensor([full[row % len(full)] for row in range(self.batch)]).int()
         table = place.randperm(physical)[: self.batch * self.blocks].int().view(self.batch, self.blocks)
-        norms = None
+        norms = torch.tensor([[0.0], [1.0]], device=q.device).repeat(self.batch, self.heads, 1, channels.shape[-1])
         if self.norms:  # of the largest number in a query the spread is 1, so that its unit stays the same
             centre = place.randint(-50, 51, *channels.shape).float()
             spread = place.randint(1, 4, *channels.shape).float()

@@ -53,17 +53,17 @@ def can_use_tensor_cores(q: Tensor, codes: Tensor, qparams: Tensor, mean: bool) 
 
 
 def config(
-    q: Tensor, codes: Tensor, qparams: Tensor | None, blocks: int, mean: bool, tensor_cores: bool | None = None
+    q: Tensor, codes: Tensor, qparams: Tensor, blocks: int, mean: bool, tensor_cores: bool | None = None
 ) -> Config:
     """Launch parameters for ``blocks`` blocks per row and KV head; ``tensor_cores=False`` excludes that kernel."""
     heads, block_size, width = codes.shape[1:]
     group, rows = q.shape[1] // heads, q.shape[0] * heads
-    if qparams is not None and tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):
+    if tensor_cores is not False and can_use_tensor_cores(q, codes, qparams, mean):
         each = min(16, triton.next_power_of_2(max(1, rows * blocks // programs(PROGRAMS, q))))
         columns = FEW if mean else max(FEW, triton.next_power_of_2(group))
         return Config(True, columns, 1 if block_size <= 64 else 2, blocks=each)
     # Whole keys of latents (576 wide) as labels are taken in pieces: at once they exceed an H200's shared memory. Not
     # tuned yet, nor are the warps.
-    columns = max(16, triton.next_power_of_2(width)) if width <= (256 if qparams is None else 128) else 64
+    columns = max(16, triton.next_power_of_2(width)) if width <= 128 else 64
     vectors = 1 if mean and group > MANY else group
     return Config(False, columns, 8 if vectors * width > 2048 else 4)

@@ -17,7 +17,7 @@ from . import reference
 def token_score(
     q: Tensor,
     codes: Tensor,
-    qparams: Tensor | None,
+    qparams: Tensor,
     channels: Tensor,
     rows: Tensor,
     block_table: Tensor,
@@ -25,7 +25,7 @@ def token_score(
     reduce: str,
     *,
     sinks: int,
-    norms: Tensor | None = None,
+    norms: Tensor,
     out: Tensor | None = None,
     fill: bool = True,
     sums: PartialSums | None = None,
@@ -39,7 +39,6 @@ def token_score(
         given = (q, codes, qparams, channels, rows, block_table, block_ids, reduce)
         return reference.token_score(*given, sinks=sinks, norms=norms, out=out, fill=fill)
 
-    reference.require_packed(qparams, norms)
     heads, size = codes.shape[1:3]
     n = rows.tolist()[0][1] // size if rows.shape[0] == 1 else 0
     if block_ids is not None or out is not None or not 0 < n == block_table.shape[1]:
@@ -51,11 +50,9 @@ def token_score(
     asked = asked.gather(-1, channels.long().view(heads, 1, -1).expand(-1, asked.shape[1], -1))
     if reduce == "mean":
         asked = asked.mean(1, keepdim=True)
-    if norms is None:
-        score = asked @ numbers(codes, qparams, blocks)  # [H, G or 1, sealed]
-    else:
-        centre, spread = norms[0, :, None].unbind(2)  # [H, 1, r]
-        score = torch.baddbmm((asked * centre).sum(-1, keepdim=True), asked * spread, numbers(codes, qparams, blocks))
+    centre, spread = norms[0, :, None].unbind(2)  # [H, 1, r]
+    constant = (asked * centre).sum(-1, keepdim=True)
+    score = torch.baddbmm(constant, asked * spread, numbers(codes, qparams, blocks))  # [H, G or 1, sealed]
     score = score.flatten(0, 1) if reduce == "none" else score.amax(1)
     if not math.isfinite(score.sum().item()):  # which of them count as -inf is the definition's business
         return by_definition()
@@ -78,14 +75,14 @@ class Numbers(NamedTuple):
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # Numbers of the last call, by the tensor of the codes
 
 
-def numbers(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
+def numbers(codes: Tensor, qparams: Tensor, blocks: tuple[int, ...]) -> Tensor:
     """:attr:`Numbers.labels` of these blocks.
 
     Kept until codes are written: torch counts that. (Not of inference tensors.)
     """
-    if codes.is_inference() or (qparams is not None and qparams.is_inference()):
+    if codes.is_inference() or qparams.is_inference():
         return unpacked(codes, qparams, blocks)
-    of = blocks, codes._version, 0 if qparams is None else qparams._version
+    of = blocks, codes._version, qparams._version
     known = _known.get(codes)
     if known is None or known.of != of:
         known = _known[codes] = Numbers(of, unpacked(codes, qparams, blocks))
@@ -93,13 +90,10 @@ def numbers(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> T
 
 
 @no_inference_mode
-def unpacked(codes: Tensor, qparams: Tensor | None, blocks: tuple[int, ...]) -> Tensor:
+def unpacked(codes: Tensor, qparams: Tensor, blocks: tuple[int, ...]) -> Tensor:
     """:attr:`Numbers.labels` from the codes."""
     at = list(blocks)
     held = codes[at]  # [n, H, block_size, r / 2]
-    if qparams is None:
-        labels = held.float()
-    else:
-        scale, zero = qparams[at].float().split(1, -1)
-        labels = torch.cat((held & 15, held >> 4), -1).float() * scale + zero
+    scale, zero = qparams[at].float().split(1, -1)
+    labels = torch.cat((held & 15, held >> 4), -1).float() * scale + zero
     return labels.permute(1, 3, 0, 2).flatten(2).contiguous()

@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     int token = uniform(blockIdx.x * WARPS + warp) * (int)stretch;
     const int stop = min(token + (int)stretch, (int)n);
     table += i_batch * table_row, channels += i_batch * channels_batch + i_head * channels_head;
-    if (norms) norms += i_batch * norms_batch + i_head * norms_head;
+    norms += i_batch * norms_batch + i_head * norms_head;
     // The next kernel reads what this one writes, and nothing of it before its wait: it may settle beside the last of
     // these blocks.
     wait_for_kernels();
@@ -203,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         channel[e] = channels[e * 32 + lane];
-        relative.centre[e] = norms ? norms[e * 32 + lane] : 0;
-        relative.spread[e] = norms ? norms[CHANNELS + e * 32 + lane] : 1;
+        relative.centre[e] = norms[e * 32 + lane];
+        relative.spread[e] = norms[CHANNELS + e * 32 + lane];
     }
     const int sealed = min((int)n, rows[2 * i_batch + 1]) & -BLOCK, end = uniform(min(stop, sealed));
     out += i_batch * out_batch + i_head * (EACH_QUERY ? GROUP : 1) * out_head;

@@ -21,7 +21,7 @@ LOAD = 16  # bytes of a token's codes at most; half of them where they are few
 def score_all(q, codes, qparams, channels, rows, block_table, reduce, sinks, norms, out, fill, sums=None) -> bool:
     """Score as ``triton.token_score`` does, if these labels and this GPU allow it; returns whether it has."""
     batch, heads, (size, width) = q.shape[0], codes.shape[1], codes.shape[2:]
-    if qparams is None or not has_whole_words(q, codes, qparams):
+    if not has_whole_words(q, codes, qparams):
         return False
     group = q.shape[1] // heads
     if any(t.dtype != kind for t, kind in ((channels, torch.int32), (block_table, torch.int32), (out, torch.float32))):

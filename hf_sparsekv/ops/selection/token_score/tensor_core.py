@@ -106,10 +106,9 @@ def token_score_tensor_core_kernel(
     else:
         p_query = p_query[:, None] + (i_head * GROUP + o_g)[None, :] * q.head
         b_q = tl.load(p_query, mask=m_c[:, None] & m_g, other=0.0).to(tl.float32)  # [2 BW, BG]
-    if channels.norms is not None:
-        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_c, 2 * WIDTH)  # [2 BW]
-        b_constant = tl.sum(b_q * b_centre[:, None], 0)  # [BG]
-        b_q *= b_spread[:, None]
+    b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_c, 2 * WIDTH)  # [2 BW]
+    b_constant = tl.sum(b_q * b_centre[:, None], 0)  # [BG]
+    b_q *= b_spread[:, None]
     b_total = known(tl.sum(b_q, 0))  # [BG]
     b_unit = tl.maximum(tl.max(tl.abs(b_q), 0), 1e-30) / LARGEST  # [BG]
     b_whole = tl.floor(b_q / b_unit[None, :] + 0.5)  # -16256 .. 16256
@@ -141,8 +140,7 @@ def token_score_tensor_core_kernel(
         b_all = (b_first * 128 + b_second).to(tl.float32)  # below 2 ** 24: exact
         # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
         b_all = b_scale[:, None] * (b_all * b_unit[None, :]) + b_zero[:, None] * b_total[None, :]
-        if channels.norms is not None:
-            b_all += b_constant[None, :]
+        b_all += b_constant[None, :]
         if EACH:
             b_s = tl.where(m_usable[:, None] & (b_all == b_all), b_all, float("-inf"))  # [BLOCK_SIZE, BG]
             p_to = row_ptr(out, i_batch, i_head * GROUP + o_g)[None, :] + i * BLOCK_SIZE + o_t[:, None]

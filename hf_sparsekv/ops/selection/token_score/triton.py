@@ -14,7 +14,7 @@ from ..._overlap import launch, release, wait
 from ..._paged import load_row
 from .config import config as default
 from .labels import score_all
-from .reference import require_filled, require_packed
+from .reference import require_filled
 from .tensor_core import find_sealed, known, token_score_tensor_core_kernel
 
 
@@ -68,82 +68,52 @@ def token_score_kernel(
     p_channels = row_ptr(channels, i_batch, i_head)
     p_row = q.ptr + i_batch * q.batch + (i_head * GROUP + o_g[:, None]) * q.head
     p_code = codes.ptr + b_physical_id[:, None] * codes.block + i_head * codes.head + o_in[:, None] * codes.token
-    if qparams is not None:
-        # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
-        if MEAN:
-            b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
-        else:
-            b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
-        b_constant = tl.zeros([BG], tl.float32)
-        for i in tl.static_range(0, WIDTH, BW):
-            # The query's label channels; packed codes hold the second half of them in the high four bits.
-            o_w = i + tl.arange(0, BW)
-            m_w = o_w < WIDTH
-            m_q = (o_g < GROUP)[:, None] & m_w[None, :]
-            b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
-            b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-            b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
-            b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-            if channels.norms is not None:
-                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w, m_w, 2 * WIDTH)  # [BW]
-                b_constant += tl.sum(b_low * b_centre[None, :], 1)
-                b_low *= b_spread[None, :]
-                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w + WIDTH, m_w, 2 * WIDTH)
-                b_constant += tl.sum(b_high * b_centre[None, :], 1)
-                b_high *= b_spread[None, :]
-            # Tokens that are not live may hold anything, NaN included, and are not read.
-            b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
-            b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
-            if MEAN:
-                b_low_mean = tl.sum(b_low, 0) / GROUP  # [BW]
-                b_high_mean = tl.sum(b_high, 0) / GROUP  # [BW]
-                b_sum += b_low_mean + b_high_mean
-                b_both = b_low_code.to(tl.float32) * b_low_mean[None, :]
-                b_s += tl.sum(b_both + b_high_code.to(tl.float32) * b_high_mean[None, :], 1)
-            else:
-                b_sum += tl.sum(b_low + b_high, 1)
-                b_low_q, b_high_q = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
-                if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
-                    b_low_q, b_high_q = b_low_q.to(q.ptr.dtype.element_ty), b_high_q.to(q.ptr.dtype.element_ty)
-                b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
-                b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
-        p_param = qparams.ptr + b_physical_id * qparams.block + i_head * qparams.head + o_in * qparams.token
-        b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
-        b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
-        if MEAN:
-            b_s = b_scale * b_s + b_zero * known(tl.sum(b_sum, 0))  # [BT]
-            if channels.norms is not None:
-                b_s += tl.sum(b_constant, 0) / GROUP
-        else:
-            b_all = b_scale[:, None] * b_all + b_zero[:, None] * known(b_sum)[None, :]
-            if channels.norms is not None:
-                b_all += b_constant[None, :]
+    # label = digit * scale + zero, so q . label = scale * (q . digits) + zero * sum(q)
+    if MEAN:
+        b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
     else:
+        b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
+    b_constant = tl.zeros([BG], tl.float32)
+    for i in tl.static_range(0, WIDTH, BW):
+        # The query's label channels; packed codes hold the second half of them in the high four bits.
+        o_w = i + tl.arange(0, BW)
+        m_w = o_w < WIDTH
+        m_q = (o_g < GROUP)[:, None] & m_w[None, :]
+        b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
+        b_low = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+        b_channel = tl.load(p_channels + o_w + WIDTH, mask=m_w, other=0)  # [BW]
+        b_high = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
+        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w, m_w, 2 * WIDTH)  # [BW]
+        b_constant += tl.sum(b_low * b_centre[None, :], 1)
+        b_low *= b_spread[None, :]
+        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_w + WIDTH, m_w, 2 * WIDTH)
+        b_constant += tl.sum(b_high * b_centre[None, :], 1)
+        b_high *= b_spread[None, :]
+        # Tokens that are not live may hold anything, NaN included, and are not read.
+        b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0).to(tl.int32)
+        b_low_code, b_high_code = b_code & 15, b_code >> 4  # [BT, BW]
         if MEAN:
-            b_s, b_sum = tl.zeros([BT], tl.float32), tl.zeros([BW], tl.float32)
+            b_low_mean = tl.sum(b_low, 0) / GROUP  # [BW]
+            b_high_mean = tl.sum(b_high, 0) / GROUP  # [BW]
+            b_sum += b_low_mean + b_high_mean
+            b_both = b_low_code.to(tl.float32) * b_low_mean[None, :]
+            b_s += tl.sum(b_both + b_high_code.to(tl.float32) * b_high_mean[None, :], 1)
         else:
-            b_all, b_sum = tl.zeros([BT, BG], tl.float32), tl.zeros([BG], tl.float32)
-        for i in tl.static_range(0, WIDTH, BW):
-            o_w = i + tl.arange(0, BW)
-            m_w = o_w < WIDTH
-            m_q = (o_g < GROUP)[:, None] & m_w[None, :]
-            b_channel = tl.load(p_channels + o_w, mask=m_w, other=0)  # [BW]
-            b_q = tl.load(p_row + b_channel[None, :] * q.dim, mask=m_q, other=0.0).to(tl.float32)  # [BG, BW]
-            b_code = tl.load(p_code + o_w[None, :], mask=m_live[:, None] & m_w[None, :], other=0)  # [BT, BW]
-            if MEAN:
-                b_mean = tl.sum(b_q, 0) / GROUP  # [BW]
-                b_sum += b_mean
-                b_s += tl.sum(b_code.to(tl.float32) * b_mean[None, :], 1)
-            else:
-                b_sum += tl.sum(b_q, 1)
-                b_q = tl.trans(b_q)  # [BW, BG]
-                if NATIVE:
-                    b_q = b_q.to(q.ptr.dtype.element_ty)
-                b_all = tl.dot(b_code.to(b_q.dtype), b_q, b_all, input_precision="ieee")  # [BT, BG]
-        if MEAN:
-            b_s += 0.0 * known(tl.sum(b_sum, 0))
-        else:
-            b_all += (0.0 * known(b_sum))[None, :]
+            b_sum += tl.sum(b_low + b_high, 1)
+            b_low_q, b_high_q = tl.trans(b_low), tl.trans(b_high)  # [BW, BG]
+            if NATIVE:  # digits 0 .. 15 are exact in any 16-bit type
+                b_low_q, b_high_q = b_low_q.to(q.ptr.dtype.element_ty), b_high_q.to(q.ptr.dtype.element_ty)
+            b_all = tl.dot(b_low_code.to(b_low_q.dtype), b_low_q, b_all, input_precision="ieee")  # [BT, BG]
+            b_all = tl.dot(b_high_code.to(b_high_q.dtype), b_high_q, b_all, input_precision="ieee")
+    p_param = qparams.ptr + b_physical_id * qparams.block + i_head * qparams.head + o_in * qparams.token
+    b_scale = tl.load(p_param, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+    b_zero = tl.load(p_param + 1, mask=m_live, other=0.0).to(tl.float32)  # [BT]
+    if MEAN:
+        b_s = b_scale * b_s + b_zero * known(tl.sum(b_sum, 0))  # [BT]
+        b_s += tl.sum(b_constant, 0) / GROUP
+    else:
+        b_all = b_scale[:, None] * b_all + b_zero[:, None] * known(b_sum)[None, :]
+        b_all += b_constant[None, :]
     release(PDL)
     if EACH:
         b_all = tl.where(m_live[:, None] & (b_all == b_all), b_all, float("-inf"))  # [BT, BG]
@@ -167,7 +137,7 @@ def token_score(
     reduce,
     *,
     sinks,
-    norms=None,
+    norms,
     out=None,
     fill=True,
     sums=None,
@@ -175,7 +145,6 @@ def token_score(
 ):
     """As ``reference.token_score``; ``config`` replaces the default for these shapes."""
     require_filled(fill, block_ids)
-    require_packed(qparams, norms)
     batch, q_heads, _ = q.shape
     heads, block_size, width = codes.shape[1:]
     blocks = (block_table if block_ids is None else block_ids).shape[-1]
@@ -194,7 +163,7 @@ def token_score(
     config = config or default(q, codes, qparams, blocks, mean)
     if mean and group > MANY:
         q, group = mean_heads(q, heads), 1
-    labels = codes, None if qparams is None else qparams.view(torch.int32) if config.tensor_cores else qparams
+    labels = codes, qparams.view(torch.int32) if config.tensor_cores else qparams
     args = operand(Query, q), *(operand(PagedKV, t) for t in labels), label_rows(channels, norms), rows
     args = *args, operand(Table, block_table), operand(Rows, block_ids), operand(Rows, out)
     fixed = {"MEAN": mean, "EACH": reduce == "none", "FILL": fill, "HEADS": heads, "GROUP": group}
@@ -205,9 +174,7 @@ def token_score(
         launch(token_score_tensor_core_kernel, grid, q, *args, blocks, sinks, **fixed)
     else:
         grid = triton.cdiv(tokens, config.tokens), batch * heads
-        # Float16 does not hold every query times a spread.
-        native = q.dtype == torch.bfloat16 or (q.dtype == torch.float16 and norms is None)
-        native = native and (qparams is not None or codes.dtype == q.dtype)
-        fixed |= {"NATIVE": native, "BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
+        fixed |= {"NATIVE": q.dtype == torch.bfloat16}  # float16 does not hold every query times a spread
+        fixed |= {"BW": config.columns, "BT": config.tokens, "num_warps": config.warps}
         launch(token_score_kernel, grid, q, *args, blocks, sinks, **fixed)
     return out

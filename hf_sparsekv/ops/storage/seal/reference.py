@@ -21,10 +21,9 @@ class Index:
         key_dim: ``Dk``; for latents (MLA) the whole width of a token.
         bounds: ``[num_blocks, H, 2, Dk]``, see :func:`key_bounds`.
         channels: int32 ``[batch, H, r]``, label channels of each row and KV head.
-        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, see :func:`standardised`; None: 0 and 1.
-            Not with unquantised codes.
-        codes: uint8 ``[num_blocks, H, block_size, r / 2]``, or ``[..., r]`` in the keys' dtype.
-        qparams: float16 ``[num_blocks, H, block_size, 2]``; None with unquantised codes.
+        norms: float32 ``[batch, H, 2, r]``, centre and spread of each of them, see :func:`standardised`. With channels.
+        codes: uint8 ``[num_blocks, H, block_size, r / 2]``.
+        qparams: float16 ``[num_blocks, H, block_size, 2]``, scale and zero point of each token. With codes.
         means: ``[num_blocks, H, D]``, running means, see :func:`running_means`.
         span: blocks in a span of ``means``.
         scales: float16 ``[num_blocks, H, 2 Dk + block_size]``, for a ``kv`` of int8 codes (``ops.storage.quantise``).
@@ -59,7 +58,7 @@ def key_bounds(keys: Tensor, usable: Tensor) -> Tensor:
     return torch.stack((keys.masked_fill(out, -limit).amax(-2), keys.masked_fill(out, limit).amin(-2)), dim=-2)
 
 
-def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
+def standardised(labels: Tensor, norms: Tensor) -> Tensor:
     """Labels in units of their channels: ``(label - centre) / spread``, float32, held to ``MOST_SPREADS``.
 
     A token's codes have one scale for all channels, which a channel with a large mean would take for itself. So would
@@ -67,10 +66,8 @@ def standardised(labels: Tensor, norms: Tensor | None) -> Tensor:
 
     Args:
         labels: ``[..., batch, H, tokens, r]``.
-        norms: ``[batch, H, 2, r]``; None leaves them as they are.
+        norms: ``[batch, H, 2, r]``.
     """
-    if norms is None:
-        return labels.float()
     centre, spread = norms[:, :, None].unbind(3)
     return ((labels.float() - centre) / spread).clamp(-MOST_SPREADS, MOST_SPREADS)
 
@@ -194,11 +191,7 @@ def seal(
         index.bounds[to] = key_bounds(keys, usable)
     if index.codes is not None:
         labels = keys.gather(-1, index.channels[row].long()[:, :, None].expand(-1, -1, size, -1))
-        if index.qparams is None:
-            index.codes[to] = labels
-        else:
-            norms = None if index.norms is None else index.norms[row]
-            index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, norms))
+        index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, index.norms[row]))
     if index.means is not None:
         start = (nth - nth % index.span) * size
         count = (sealed - start.clamp_min(sinks)).clamp_min(0)  # tokens in the preceding mean
@@ -275,11 +268,8 @@ def seal_range(
         index.bounds[ids] = key_bounds(keys, usable)
     if index.codes is not None:
         at = index.channels.long()[None, :, :, None].expand(*blocks.shape[:4], -1)
-        labels = keys.gather(-1, at)
-        if index.qparams is None:
-            index.codes[ids] = labels
-        else:
-            index.codes[ids], index.qparams[ids] = quantise_labels(standardised(labels, index.norms))
+        labels = standardised(keys.gather(-1, at), index.norms)
+        index.codes[ids], index.qparams[ids] = quantise_labels(labels)
     if index.means is not None:
         place = first % index.span
         earlier = max(start - max((first - place) * size, sinks), 0)  # tokens in the preceding mean

@@ -131,11 +131,9 @@ def _seal_block(
     if codes is not None:
         p_channel = row_ptr(channels, i_batch, i_head)
         b_channel = tl.load(p_channel + o_r, mask=m_r, other=0)  # [BR]
-        if qparams is not None:
-            b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
-            if channels.norms is not None:
-                b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, 2 * R)  # [BR]
-                b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, 2 * R)
+        b_channel_2 = tl.load(p_channel + R + o_r, mask=m_r, other=0)  # [BR]
+        b_centre, b_spread = load_norms(channels, i_batch, i_head, o_r, m_r, 2 * R)  # [BR]
+        b_centre_2, b_spread_2 = load_norms(channels, i_batch, i_head, R + o_r, m_r, 2 * R)
     if scales is not None:
         p_scale = scales.ptr + physical_id * scales.block + i_head * scales.head
         norms = store_norms(p_row + at.to(tl.int64) * recent.token, recent.token, p_scale, o_k, m_k, DK, BLOCK_SIZE, BT)
@@ -171,18 +169,14 @@ def _seal_block(
             b_min = least(b_min, tl.reduce(tl.where(b_usable[:, None], b_k, limit), 0, least))
         if codes is not None:
             b_x = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel, m_r, SPLIT, KEYS)  # [BT, BR]
+            b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
+            b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
+            b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
             p_code = codes.ptr + physical_id * codes.block + i_head * codes.head + o_t[:, None] * codes.token
-            if qparams is not None:
-                b_y = _read(p_from, new, p_k, p_v, b_new, b_from, b_channel_2, m_r, SPLIT, KEYS)
-                if channels.norms is not None:
-                    b_x, b_y = standardised(b_x, b_centre, b_spread), standardised(b_y, b_centre_2, b_spread_2)
-                b_code, b_scale, b_zero = codes_4(b_x, b_y, m_r)
-                tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
-                p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
-                tl.store(p_param, b_scale)
-                tl.store(p_param + 1, b_zero)
-            else:
-                tl.store(p_code + o_r[None, :], b_x, mask=m_r[None, :])
+            tl.store(p_code + o_r[None, :], b_code, mask=m_r[None, :])
+            p_param = qparams.ptr + physical_id * qparams.block + i_head * qparams.head + o_t * qparams.token
+            tl.store(p_param, b_scale)
+            tl.store(p_param + 1, b_zero)
     if bounds is not None:
         p_bound = bounds.ptr + physical_id * bounds.block + i_head * bounds.head + o_k
         tl.store(p_bound, b_max.to(bounds.ptr.dtype.element_ty), mask=m_k)
