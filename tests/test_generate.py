@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from caches import CACHES, FULL, two_level
+from inside import attention_of
 from models import (
     MODELS,
     NEEDS_CONFIG,
@@ -193,7 +194,7 @@ def test_bf16_logits(name, capsys):
     ids = prompt(1, 150)["input_ids"]
     # All experts at once: a router that tips over under rounding would be all that is measured.
     changes = {"num_experts_per_tok": 2} if name == "gpt-oss" else {}
-    attn = reference(name).config._attn_implementation
+    attn = attention_of(reference(name))
     ours, theirs = (build(name, each, **changes).bfloat16() for each in ("sparsekv", attn))
     exact = build(name, attn, **changes)
     caches = {"ours": two_level(**FULL), "theirs": DynamicCache(config=theirs.config)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from captured import Imitation
+from inside import attention_of
 from models import COMMON, build, model, prompt
 from transformers import DynamicCache, TextStreamer
 
@@ -97,7 +98,7 @@ INNER = {
 
 
 def attentions(net) -> list[str]:
-    return [m.config._attn_implementation for m in net.modules() if isinstance(m, tf.PreTrainedModel)]
+    return [attention_of(m) for m in net.modules() if isinstance(m, tf.PreTrainedModel)]
 
 
 @pytest.mark.parametrize("name", INNER)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from caches import FULL, SMALL, two_level
+from inside import attention_of, hooks_of
 from models import NEEDS_CONFIG, NOTHING_SPARSE, build, plain_text, prompt
 from tokenizers_made import whole_words, words
 from torch import nn
@@ -76,7 +77,7 @@ def as_it_was(model):
     """Afterwards nothing of the model's own is another than before."""
 
     def look():
-        kinds = [config._attn_implementation for config in cache_source._configs(model)]
+        kinds = [attention_of(config) for config in cache_source._configs(model)]
         return kinds, {name: id(value) for module in model.modules() for name, value in vars(module).items()}
 
     before = look()
@@ -259,7 +260,7 @@ def fail(ids: torch.Tensor, scores) -> torch.Tensor:
 def test_the_model_is_as_it_was(net):
     with as_it_was(net):
         with sparse(net):
-            assert net.config._attn_implementation == "sparsekv"
+            assert attention_of(net) == "sparsekv"
         with pytest.raises(KeyError), sparse(net, "fast"):
             raise KeyError
         with pytest.raises(IndexError, match="in mid-text"), sparse(net, FEW):
@@ -272,7 +273,7 @@ def test_any_attention_is_put_back(attn):
     net = build("llama", attn)
     with as_it_was(net), sparse(net):
         pass
-    assert net.config._attn_implementation == attn
+    assert attention_of(net) == attn
 
 
 def test_parts_of_a_model_are_put_back_one_by_one():
@@ -475,7 +476,7 @@ def test_a_second_thread_with_other_settings_is_refused(net):
             with sparse(net, FEW):  # the outer settings would be refused as well now
                 assert isinstance(elsewhere(lambda: use(EVERYTHING)), RuntimeError)
                 assert isinstance(elsewhere(lambda: use(FEW)), RuntimeError)
-            assert net.config._attn_implementation == "sparsekv"
+            assert attention_of(net) == "sparsekv"
         assert elsewhere(lambda: use(EVERYTHING)) is None
 
 
@@ -498,7 +499,7 @@ def test_threads_with_the_same_settings(net):
             thread.start()
         with sparse(net, EVERYTHING):
             inside.wait(60)
-        assert net.config._attn_implementation == "sparsekv"
+        assert attention_of(net) == "sparsekv"
         with pytest.raises(RuntimeError, match="another thread"), sparse(net, FEW):
             pass
         leave.set()
@@ -602,9 +603,9 @@ def test_disable_ends_what_a_copy_made_inside_has_taken_along(net):
             hf_sparsekv.disable(other)
     assert kinds == [SparseCache, DynamicCache]
     assert other.__dict__.keys() == net.__dict__.keys()
-    assert other.config._attn_implementation == net.config._attn_implementation == "sdpa"
+    assert attention_of(other) == attention_of(net) == "sdpa"
     with as_it_was(other), sparse(other, EVERYTHING):
-        assert other.config._attn_implementation == "sparsekv"
+        assert attention_of(other) == "sparsekv"
 
 
 def test_a_copy_made_inside_where_queries_are_expected(net):
@@ -671,7 +672,7 @@ def test_what_cannot_be_sparse():
         with pytest.raises(error, match=message), sparse(net):
             pass
         if isinstance(net, transformers.PreTrainedModel):
-            assert net.config._attn_implementation != "sparsekv"
+            assert attention_of(net) != "sparsekv"
             assert "_prepare_cache_for_generation" not in vars(net)
 
 
@@ -696,8 +697,8 @@ def test_queries_are_expected_of_the_layer_before(net):
         out = net.generate(**prompt(1, 120), **GO, return_dict_in_generate=True)
         assert out.past_key_values.stats().foreseen_calls > 0
         with sparse(net, FEW):
-            assert not any(len(layer._forward_pre_hooks) for layer in net.model.layers)
-    assert not any(len(layer._forward_pre_hooks) for layer in net.model.layers)
+            assert not any(len(hooks_of(layer)) for layer in net.model.layers)
+    assert not any(len(hooks_of(layer)) for layer in net.model.layers)
 
 
 def test_optimised_and_undone(net, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from command_line import SPARSE, error, run
 from gguf_files import SPECIAL, vocabulary, write
+from inside import attention_of
 from models import prompt
 
 from hf_sparsekv import gguf_file
@@ -104,7 +105,7 @@ def test_commands_take_a_file(tiny, tmp_path):
     text.write_text("abc and so on " * 60)
     held = ("--lengths", 256, "--tokens", 4, "--samples", 1, "--text-file", text, "--out", tmp_path / "out")
     assert "agreement, tiny" in run("eval", "agreement", path, "--cache", "full", "--cache", spec, *held).stdout
-    assert loading.load(str(path), None, CPU)[1].config._attn_implementation == "sparsekv"
+    assert attention_of(loading.load(str(path), None, CPU)[1]) == "sparsekv"
 
 
 def test_a_file_is_read_once(tiny, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from caches import CACHES, TIGHT, two_level
 from captured import ImitatedGraphs, Imitation
+from inside import attention_of, hooks_of, later_hooks_of
 from interrupts import HOME, MODELING, TRANSFORMERS, Points, count
 from models import NEEDS_CONFIG, build, prompt
 
@@ -50,10 +51,10 @@ class Whole(ImitatedGraphs):
 def state_of(net) -> tuple:
     """What must not have changed about a model."""
     modules = {
-        name: (sorted(module.__dict__), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        name: (sorted(module.__dict__), type(module), len(later_hooks_of(module)), len(hooks_of(module)))
         for name, module in net.named_modules()
     }
-    return net.config._attn_implementation, net.get_experts_implementation(), modules
+    return attention_of(net), net.get_experts_implementation(), modules
 
 
 class Runs:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from caches import TIGHT, two_level
 from captured import Imitation, imitated
+from inside import later_hooks_of
 from models import build, prompt
 from torch import nn
 
@@ -358,7 +359,7 @@ def test_modules_are_as_they_were():
     unoptimize(net)
     own.remove()
     made.remove()  # handles that were given before and inside work behind it
-    assert not net.lm_head._forward_hooks and not net.model.norm._forward_hooks
+    assert not later_hooks_of(net.lm_head) and not later_hooks_of(net.model.norm)
     assert [type(module) for module in net.modules()] == before
     assert all(type(module._modules) is type(nn.Linear(1, 1)._modules) for module in net.modules())
     assert [type(module) for module in copied.modules()] == [type(module) for module in net.model.modules()]

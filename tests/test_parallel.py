@@ -12,6 +12,7 @@ import forked
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
+from inside import attention_of
 from models import build, prompt, reference
 from transformers import DynamicCache
 
@@ -208,7 +209,7 @@ def spread():
 def test_layers_on_two_gpus(spread, name, offload):
     """Pools, copy streams and clocks of each device; prompts in pieces, padding, second turns."""
     net = spread(name)
-    dense = build(name, reference(name).config._attn_implementation, num_hidden_layers=3).cuda()
+    dense = build(name, attention_of(reference(name)), num_hidden_layers=3).cuda()
     inputs = {key: value.cuda() for key, value in prompt(2, 400, (0, 60)).items()}
     how = {"max_new_tokens": 30, "do_sample": False}
     for chunk in ({}, {"prefill_chunk_size": 128}):

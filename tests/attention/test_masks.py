@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from caches import FULL, two_level
+from inside import attention_of
 from models import build, model, prompt, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -204,7 +205,7 @@ def test_training(name, side):
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0))
     labels = ids.masked_fill((mask == 0) | (before == 0), -100)  # nothing is predicted from padding
     losses, grads = [], []
-    for attn in ("sparsekv", reference(name).config._attn_implementation):
+    for attn in ("sparsekv", attention_of(reference(name))):
         net = build(name, attn).train()
         loss = net(ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()

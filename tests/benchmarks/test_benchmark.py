@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from inside import attention_of
 from models import build
 
 from benchmarks import baselines, decoding, filling, shapes
@@ -137,7 +138,7 @@ def test_dense_forward_attends_to_context_and_new_token():
     with torch.no_grad():
         found = forward().logits[:, -1]
     forward.close()
-    assert model.config._attn_implementation == "sparsekv"
+    assert attention_of(model) == "sparsekv"
     model.set_attn_implementation("sdpa")
     cache = make_cache(model, VARIANTS["hf_dynamic"], None)
     for index, (key, value) in enumerate(held):

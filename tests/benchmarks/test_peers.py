@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import attention_of
 from models import build
 from read_rows import read_rows
 from tokenizers_made import byte_level
@@ -93,7 +94,7 @@ def test_every_way_to_ask_gives_the_tokens_of_generate(model, name):
     with run_ours.make(name, model) as system:
         for question in ("inside", "after", "steps"):
             assert tokens(model, system, one, question) == wanted
-    assert model.config._attn_implementation == "sdpa"
+    assert attention_of(model) == "sdpa"
 
 
 def test_bytes_of_what_is_held_masked_and_quantised(model):

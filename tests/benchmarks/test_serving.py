@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import inside
 from models import build
 from read_rows import read_rows
 
@@ -68,7 +69,7 @@ def test_the_dense_system_is_dense_with_all_rows():
         ids = [[n % 90 + 1 for n in range(199)]] * 3
         handles = [system.submit(one, Sampling(max_tokens=20, temperature=0, ignore_eos=True)) for one in ids]
         assert all(len(handle.result(60).token_ids) == 20 for handle in handles)
-        stats = system.engine._cache.stats()
+        stats = inside(system.engine).cache.stats()
     finally:
         system.close()
     assert stats.dense_calls > 0 == stats.sparse_calls

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from caches import FULL, TIGHT, progressive, two_level
+from inside import attention_of, of_config
 from models import VOCAB, build, model, prompt, reference
 from transformers import DynamicCache
 
@@ -122,14 +123,14 @@ def test_bert_sees_all_of_a_prompt_unless_it_is_a_decoder(decoder, pads):
 def falcon_h1():
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
     config = tf.FalconH1Config(**SIZES, **mamba, num_hidden_layers=2, num_key_value_heads=2, intermediate_size=64)
-    return wide(tf.FalconH1ForCausalLM._from_config(config, attn_implementation="sparsekv"))
+    return wide(of_config(tf.FalconH1ForCausalLM, config, "sparsekv"))
 
 
 def recurrent_gemma():
     config = tf.RecurrentGemmaConfig(
         **SIZES, num_hidden_layers=3, intermediate_size=192, lru_width=64, attention_window_size=32
     )
-    return wide(tf.RecurrentGemmaForCausalLM._from_config(config, attn_implementation="sparsekv"))
+    return wide(of_config(tf.RecurrentGemmaForCausalLM, config, "sparsekv"))
 
 
 WHY = {
@@ -257,14 +258,14 @@ def test_generate_batch():
         assert len(failed) == 2
         for request in failed.values():
             assert "in whose place no sparse cache can be: call model.set_attn_implementation('sdpa')" in request.error
-    assert net.config._attn_implementation == "sparsekv"
+    assert attention_of(net) == "sparsekv"
     assert net.generate(IDS, past_key_values=two_level(), **ANSWER).shape == (1, 98)
 
 
 def test_paged_attention_by_name():
     """Refused, or in releases after transformers 5.17, which drop the prefix: served as without it."""
     net, cache = build("llama", "paged|sparsekv"), two_level(**FULL)
-    if net.config._attn_implementation == "sparsekv":
+    if attention_of(net) == "sparsekv":
         expected = net.generate(IDS, **generate_over(DynamicCache()), **ANSWER)
         assert torch.equal(net.generate(IDS, **generate_over(cache), **ANSWER), expected)
         return

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from caches import FULL, SMALL, two_level
+from inside import attention_of
 from models import PAD, build, prompt
 from test_dense_drafts import PADS, compare
 from test_exact_mode import DEVICE, TIGHT, written
@@ -49,7 +50,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(rows):
     found, left, go = [], [], {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 40}
     for net in (build("llama", "sdpa").cuda(), build("llama", "sparsekv").cuda()):
         torch.manual_seed(3)
-        if net.config._attn_implementation == "sdpa":
+        if attention_of(net) == "sdpa":
             found.append(net.generate(**inputs, **go))
             left.append(torch.cuda.get_rng_state())
             continue
@@ -71,7 +72,7 @@ def test_rows_of_their_own(sample, exact):
     found, left = [], []
     config = two_level(False, **TIGHT, level="token").config if exact else TokenConfig(**{**SMALL, **FULL})
     for net in (build("llama", "sdpa").cuda(), build("llama", "sparsekv").cuda()):
-        plain = net.config._attn_implementation == "sdpa"
+        plain = attention_of(net) == "sdpa"
         torch.manual_seed(3)
         with nullcontext() if plain else sparse(net, config, **exact):
             found.append(net.generate(**inputs, **go))

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside import own_methods
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_sparsekv import __version__
 from hf_sparsekv.cli import loading
-from hf_sparsekv.policies import registry
 from hf_sparsekv_cli import version
 from hf_sparsekv_cli.app import app
 from hf_sparsekv_eval import reference_policies  # noqa: F401 (registers them before a test replaces the registry)
@@ -215,8 +215,9 @@ def test_an_unknown_command_is_told_at_once(args, line):
 @pytest.mark.parametrize(("args", "line"), [*WRONG_USAGE, *WRONG_NAMES])
 def test_wrong_usage_is_one_line(args, line, tmp_path, monkeypatch):
     """With what was probably meant; nothing is loaded or written before."""
-    ours = {name: one for name, one in registry._METHODS.items() if one.config.__module__.startswith("hf_sparsekv")}
-    monkeypatch.setattr(registry, "_METHODS", ours)  # without those of other tests
+    known = own_methods(monkeypatch)
+    for name in [name for name, one in known.items() if not one.config.__module__.startswith("hf_sparsekv")]:
+        del known[name]  # of other tests
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("a model was loaded"))
     done = CliRunner().invoke(app, args, prog_name="hf-sparsekv")

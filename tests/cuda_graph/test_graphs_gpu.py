@@ -11,6 +11,7 @@ import pytest
 import torch
 from caches import ALL, CACHES, FULL, HOST_RANK, TIGHT, two_level
 from captured import check, on_gpu, pair
+from inside import keep_busy
 from models import build
 
 from hf_sparsekv import optimize, unoptimize
@@ -189,7 +190,7 @@ def test_chosen_tokens_outlive_a_slow_side_stream(monkeypatch):
 
     def late(self, ids, store, used=None):
         if torch.cuda.is_current_stream_capturing():
-            torch.cuda._sleep(20_000_000)  # some 10 ms: the layers that follow have ended
+            keep_busy(20_000_000)  # some 10 ms: the layers that follow have ended
             read.append(used.clone())
         return bring(self, ids, store, used)
 

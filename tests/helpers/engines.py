@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from caches import FULL, SMALL
+from inside import references_of
 from models import prompt
 
 from hf_sparsekv import Engine, Sampling, ServingConfig
@@ -36,26 +37,27 @@ def greedy(tokens: int, **settings) -> Sampling:
 
 def inside(engine: Engine) -> SimpleNamespace:
     """What an engine is made of: tests look into it here, and nowhere else."""
+    loop = engine._loop
     return SimpleNamespace(
-        loop=engine._loop,
+        loop=loop,
         cache=engine._cache,
         rows=engine._rows,
         blocks=engine._blocks,
         detokenizer=engine._detokenizer,
-        threads=engine._loop._threads,
+        threads=loop._threads,
+        grammars=engine._grammars,
     )
+
+
+def before_each(owner, name: str, look: Callable[[], object]) -> None:
+    """Call ``look`` before each call of a method of this object."""
+    plain = getattr(owner, name)
+    setattr(owner, name, lambda *args, **named: (look(), plain(*args, **named))[1])
 
 
 def before_steps(engine: Engine, look: Callable[[], object]) -> None:
     """Call ``look`` before each step of the engine's rows."""
-    loop = engine._loop
-    plain = loop._step
-
-    def step() -> bool:
-        look()
-        return plain()
-
-    loop._step = step
+    before_each(inside(engine).loop, "_step", look)
 
 
 def quiet(engine: Engine) -> None:
@@ -68,7 +70,7 @@ def quiet(engine: Engine) -> None:
     table = loop.rows.cache.row_table
     pinned, kept = (0, 0) if (index := loop.blocks.index) is None else (index.pinned, len(index))
     assert (table.blocks.host == -1).all() and pinned == 0
-    assert table.ids._references.sum() == kept  # blocks that somebody has
+    assert references_of(table.ids).sum() == kept  # blocks that somebody has
 
 
 def once(plain, error: BaseException):

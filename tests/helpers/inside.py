@@ -7,20 +7,51 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from pytest import MonkeyPatch
+from torch import nn
 
 from hf_sparsekv.attention import flash_4, indexer, indices, mla, parts, pooled_indexer, sparse_prompt
 from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.kv import sealing
+from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool
 from hf_sparsekv.offload import host_limit, host_pages, host_pool
-from hf_sparsekv.ops import _device
+from hf_sparsekv.ops import _cuda, _device
 from hf_sparsekv.policies import registry
+from hf_sparsekv.serving.grammar import Constraint, Grammars
 from hf_sparsekv_eval import prefix, ruler
+
+
+def attention_of(model: Any) -> str:
+    """The attention implementation of a model, or of its configuration."""
+    return getattr(model, "config", model)._attn_implementation
+
+
+def hooks_of(module: nn.Module) -> dict:
+    """Hooks that run before a module's forward; a dict that can be changed."""
+    return module._forward_pre_hooks
+
+
+def later_hooks_of(module: nn.Module) -> dict:
+    """Hooks that run after a module's forward."""
+    return module._forward_hooks
+
+
+def keep_busy(cycles: int) -> None:
+    """The GPU's current stream has so many cycles to wait."""
+    torch.cuda._sleep(cycles)
+
+
+def of_config(kind: type, config: Any, attention: str) -> nn.Module:
+    """A model of random weights."""
+    return kind._from_config(config, attn_implementation=attention)
+
 
 LATENT_BYTES = mla._PIECE  # of keys and values that are expanded at once
 
@@ -142,3 +173,48 @@ def other_texts() -> None:
     """RULER's sentences and words are read again."""
     ruler._sentences.cache_clear()
     ruler._words.cache_clear()
+
+
+def program_of(grammars: Grammars) -> Any:
+    """The process that compiles grammars; None: there is none."""
+    return grammars._program
+
+
+def compiled_by(one: Grammars | Constraint) -> Any:
+    """Grammars that are kept, by their text; the one that a constraint follows."""
+    return one._compiled
+
+
+def compiling(grammars: Grammars) -> dict:
+    """Grammars that are being compiled, by their text."""
+    return grammars._compiling
+
+
+def no_words(constraint: Constraint) -> torch.Tensor:
+    """Room for the bits of the allowed tokens."""
+    return torch.zeros_like(constraint._end)
+
+
+def compiles_by(patch: MonkeyPatch, grammars: Grammars, how: Callable) -> None:
+    """Grammars are compiled by ``how(plain, *asked)``."""
+    patch.setattr(grammars, "_made", partial(how, grammars._made))
+
+
+def forget_kernels() -> None:
+    """Kernels in CUDA C++ are loaded again."""
+    _cuda._load.cache_clear()
+
+
+def kernels_loaded() -> int:
+    """Kernels in CUDA C++ that were loaded so far."""
+    return _cuda._load.cache_info().misses
+
+
+def references_of(ids: BlockIds) -> Any:
+    """How many own each block."""
+    return ids._references
+
+
+def free_of(ids: BlockIds) -> list[int]:
+    """Blocks that nobody owns."""
+    return ids._free

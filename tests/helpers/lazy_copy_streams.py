@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
+from inside import keep_busy
 
 from hf_sparsekv.kv import block_writer, pool
 from hf_sparsekv.offload import copy_streams, device_pool
@@ -112,7 +113,7 @@ def slow(copy_stream: CopyStream, cycles: int) -> None:
 
     def late_run(work):
         def wait_and_work():
-            torch.cuda._sleep(cycles)
+            keep_busy(cycles)
             work()
 
         return CopyStream.run(this(), wait_and_work)
@@ -120,7 +121,7 @@ def slow(copy_stream: CopyStream, cycles: int) -> None:
     @contextmanager
     def late_after_current_stream():
         with CopyStream.after_current_stream(this()):
-            torch.cuda._sleep(cycles)
+            keep_busy(cycles)
             yield
 
     copy_stream.run, copy_stream.after_current_stream = late_run, late_after_current_stream

@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from inside import attention_of
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -345,8 +347,8 @@ def _survey(kind: str, said: list, show: bool) -> Line:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = build(kind).to(device)
-        expected = {model.config._attn_implementation: _text(model)}
-        original = model.config._attn_implementation
+        expected = {attention_of(model): _text(model)}
+        original = attention_of(model)
     except Exception as error:
         if show:
             traceback.print_exc()

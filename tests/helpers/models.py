@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 import transformers as tf
+from inside import of_config
 
 from hf_sparsekv import QueryTap
 
@@ -229,7 +230,7 @@ def mistral_large4(attn: str, **changes) -> torch.nn.Module:
     vision = {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
     config = tf.MistralLarge4Config(text_config={**text, **changes}, vision_config=vision)
     torch.manual_seed(0)
-    return wide(tf.MistralLarge4ForConditionalGeneration._from_config(config, attn_implementation=attn))
+    return wide(of_config(tf.MistralLarge4ForConditionalGeneration, config, attn))
 
 
 def minimax_m3(attn: str) -> torch.nn.Module:
@@ -249,7 +250,7 @@ def minimax_m3(attn: str) -> torch.nn.Module:
         rotary_dim=8,
     )
     torch.manual_seed(0)
-    return wide(tf.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=attn))
+    return wide(of_config(tf.MiniMaxM3VLForCausalLM, config, attn))
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
@@ -281,7 +282,7 @@ def qwen4_exp(attn: str, kinds: Sequence[str]) -> torch.nn.Module:
         max_position_embeddings=2560,
     )
     torch.manual_seed(0)
-    net = tf.Qwen4ExpForCausalLM._from_config(config, attn_implementation=attn).eval()
+    net = of_config(tf.Qwen4ExpForCausalLM, config, attn).eval()
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.ndim > 1:

@@ -13,6 +13,7 @@ import torch
 from caches import full_block_kv
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from inside import free_of, references_of
 from lazy_copy_streams import imitate
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,7 @@ from hf_sparsekv.kv.row_table import RowTable
 from hf_sparsekv.kv.store import LayerStore
 from hf_sparsekv.offload.copy_streams import CopyStreams
 from hf_sparsekv.offload.host_limit import HostBudget
+from hf_sparsekv.ops.selection.token_score.reference import unpack_digits
 from hf_sparsekv.ops.storage.seal import Index
 from hf_sparsekv.ops.storage.seal.reference import key_bounds
 from hf_sparsekv.types import AttentionParams
@@ -110,10 +112,10 @@ def check_ids(stores: list[LayerStore]) -> None:
     ids = stores[0].table_of_rows.ids
     ids.share(ids.take(0))  # tables that are gone give theirs back
     named = np.concatenate([store.table_of_rows.blocks.host.flatten() for store in stores])
-    references = ids._references
+    references = references_of(ids)
     counts = np.bincount(named[named >= 0], minlength=len(references))
     assert (references == counts).all()
-    assert sorted(ids._free) == [i for i in range(ids.used) if counts[i] == 0]
+    assert sorted(free_of(ids)) == [i for i in range(ids.used) if counts[i] == 0]
 
 
 def check_attention(store: LayerStore, plain: Plain) -> None:
@@ -320,20 +322,24 @@ def test_layers_may_take_different_numbers_of_columns():
 def test_labels_are_of_the_channels_of_their_row():
     """Rows of different lengths are sealed one by one, and indexed again so, each with channels of its own."""
     store = make_store(CONFIG, None, 3)
-    store.pool.add_field("codes", (HEADS, SIZE, 2), store.dtype)
+    store.pool.add_field("codes", (HEADS, SIZE, 1), torch.uint8)
+    store.pool.add_field("qparams", (HEADS, SIZE, 2), torch.float16)
+    norms = torch.tensor([[0.0], [1.0]]).repeat(3, HEADS, 1, 2)
     k, v = torch.randn(3, HEADS, 120, KEY), torch.randn(3, HEADS, 120, VALUE)
     valid = torch.arange(120) >= torch.tensor([[0], [30], [7]])
 
     def labels(*first: int) -> SimpleNamespace:
         channels = torch.tensor(first, dtype=torch.int32)[:, None, None] + torch.arange(2, dtype=torch.int32)
         channels = channels.expand(3, HEADS, 2).contiguous()
-        return SimpleNamespace(sealing=lambda store: Index(KEY, channels=channels, codes=store.pool.fields["codes"]))
+        return SimpleNamespace(sealing=lambda store: Index(KEY, channels=channels, norms=norms, **store.pool.fields))
 
     def check_labels(*first: int) -> None:
         for row, channel in enumerate(first):
-            ids = store.table_of_rows.blocks.host[row, : store.held.sealed[row]]
-            found = store.pool.fields["codes"][torch.from_numpy(ids).long()].transpose(0, 1).flatten(1, 2)
-            assert torch.equal(found, k[row][:, valid[row]][:, : found.shape[1], channel : channel + 2])
+            ids = torch.from_numpy(store.table_of_rows.blocks.host[row, : store.held.sealed[row]]).long()
+            digits, params = unpack_digits(store.pool.fields["codes"][ids]), store.pool.fields["qparams"][ids].float()
+            found = (digits * params[..., :1] + params[..., 1:]).transpose(0, 1).flatten(1, 2)
+            expected = k[row][:, valid[row]][:, : found.shape[1], channel : channel + 2]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
     store.extend(k, v, valid, labels(0, 1, 2))
     assert len(set(store.held.sealed)) > 1

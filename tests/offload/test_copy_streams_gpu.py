@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import FULL, TIGHT, two_level
-from inside import sealed_pieces
+from inside import attention_of, sealed_pieces
 from lazy_copy_streams import chunks_of, logits, slow
 from models import build, prompt, reference
 from transformers import DynamicCache
@@ -37,7 +37,7 @@ def test_on_a_gpu(monkeypatch, name, sizes, late_lanes):
     sealed_pieces(monkeypatch, 5 * 2 * 2 * 16 * 32 * 4)
     ids = prompt(2, 760)["input_ids"].cuda()
     chunks = chunks_of(ids, *sizes)
-    ours, net = build(name, "sparsekv").cuda(), build(name, reference(name).config._attn_implementation).cuda()
+    ours, net = build(name, "sparsekv").cuda(), build(name, attention_of(reference(name))).cuda()
     cache = two_level(**FULL)
     found = logits(ours, cache, chunks)
     want = logits(net, DynamicCache(config=net.config), chunks)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from caches import FULL, two_level
 from host_memory import arena_of, budget_of, fill, grow, intact, make_pool
+from inside import keep_busy
 from models import build, prompt
 
 from hf_sparsekv.offload import host_pool
@@ -125,7 +126,7 @@ def test_deleted_while_the_device_reads(kind):
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(2_000_000_000)  # about a second
+        keep_busy(2_000_000_000)  # about a second
         if kind == "kernel":
             read[grid](blocks.kv, got, got.numel(), BLOCK=8192)
         else:

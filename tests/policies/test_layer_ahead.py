@@ -10,6 +10,7 @@ import pytest
 import torch
 from caches import FULL, predictive
 from captured import Imitation, same_counts
+from inside import hooks_of
 from models import MODELS, NEEDS_CONFIG, build, model, plain_text, prompt
 from oracle import NAME, TOLERANCE, Oracle, Race
 from torch import Tensor
@@ -288,13 +289,13 @@ def test_calibration_ends_in_the_middle_of_an_answer(captured):
     race.feed(prompt(1, 60)["input_ids"])
     race.run(9)
     race.oracle.expected.clear()
-    handles = [m for m in race.plain.modules() if m._forward_pre_hooks]
-    held = [(m, dict(m._forward_pre_hooks)) for m in handles]
+    handles = [m for m in race.plain.modules() if hooks_of(m)]
+    held = [(m, dict(hooks_of(m))) for m in handles]
     for m in handles:
-        m._forward_pre_hooks.clear()
+        hooks_of(m).clear()
     assert race.run(1, seed=1) < TOLERANCE
     for m, hooks in held:
-        m._forward_pre_hooks.update(hooks)
+        hooks_of(m).update(hooks)
     assert race.run(30, seed=2) < TOLERANCE
     assert race.oracle.selected
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from caches import FULL, predictive
 from captured import on_gpu, pair
+from inside import keep_busy
 from models import build
 
 from hf_sparsekv import optimize
@@ -25,7 +26,7 @@ def slow(monkeypatch):
 
     def late(self, q, store, plan):
         if store.capturing:
-            torch.cuda._sleep(CYCLES)
+            keep_busy(CYCLES)
         foresee(self, q, store, plan)
 
     monkeypatch.setattr(LayerAheadPolicy, "foresee", late)
@@ -74,7 +75,7 @@ def test_what_the_layer_before_has_added_is_there_for_the_next_step(monkeypatch)
 
     def late(self, *args, **named):
         if len(args) == 2:  # in a captured step
-            torch.cuda._sleep(CYCLES)
+            keep_busy(CYCLES)
         note(self, *args, **named)
 
     eager, fast = pair("llama")

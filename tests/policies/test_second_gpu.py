@@ -10,6 +10,7 @@ import pytest
 import torch
 from caches import FULL, predictive
 from captured import Imitation
+from inside import keep_busy
 from models import build, prompt
 from test_predictive import TIGHT
 from torch import Tensor
@@ -63,7 +64,7 @@ def slow(monkeypatch):
             def late(self, *args):
                 with work(self, *args):
                     if self.stream is not None:
-                        torch.cuda._sleep(cycles)
+                        keep_busy(cycles)
                     yield
 
             return late
@@ -247,7 +248,7 @@ def test_copying_is_switched_off_behind_the_steps_under_way(there):
         pass
     peer.join(home)
     if home.type == "cuda":
-        torch.cuda._sleep(20 * CYCLES)
+        keep_busy(20 * CYCLES)
     seen = peer.enabled.to(home, copy=True, non_blocking=True)  # as the step under way sees it
     with peer.paused():
         if home.type == "cuda":

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from caches import predictive, progressive, two_level
+from inside import of_config
 from models import COMMON, VOCAB, build, model, prompt
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
@@ -138,7 +139,7 @@ def test_layers_that_share_keys_and_values():
         **{"altup_num_inputs": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
     )
     torch.manual_seed(0)
-    net = Gemma3nForCausalLM._from_config(config, attn_implementation="sparsekv").eval()
+    net = of_config(Gemma3nForCausalLM, config, "sparsekv").eval()
     found = []
     for pool in (None, 0):
         cache = METHODS["two_level"](OffloadConfig(device_pool=pool))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from caches import TIGHT, predictive, two_level
 from captured import Imitation
+from inside import attention_of
 from models import build, model, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -79,10 +80,10 @@ def test_several_texts():
 def test_calibrate_leaves_the_model_as_it_was():
     net = build("llama", "sdpa")
     calibrate(net, [IDS])
-    assert net.config._attn_implementation == "sdpa"
+    assert attention_of(net) == "sdpa"
     with pytest.raises(ValueError, match="nothing to calibrate: no input was given"):
         calibrate(net, [])
-    assert net.config._attn_implementation == "sdpa"
+    assert attention_of(net) == "sdpa"
     with pytest.raises(ValueError, match="the model has no full-attention layer"):
         calibrate(build("mistral-window", "sdpa"), [IDS])
 

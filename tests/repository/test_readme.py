@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from inside import attention_of
 from models import build
 
 from benchmarks import picture, readme
@@ -128,7 +129,7 @@ def test_the_snippet_runs_as_it_stands(small_model_dir, monkeypatch, capsys):
     assert 0 < float(re.fullmatch(r"\d+ steps .*: attended to ([\d.]+)%, read .*", read)[1]) < 90
     assert cache.config == TokenConfig()
     assert cache.stats().sparse_calls > 0
-    assert there["model"].config._attn_implementation == "sdpa"
+    assert attention_of(there["model"]) == "sdpa"
 
 
 def test_the_snippet_shows_a_share_and_not_everything(monkeypatch):

@@ -23,6 +23,7 @@ from caches import SMALL
 from captured import imitated
 from compile_kernels import Chip
 from engines import greedy, ids_of
+from inside import forget_kernels, kernels_loaded
 from models import build
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -33,7 +34,7 @@ from hf_sparsekv.fusion import layers
 from hf_sparsekv.fusion.fuse import fuse
 from hf_sparsekv.kv.block_writer import BlockWriter
 from hf_sparsekv.kv.pool import BlockPool
-from hf_sparsekv.ops import _cuda, _dispatch, _prompts
+from hf_sparsekv.ops import _dispatch, _prompts
 from hf_sparsekv.serving import first_prompt
 
 LATENTS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 16, "kv_lora_rank": 32}
@@ -76,7 +77,7 @@ def hooked(hook: Callable) -> Iterator[None]:
 
 def forget_compiled() -> None:
     """Have everything compiled again: earlier tests may have needed the same kernels."""
-    _cuda._load.cache_clear()
+    forget_kernels()
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{ops.__name__}."):
             for value in vars(module).values():
@@ -137,10 +138,10 @@ def waited_for(case: str) -> Counter[str]:
         runner.fusion = fuse(net) if "fused" in others else None
     cache = TokenConfig(**SMALL, **config)
     with hooked(hook), Engine(net, None, cache, others.get("offload"), serving) as engine:
-        start, loaded, captures = len(found), _cuda._load.cache_info().misses, engine.stats().captures
+        start, loaded, captures = len(found), kernels_loaded(), engine.stats().captures
         handles = [engine.submit(ids, greedy(tokens)) for ids, tokens in requests()]
         assert sum(handle.result(60).cached_tokens for handle in handles) > 0
-        loaded, captures = _cuda._load.cache_info().misses - loaded, engine.stats().captures - captures
+        loaded, captures = kernels_loaded() - loaded, engine.stats().captures - captures
     before, later = set(found[:start]), set(found[start:])
     names = {kernel for kernel, _ in {*before, *later}}
     assert (ATTENTION in names) == ("prefill" in config)

@@ -15,6 +15,7 @@ import torch
 from caches import SMALL
 from captured import imitated
 from engines import BUDGET, SERVING, WHOLE, before_steps, greedy, ids_of, inside, once, pieces, quiet
+from inside import attention_of, hooks_of
 from models import VOCAB, build
 from waiting import wait_until
 
@@ -305,7 +306,7 @@ def net():
 def engine(net):
     with Engine(net, None, TokenConfig(**WHOLE), None, SERVING) as engine:
         yield engine
-    assert net.config._attn_implementation == "sdpa"  # as it was
+    assert attention_of(net) == "sdpa"  # as it was
 
 
 @pytest.fixture(scope="module")
@@ -657,9 +658,9 @@ def test_draining_and_closing():
         engine.submit([1], greedy(1))
     engine.close()
     engine.close()
-    assert "closed" in repr(engine) and net.config._attn_implementation == "sdpa"
+    assert "closed" in repr(engine) and attention_of(net) == "sdpa"
     assert not any(thread in threading.enumerate() for thread in inside(engine).threads)
-    assert not net.model.layers[0]._forward_pre_hooks
+    assert not hooks_of(net.model.layers[0])
     out = net.generate(torch.tensor([ids_of(20, 1)]), max_new_tokens=3, do_sample=False)
     assert out[0, 20:].tolist() == list(handle.result().token_ids[:3])
 
@@ -679,7 +680,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(name, given, says):
     with pytest.raises((ValueError, TypeError), match=says):
         Engine(net, None, **{"serving": SERVING, **given})
     if name != "linear":
-        assert net.config._attn_implementation == "sdpa"
+        assert attention_of(net) == "sdpa"
 
 
 def test_counts(engine):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from engines import WHOLE, greedy, ids_of
+from inside import attention_of
 from models import COMMON
 from rotary_models import KINDS, SWITCH, phi3, phimoe, rotary_llama, wide
 from transformers import DynamicCache
@@ -135,7 +136,7 @@ def test_models_that_count_positions_are_refused(kind):
     says = r"takes no position_ids: it counts positions by itself.*Use generate"
     with pytest.raises(ValueError, match=says), opened(net):
         pass
-    assert net.config._attn_implementation != "sparsekv"  # it is as it was
+    assert attention_of(net) != "sparsekv"  # it is as it was
 
 
 def test_paligemma_is_refused():

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import BUDGET, SERVING, WHOLE, greedy, ids_of, inside, once, quiet
+from engines import BUDGET, SERVING, WHOLE, before_each, greedy, ids_of, inside, once, quiet
+from inside import attention_of, hooks_of
 from models import build
 from tokenizers_made import byte_level
 from waiting import wait_until
@@ -55,8 +56,8 @@ def test_an_error_behind_a_join_leaves_no_row(where, monkeypatch):
         }[where]
         with monkeypatch.context() as patch:
             if where in ("draw", "token"):  # which steps have, too
-                plain, failing = loop._join, once(getattr(place, name), error)
-                patch.setattr(loop, "_join", lambda *read: patch.setattr(place, name, failing) or plain(*read))
+                failing = once(getattr(place, name), error)
+                before_each(loop, "_join", lambda: patch.setattr(place, name, failing))
             else:
                 patch.setattr(place, name, once(getattr(place, name), error))
             with pytest.raises(torch.OutOfMemoryError, match="no memory for a row"):
@@ -356,7 +357,7 @@ def test_who_closes_second_waits_for_the_first():
         handle = engine.submit(ids_of(20, 1), greedy(300))
         next(iter(handle))
         loop, slow = inside(engine).loop, threading.Event()
-        plain, loop._cancel_all = loop._cancel_all, lambda: slow.set() or time.sleep(0.3) or plain()
+        before_each(loop, "_cancel_all", lambda: slow.set() or time.sleep(0.3))
         first = threading.Thread(target=engine.close)
         first.start()
         assert slow.wait(10)
@@ -391,7 +392,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(where, monkeyp
         with pytest.raises(torch.OutOfMemoryError):
             Engine(net, None, TokenConfig(**WHOLE), None, SERVING)
         assert threading.active_count() == before
-    assert net.config._attn_implementation == "sdpa" and not net.model.layers[0]._forward_pre_hooks
+    assert attention_of(net) == "sdpa" and not hooks_of(net.model.layers[0])
     with Engine(net, None, TokenConfig(**WHOLE), None, SERVING) as engine:
         assert len(engine.submit(ids_of(20, 1), greedy(3)).result(10).token_ids) == 3
 
@@ -445,7 +446,7 @@ def test_none_may_wait_for_memory_or_behind_a_prompt():
 def test_no_more_wait_than_may_whoever_asks_at_once(most):
     with engine_of(max_waiting=most, max_rows=1) as engine:
         loop, there, go, found = inside(engine).loop, threading.Event(), threading.Event(), []
-        plain, loop._once = loop._once, lambda: there.set() or (go.wait(10) and plain())
+        before_each(loop, "_once", lambda: there.set() or go.wait(10))
         inside(engine).loop.intake.look()
         assert there.wait(10)  # and no turn is under way
         barrier = threading.Barrier(12)

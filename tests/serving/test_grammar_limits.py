@@ -35,9 +35,10 @@ import threading
 import time
 
 import pytest
-import torch
 from caches import FULL, SMALL
+from engines import inside
 from http_server import openai_client, serving
+from inside import compiled_by, compiles_by, compiling, no_words, program_of
 from models import build
 from test_grammar import PERSON, is_person
 from tokenizers_made import byte_level
@@ -135,7 +136,7 @@ def until(true, seconds: float = 20.0) -> bool:
 
 def walk(constraint: Constraint, tokenizer, rng: random.Random, steps: int) -> None:
     """Draw allowed tokens until the end, an error, or so many."""
-    words = torch.zeros_like(constraint._end)
+    words = no_words(constraint)
     for _ in range(steps):
         constraint.ask()
         constraint.fill(words)
@@ -189,7 +190,7 @@ def test_a_process_that_ends_takes_its_answer_along(engine):
     """Whoever has ended it: a bug, or the machine that is out of memory."""
     asked = Sampling(max_tokens=900, json_schema={"type": "array", "items": {"type": "integer"}, "minItems": 10**5})
     engine.submit("a", Sampling(max_tokens=1, json_schema={})).result()
-    session = engine._grammars._program.pid
+    session = program_of(inside(engine).grammars).pid
     before = processes(session)
     handle = engine.submit("a", asked)
     next(iter(handle))
@@ -212,11 +213,11 @@ def test_grammars_that_are_kept_are_bounded(grammars, monkeypatch):
     """By their number and their size, also those of requests that wait."""
     monkeypatch.setattr(grammar_module, "KEPT", 5)
     held = [grammars.constraint(Sampling(json_schema={"const": i})) for i in range(8)]
-    assert len(grammars._compiled) == 5 and all(one._compiled.size > 0 for one in held)
-    monkeypatch.setattr(grammar_module, "KEPT_BYTES", 3 * held[0]._compiled.size)
+    assert len(compiled_by(grammars)) == 5 and all(compiled_by(one).size > 0 for one in held)
+    monkeypatch.setattr(grammar_module, "KEPT_BYTES", 3 * compiled_by(held[0]).size)
     grammars.constraint(Sampling(json_schema={"const": 8}))
-    assert len(grammars._compiled) <= 3
-    monkeypatch.setattr(grammar_module, "MOST_BYTES", 4 * held[0]._compiled.size)
+    assert len(compiled_by(grammars)) <= 3
+    monkeypatch.setattr(grammar_module, "MOST_BYTES", 4 * compiled_by(held[0]).size)
     with pytest.raises(Exception, match="take too much memory already"):
         grammars.constraint(Sampling(json_schema={"const": 9}))
     del held
@@ -228,8 +229,8 @@ def test_processes_end_with_the_answers_and_the_engine():
     made = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     constraint = made.constraint(Sampling(json_schema=PERSON))
     constraint.ask()
-    constraint.fill(torch.zeros_like(constraint._end))
-    session = made._program.pid
+    constraint.fill(no_words(constraint))
+    session = program_of(made).pid
     assert len(processes(session)) == 3  # of the tokenizer, the grammar and the answer
     del constraint
     assert until(lambda: len(processes(session)) == 2)
@@ -249,8 +250,8 @@ def test_the_process_of_an_answer_ends_with_it(end):
     gc.disable()
     try:
         with Engine(net, tokenizer, TokenConfig(**{**SMALL, **FULL}), None, options) as engine:
-            constraint = engine._grammars.constraint(Sampling(json_schema=asked))
-            session = engine._grammars._program.pid
+            constraint = inside(engine).grammars.constraint(Sampling(json_schema=asked))
+            session = program_of(inside(engine).grammars).pid
             before = processes(session)
             assert len(before) == 2  # of the tokenizer and the grammar
             handle = engine.submit("a", Sampling(max_tokens=9 if end == "too long" else 900, json_schema=asked))
@@ -259,7 +260,7 @@ def test_the_process_of_an_answer_ends_with_it(end):
             if end == "cancelled":
                 handle.cancel()
             if end == "failed":
-                engine._loop.lost(RuntimeError("a test"))
+                inside(engine).loop.lost(RuntimeError("a test"))
             with pytest.raises(RuntimeError) if end == "failed" else contextlib.nullcontext():
                 handle.result()
             assert until(lambda: processes(session) == before) and constraint.error is None
@@ -273,7 +274,7 @@ def test_masks_have_the_priority_of_the_engine(engine):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "priority"}}}
         client.completions.create(model="m", prompt="a", max_tokens=300, extra_body={"response_format": form})
     here = os.getpriority(os.PRIO_PROCESS, 0)
-    found = processes(engine._grammars._program.pid)
+    found = processes(program_of(inside(engine).grammars).pid)
     assert len(found) > 1 and {os.getpriority(os.PRIO_PROCESS, pid) for pid in found} == {here}
 
 
@@ -303,7 +304,7 @@ def test_other_requests_wait_for_no_schema(engine, monkeypatch, large):
         threads = [threading.Thread(target=bomb, args=(i,)) for i in range(10)]
         for thread in threads:
             thread.start()
-        assert until(lambda: len(engine._grammars._compiling) == grammar_module.MOST_COMPILING)
+        assert until(lambda: len(compiling(inside(engine).grammars)) == grammar_module.MOST_COMPILING)
         began = time.monotonic()
         ask()
         took = time.monotonic() - began
@@ -314,24 +315,24 @@ def test_other_requests_wait_for_no_schema(engine, monkeypatch, large):
 
 def test_one_schema_of_many_requests_is_compiled_once(grammars, monkeypatch):
     made, compiled = [], []
-    monkeypatch.setattr(grammars, "_made", lambda *asked, real=grammars._made: compiled.append(1) or real(*asked))
+    compiles_by(monkeypatch, grammars, lambda real, *asked: compiled.append(1) or real(*asked))
     asked = Sampling(json_schema={"enum": [f"once {i}" for i in range(2000)]})
     threads = [threading.Thread(target=lambda: made.append(grammars.constraint(asked))) for _ in range(30)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 30 and len(compiled) == 1 and len({one._compiled for one in made}) == 1
+    assert len(made) == 30 and len(compiled) == 1 and len({compiled_by(one) for one in made}) == 1
 
 
 def test_a_slow_schema_of_many_requests_takes_as_much_as_one(grammars, monkeypatch):
     """Few wait for it, it is not compiled again, and its process ends without the cyclic garbage collector."""
-    go, ends, compiled, real = threading.Event(), [], [], grammars._made
+    go, ends, compiled = threading.Event(), [], []
     grammars.constraint(Sampling(json_schema={"type": "object"}))  # the tokenizer is there
-    monkeypatch.setattr(grammars, "_made", lambda *asked: (compiled.append(1), go.wait(20), real(*asked))[2])
+    compiles_by(monkeypatch, grammars, lambda real, *asked: (compiled.append(1), go.wait(20), real(*asked))[2])
     asked = Sampling(json_schema=multiple(9_100_003))
     gc.collect()
-    before = processes(grammars._program.pid)
+    before = processes(program_of(grammars).pid)
 
     def ask() -> None:
         try:
@@ -351,7 +352,7 @@ def test_a_slow_schema_of_many_requests_takes_as_much_as_one(grammars, monkeypat
         assert ends.count(ValueError) == grammar_module.MOST_COMPILING and len(ends) == 64
         with pytest.raises(ValueError, match="json_schema cannot be followed: llguidance takes more than"):
             grammars.constraint(asked)
-        assert len(compiled) == 1 and until(lambda: processes(grammars._program.pid) <= before)
+        assert len(compiled) == 1 and until(lambda: processes(program_of(grammars).pid) <= before)
     finally:
         gc.enable()
     monkeypatch.setattr(grammar_module, "REFUSED_S", 0)
@@ -368,9 +369,9 @@ def test_nobody_has_to_wait_for_processes_of_answers():
     try:
         constraint = made.constraint(Sampling(json_schema=PERSON))
         walk(constraint, tokenizer, random.Random(0), 2)
-        session = made._program.pid
-        made._compiled.clear()
-        constraint._compiled.connection.close()
+        session = program_of(made).pid
+        compiled_by(made).clear()
+        compiled_by(constraint).connection.close()
         assert until(lambda: len(processes(session)) == 2)
         constraint.close()
         assert until(lambda: processes(session) == {session}) and not processes(session, ended=True)
@@ -441,13 +442,13 @@ def test_nothing_is_compiled_after_the_end():
 
     thread = threading.Thread(target=slow)
     thread.start()
-    assert until(lambda: made._compiling)
+    assert until(lambda: compiling(made))
     made.close()
     thread.join()
     for schema in (PERSON, {"const": "after the end"}):
         with pytest.raises(Closed, match="it is closed"):
             made.constraint(Sampling(json_schema=schema))
-    assert ends == [Closed] and made._program is None
+    assert ends == [Closed] and program_of(made) is None
 
 
 def test_requests_that_are_refused_are_counted(engine, monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from captured import Imitation
-from engines import greedy
+from engines import greedy, inside
 from models import REFERENCE, build, model, prompt, reference
 
 from hf_sparsekv import Engine, OffloadConfig, ServingConfig, SparseCache, TokenConfig
@@ -50,7 +50,7 @@ def serve(net, wanted: list[tuple[list[int], int, list[int]]], offload: OffloadC
         ids, tokens, expected = wanted[0]
         again = engine.submit(ids, greedy(tokens)).result(60)
         assert list(again.token_ids) == expected and again.cached_tokens == 0
-        stats = engine._cache.stats()
+        stats = inside(engine).cache.stats()
         assert stats.sparse_calls > 0 and stats.materialised == 0
         if offload is not None and offload.device_pool != 0:
             assert stats.hit_rate > 0.3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import hooks_of
 from torch import nn
 
 from hf_sparsekv.attention.parts import GRID
@@ -89,7 +90,7 @@ def test_passes_stop_between_layers_and_share_a_thread():
     segments.close()
     segments.close()
     assert threading.active_count() == threads - 1
-    assert not any(hook for layer in model.layers for hook in layer._forward_pre_hooks)
+    assert not any(hook for layer in model.layers for hook in hooks_of(layer))
 
 
 def test_sparse_prompts_take_less_of_the_time():

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from inside import forget_kernels
 from places import GUARD
 
-from hf_sparsekv.ops import _cuda
 from hf_sparsekv.ops.selection.token_score import token_score
 from hf_sparsekv.ops.selection.token_score.labels import score_all
 from hf_sparsekv.ops.selection.token_score.reference import token_score as reference
@@ -209,7 +209,7 @@ def test_in_threads_that_are_new_to_the_gpu(place32):
     """They have no context yet. One compiles the kernel, the next one finds it."""
     given = Case().make(place32)
     found = [torch.full((3, 2, 640), 12345.0, device="cuda") for _ in range(2)]
-    _cuda._load.cache_clear()
+    forget_kernels()
     for out in found:
         thread = threading.Thread(target=score_all, kwargs={**given, "out": out, "fill": True})
         thread.start()

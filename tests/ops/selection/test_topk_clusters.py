@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from inside import forget_kernels
 from test_label_scores import Case
 from test_topk_select import COUNTS, SCORES, row_lengths
 
@@ -168,7 +169,7 @@ def test_lists_that_no_grid_has_room_for(place32, config):
 def test_first_launched_under_capture(place32):
     """Compiled and loaded while a step is captured."""
     scores = place32.randn(1, 2, 20_000)
-    cluster._cuda._load.cache_clear()
+    forget_kernels()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     out = torch.empty(1, 2, 99, dtype=torch.int32, device=place32.device)
     side.wait_stream(torch.cuda.current_stream())
@@ -204,7 +205,7 @@ def test_behind_scores_in_a_graph(place32):
 def test_in_threads_that_are_new_to_the_gpu(place32):
     """They have no context yet. One compiles the kernel, the next one finds it."""
     scores, found = place32.randn(1, 2, 20_000), place32.nan(2, 1, 2, 99, dtype=torch.int32)
-    cluster._cuda._load.cache_clear()
+    forget_kernels()
     for out in found:
         thread = threading.Thread(target=block_select, args=(scores, 99), kwargs={"out": out})
         thread.start()
