@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent / "selection"))  # whose cases are used here
+sys.path[:0] = [str(Path(__file__).parent / "selection"), str(Path(__file__).parents[1] / "helpers")]  # for its cases
 
 import torch
 import triton
