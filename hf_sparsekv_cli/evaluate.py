@@ -44,22 +44,40 @@ TextFile = Annotated[
     Path | None,
     typer.Option("--text-file", help="UTF-8 text; default: Python's language reference.", show_default=False),
 ]
-Documents = Annotated[
-    Path | None,
-    typer.Option(
-        "--documents",
-        help="Instead of one text: a directory with .txt files, a text file, or a .csv file. The first tokens of each "
-        "document are read.",
-        show_default=False,
-    ),
-]
-Column = Annotated[
-    str | None,
-    typer.Option(
-        "--column", help="Column of a .csv file; default: the one with the longest texts.", show_default=False
-    ),
-]
-Join = Annotated[bool, typer.Option("--join", help="Let documents that are too short go on with the next ones.")]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Texts that are read: one, or several documents."""
+
+    text_file: TextFile = None
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            "--documents",
+            help="Instead of one text: a directory with .txt files, a text file, or a .csv file. The first tokens of "
+            "each document are read.",
+            show_default=False,
+        ),
+    ] = None
+    column: Annotated[
+        str | None,
+        typer.Option(
+            "--column", help="Column of a .csv file; default: the one with the longest texts.", show_default=False
+        ),
+    ] = None
+    join: Annotated[bool, typer.Option("--join", help="Let documents that are too short go on with the next ones.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Made-up prompts, and how their questions are answered."""
+
+    question_steps: QuestionSteps = None
+    chat: Chat = None
+    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -122,10 +140,8 @@ def ruler(
         ),
     ] = None,
     samples: Samples = "50",
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    seed: Seed = 0,
     *,
+    prompts: PromptOptions,
     options: RunOptions,
 ) -> None:
     """RULER's tasks: needles, variable tracking, word counts, question answering; their own for probe models."""
@@ -146,10 +162,8 @@ def tasks(
         ),
     ] = None,
     samples: Samples = "20",
-    question_steps: QuestionSteps = None,
-    chat: Chat = None,
-    seed: Seed = 0,
     *,
+    prompts: PromptOptions,
     options: RunOptions,
 ) -> None:
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
@@ -211,16 +225,13 @@ def agreement(
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Passages of each length, or documents that are long enough.")
     ] = 4,
-    text_file: TextFile = None,
-    documents: Documents = None,
-    column: Column = None,
-    join: Join = False,
     *,
+    text: TextOptions,
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
     parse_lengths(lengths)
-    checks.documents(documents, column, join, text_file)
+    checks.documents(text.documents, text.column, text.join, text.text_file)
 
 
 @app.command()
@@ -234,17 +245,14 @@ def output(
     ] = 256,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Answers for each length.")] = 1,
     chat: Chat = None,
-    text_file: TextFile = None,
-    documents: Documents = None,
-    column: Column = None,
-    join: Join = False,
     *,
+    text: TextOptions,
     options: RunOptions,
 ) -> None:
     """Long own output: agreement and KL along full attention's greedy answer, and where a cache first differs."""
     parse_lengths(lengths)
     parse_tokens(tokens)
-    checks.documents(documents, column, join, text_file)
+    checks.documents(text.documents, text.column, text.join, text.text_file)
 
 
 @app.command()
@@ -304,7 +312,7 @@ class AllOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class TableOptions:
+class TableOptions(PromptOptions):
     """Contents of the whole table. None: the default, see :attr:`chosen`."""
 
     lengths: Annotated[str | None, _option("lengths", "Tokens of prompts, as 4k,16k,32k.")] = None
@@ -336,10 +344,7 @@ class TableOptions:
         ),
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Few and short samples: minutes on a CPU.")] = False
-    question_steps: QuestionSteps = None
-    chat: Chat = None
     text_file: TextFile = None
-    seed: Seed = 0
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hf_sparsekv.cli.output import CommandError
-from hf_sparsekv_cli.evaluate import RunOptions
+from hf_sparsekv_cli.evaluate import PromptOptions, RunOptions, TextOptions
 from hf_sparsekv_cli.values import parse_lengths, parse_names, parse_samples, parse_tokens
 
 from .evaluate_run import (
@@ -15,6 +14,7 @@ from .evaluate_run import (
     documents_of,
     passages_of,
     text_ids,
+    text_settings,
 )
 
 
@@ -35,9 +35,7 @@ def ruler(
     families: str | None,
     data: Path | None,
     samples: str,
-    question_steps: int | None,
-    chat: bool | None,
-    seed: int,
+    prompts: PromptOptions,
     options: RunOptions,
 ) -> None:
     """RULER's tasks: needles, variable tracking, word counts, question answering; their own for probe models."""
@@ -51,14 +49,14 @@ def ruler(
     else:
         parse_names(families, (*there, *ruler_probe.FAMILIES), "family")  # which of both: decided with the model
         own, settings = None, {}
-    with Run("ruler", model, options, seed=seed, question_steps=question_steps, chat=chat, **settings) as run:
+    with Run("ruler", model, options, **vars(prompts), **settings) as run:
         probe = ruler_probe.speaks_probe(run.tokenizer)
         if probe and data:
             raise CommandError("a probe model knows no words, and has tasks of its own: leave --data out")
         names = parse_names(families, ruler_probe.FAMILIES if probe else there, "family")
         run.check(sizes)
         run.results.shown = chosen
-        chat = run.chat(chat)
+        chat, seed = run.chat(prompts.chat), prompts.seed
 
         def make(name: str, length: int, index: int):
             if probe:
@@ -69,7 +67,7 @@ def ruler(
 
         all_samples = (make(name, n, i) for n in sizes for name in names for i in chosen)
         count = len(sizes) * len(names) * len(chosen)
-        _answered(run, all_samples, count, options.batch, run.steps(question_steps))
+        _answered(run, all_samples, count, options.batch, run.steps(prompts.question_steps))
 
 
 def tasks(
@@ -78,9 +76,7 @@ def tasks(
     lengths: str,
     families: str | None,
     samples: str,
-    question_steps: int | None,
-    chat: bool | None,
-    seed: int,
+    prompts: PromptOptions,
     options: RunOptions,
 ) -> None:
     """Chains of facts, code, a dialogue, JSON from a long text: invented texts; against what full attention finds."""
@@ -88,11 +84,11 @@ def tasks(
 
     sizes, chosen = parse_lengths(lengths), parse_samples(samples)
     names = parse_names(families, long_tasks.FAMILIES, "task")
-    with Run("tasks", model, options, seed=seed, question_steps=question_steps, chat=chat) as run:
+    with Run("tasks", model, options, **vars(prompts)) as run:
         run.needs_text("tasks")
         run.check(sizes)
         run.results.shown = chosen
-        chat = run.chat(chat)
+        chat, seed = run.chat(prompts.chat), prompts.seed
         all_samples = (
             long_tasks.make_sample(run.tokenizer, name, n, i, seed, chat)
             for n in sizes
@@ -100,7 +96,7 @@ def tasks(
             for i in chosen
         )
         count = len(sizes) * len(names) * len(chosen)
-        _answered(run, all_samples, count, options.batch, run.steps(question_steps), against=True)
+        _answered(run, all_samples, count, options.batch, run.steps(prompts.question_steps), against=True)
 
 
 def needle(
@@ -165,28 +161,21 @@ def agreement(
     lengths: str,
     tokens: int | None,
     samples: int,
-    text_file: Path | None,
-    documents: Path | None,
-    column: str | None,
-    join: bool,
+    text: TextOptions,
     options: RunOptions,
 ) -> None:
     """Top-1 agreement and KL divergence against full attention at each step over held-out text (teacher-forced)."""
-    sizes, texts = parse_lengths(lengths), documents_of(documents, column)
-    if texts is None:
-        tokens = tokens or 64
-        settings = {"tokens": tokens, "samples": samples, "text": text_file and str(text_file)}
-        with Run("agreement", model, options, **settings) as run:
-            _forced("agreement", None, run, text_file, sizes, tokens, samples, options.batch)
-        return
     from .. import forced
 
-    tokens = tokens or 200
-    settings = {"tokens": tokens, "documents": str(documents), "column": column, "join": join, "texts": len(texts)}
-    with Run("agreement", model, options, **settings) as run:
+    sizes, texts = parse_lengths(lengths), documents_of(text)
+    tokens = tokens or (64 if texts is None else 200)
+    with Run("agreement", model, options, tokens=tokens, **text_settings(text, texts, samples)) as run:
+        if texts is None:
+            _forced("agreement", None, run, text.text_file, sizes, tokens, samples, options.batch)
+            return
         run.check(sizes, tokens)
         # The same documents at all lengths.
-        held = passages_of(run.tokenizer, texts, max(sizes) + tokens + 1, samples, join)
+        held = passages_of(run.tokenizer, texts, max(sizes) + tokens + 1, samples, text.join)
         with run.progress(len(sizes) * len(held.starts)) as advance:
             for n in sizes:
                 args = n, tokens, run.caches, run.results, "agreement", options.batch, True, advance, held.indices
@@ -202,31 +191,24 @@ def output(
     window: int,
     samples: int,
     chat: bool | None,
-    text_file: Path | None,
-    documents: Path | None,
-    column: str | None,
-    join: bool,
+    text: TextOptions,
     options: RunOptions,
 ) -> None:
     """Long own output: agreement and KL along full attention's greedy answer, and where a cache first differs."""
     from .. import drift, generation
 
     sizes, room = parse_lengths(lengths), parse_tokens(tokens)
-    texts = documents_of(documents, column)
-    settings: dict[str, Any] = {"tokens": room, "window": window, "chat": chat}
-    if texts is None:
-        settings |= {"samples": samples, "text": text_file and str(text_file)}
-    else:
-        settings |= {"documents": str(documents), "column": column, "join": join, "texts": len(texts)}
-    with Run("output", model, options, **settings) as run:
+    texts = documents_of(text)
+    settings = {"tokens": room, "window": window, "chat": chat}
+    with Run("output", model, options, **settings, **text_settings(text, texts, samples)) as run:
         chat = run.chat(chat)
         run.check(sizes, room)
         indices = None
         if texts is None:
-            words = text_ids(run.tokenizer, text_file)
+            words = text_ids(run.tokenizer, text.text_file)
             prompts = {n: drift.prompts(run.tokenizer, words, n, samples, chat) for n in sizes}
         else:
-            held = passages_of(run.tokenizer, texts, max(sizes), samples, join)
+            held = passages_of(run.tokenizer, texts, max(sizes), samples, text.join)
             indices = held.indices
             prompts = {
                 n: [drift.prompt(run.tokenizer, held.words, start, n, chat) for start in held.starts] for n in sizes

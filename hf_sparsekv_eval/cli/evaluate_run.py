@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import ALL, CommandError, messages, note, results
 from hf_sparsekv.results import append_rows
-from hf_sparsekv_cli.evaluate import RunOptions
+from hf_sparsekv_cli.evaluate import RunOptions, TextOptions
 
 
 def text_ids(tokenizer, path: Path | None):
@@ -30,13 +31,18 @@ def text_ids(tokenizer, path: Path | None):
     return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
 
 
-def documents_of(path: Path | None, column: str | None) -> list[str] | None:
+def documents_of(text: TextOptions) -> list[str] | None:
     """The texts of ``--documents``; ``None``: it is not given."""
     from ..documents import read
 
-    if path is None:
-        return None
-    return read(path, column)
+    return None if text.documents is None else read(text.documents, text.column)
+
+
+def text_settings(text: TextOptions, texts: list[str] | None, samples: int) -> dict[str, Any]:
+    """What the records depend on: one text, or these documents."""
+    if texts is None:
+        return {"samples": samples, "text": text.text_file and str(text.text_file)}
+    return {"documents": str(text.documents), "column": text.column, "join": text.join, "texts": len(texts)}
 
 
 def passages_of(tokenizer, texts: list[str], tokens: int, samples: int, join: bool):

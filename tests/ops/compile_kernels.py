@@ -27,7 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).parent / "selection"), str(Path(__file__).parents[1] / "helpers")]  # for its cases
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent / "selection"))  # whose cases are used here
 
 import torch
 import triton
