@@ -18,6 +18,10 @@ from ._cuda import why_not
 # technical specifications per compute capability): A100, RTX 30, RTX 40 and L40S, H100 and H200, B200, RTX 50.
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
+MOST_BLOCKS = 8  # of a cluster: the most that every GPU with clusters runs
+CLUSTERED = 132  # blocks per launch of clusters to aim for on an H200: one per SM
+MOST_LISTS = 65535  # that clusters share, as many as a grid has room for
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -80,3 +84,9 @@ def shared_memory(t: Tensor) -> int:
 def programs(on_h200: int, t: Tensor) -> int:
     """Programs to aim for on the GPU of ``t``: as many per SM as ``on_h200``, the best number on an H200."""
     return max(1, on_h200 * gpu_of(t).processors // H200.processors)
+
+
+def cluster_blocks(lists: int, t: Tensor) -> int:
+    """Blocks of a cluster that share one of ``lists`` lists, a power of two: as many as fill the GPU of ``t`` once."""
+    each = max(1, programs(CLUSTERED, t) // lists)
+    return min(MOST_BLOCKS, 1 << each.bit_length() - 1)

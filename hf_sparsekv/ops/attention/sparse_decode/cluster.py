@@ -13,9 +13,6 @@ from ... import _cuda, _device
 # `operator --sweep sparse_decode`. A thread then has up to 170 registers; 16 loads of 16 bytes take 64 of them.
 THREADS = 384
 WIDTHS, MOST_HEADS = (64, 128), 8  # channels of keys and of values; query heads of a KV head
-MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs
-BLOCKS = 132  # blocks per launch to aim for on an H200: one per SM
-MOST_LISTS = 65535  # the grid's limit
 MOST_TOKENS = 4096  # chosen ones of a list; 1,024 were measured. 32k in one row take 52 us for Triton's 45
 
 
@@ -58,7 +55,7 @@ def attend_clusters(
         return False
     if kv.dtype != (q.dtype if scales is None else torch.int8):
         return False
-    if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= MOST_LISTS:
+    if dim not in WIDTHS or group > MOST_HEADS or size & (size - 1) or not 0 < lists <= _device.MOST_LISTS:
         return False
     if ids.shape[-1] > MOST_TOKENS:
         return False
@@ -78,7 +75,7 @@ def attend_clusters(
     if sink_logits is not None and sink_logits.dtype not in (q.dtype, torch.float32):
         return False
     n = ids.shape[-1]
-    blocks = clusters or _blocks(lists, q)
+    blocks = clusters or _device.cluster_blocks(lists, q)
     spans = 0 if means is None else -(-block_table.shape[1] * size // mean_tokens)
     shared = 4 * max(spans, THREADS // 32 * group * dim)
     kernel = _kernel(q, size, group, blocks, pages is not None, scales is not None, sink_logits)
@@ -114,9 +111,3 @@ def _kernel(
     defined["CODES"] = int(coded)
     defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
     return _cuda.load(q, __package__, "cluster.cu", "sparse_decode_cluster_kernel", **defined)
-
-
-def _blocks(lists: int, where: Tensor) -> int:
-    """Number of blocks that share a list: a power of two."""
-    each = max(1, _device.programs(BLOCKS, where) // lists)
-    return min(MOST, 1 << each.bit_length() - 1)

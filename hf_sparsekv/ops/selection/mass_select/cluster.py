@@ -9,9 +9,6 @@ from ... import _cuda, _device
 from ..partial_sums import PartialSums
 
 THREADS = 512
-MOST = 8  # blocks that share a row and KV head; eight are the most that every GPU with clusters runs
-BLOCKS = 132  # blocks per launch to aim for on an H200: one per SM
-MOST_LISTS = 65535  # the grid's limit
 MOST_HEADS = 8  # query heads of a KV head: scores of four tokens are held in registers, twice
 TILE = 128  # tokens of a warp at once
 
@@ -49,7 +46,13 @@ def select_clusters(
     near, parts = sums.recent_kv, sums.parts
     (batch, q_heads, n), (heads, end) = scores.shape, near.shape[1:3]
     group, lists = q_heads // heads, batch * heads
-    if parts is None or scores.dtype != torch.float32 or group > MOST_HEADS or not 0 < lists <= MOST_LISTS or not n:
+    if (
+        parts is None
+        or scores.dtype != torch.float32
+        or group > MOST_HEADS
+        or not 0 < lists <= _device.MOST_LISTS
+        or not n
+    ):
         return False
     if any(stride % 4 for stride in scores.stride()[:2]) or scores.data_ptr() % 16 or scores.stride(2) != 1:
         return False
@@ -57,7 +60,7 @@ def select_clusters(
         return False
     if sink_logits is not None and sink_logits.dtype not in (near.dtype, torch.float32):
         return False
-    blocks = clusters or _blocks(lists, scores)
+    blocks = clusters or _device.cluster_blocks(lists, scores)
     kernel = _kernel(near, group, blocks, sink_logits)
     held = THREADS // 32 * TILE * -(-n // (blocks * THREADS // 32 * TILE))  # a byte for each token of a block
     if kernel is None or held > kernel.shared_bytes:
@@ -75,9 +78,3 @@ def _kernel(near: Tensor, group: int, blocks: int, sink_logits: Tensor | None) -
     defined = {"THREADS": THREADS, "CLUSTER": blocks, "GROUP": group, "BFLOAT16": int(near.dtype == torch.bfloat16)}
     defined["SINK_BYTES"] = 4 if sink_logits is None else sink_logits.element_size()
     return _cuda.load(near, __package__, "cluster.cu", "mass_select_cluster_kernel", **defined)
-
-
-def _blocks(lists: int, where: Tensor) -> int:
-    """Number of blocks that share a list: a power of two."""
-    each = max(1, _device.programs(BLOCKS, where) // lists)
-    return min(MOST, 1 << each.bit_length() - 1)

@@ -12,9 +12,7 @@ from ... import _cuda, _device
 from .config import Config
 
 THREADS = 512
-MOST, LEAST = 8, 2  # blocks that share a list; eight are the most that every GPU with clusters runs
-BLOCKS = 132  # blocks per launch to aim for on an H200: one per SM
-MOST_LISTS = 65535  # the grid's limit
+LEAST = 2  # blocks that share a list
 SHORTEST, SHORT = 4096, 64  # faster only above SHORTEST entries, and from SHORT * lists entries on
 LOG_BINS, LIST = 8, 128  # bins of a pass, and scores of a bin that a block hands out
 MARGIN = 1.0  # standard deviations by which the first guess of a threshold is below the estimated score
@@ -53,14 +51,14 @@ def _kernel(scores: Tensor, config: Config) -> tuple[_cuda.Kernel | None, int]:
 
 def _blocks(lists: int, n: int, where: Tensor, config: Config) -> int:
     """Blocks per list, a power of two; 0 where clusters are not faster, or there are no lists, or too many."""
-    if not 0 < lists <= MOST_LISTS:
+    if not 0 < lists <= _device.MOST_LISTS:
         return 0
     if config.clusters is not None:
         return int(config.clusters)
     if n <= SHORTEST or n < SHORT * lists:
         return 0
-    each = min(_device.programs(BLOCKS, where) // lists, n // THREADS)
-    return max(LEAST, min(MOST, 1 << max(each, 1).bit_length() - 1))
+    room = max(1, n // THREADS)  # blocks that have an entry for each thread
+    return max(LEAST, min(_device.cluster_blocks(lists, where), 1 << room.bit_length() - 1))
 
 
 def _held(n: int, blocks: int) -> int:

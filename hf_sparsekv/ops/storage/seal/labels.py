@@ -8,17 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..._codes import ROUND, most
 from .reference import MOST_HALF as _MOST_HALF
 from .reference import MOST_SPREADS as _MOST_SPREADS
 
 MOST_HALF, MOST_SPREADS = tl.constexpr(_MOST_HALF), tl.constexpr(_MOST_SPREADS)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a small float32 to an integer, half to even
-
-
-@triton.jit
-def most(a, b):
-    """The larger value; NaN if one is NaN, which a plain maximum would drop."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

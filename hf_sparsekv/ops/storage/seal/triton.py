@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..._codes import encode_tokens, store_norms
+from ..._codes import encode_tokens, most, store_norms
 from ..._dispatch import require_dense_rows, require_rows
 from ..._operands import (
     PagedKV,
@@ -23,7 +23,7 @@ from ..._operands import (
 )
 from ..._overlap import begin, launch
 from ..._paged import load_row
-from .labels import codes_4, largest, least, most, standardised
+from .labels import codes_4, largest, least, standardised
 from .reference import check, check_range
 
 TILE = 16  # tokens at once
