@@ -1,4 +1,4 @@
-"""What all tests share: no network, the small real model, and skips for what this machine lacks."""
+"""Shared parts of all tests: no network, the small real model, and skips for what this machine lacks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now is never garbage: left out, each of the tests' many ``gc.collect()`` takes far less."""
+    """Modules imported by now are never garbage: left out, each of the tests' many ``gc.collect()`` takes far less."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -249,7 +249,7 @@ CHOICES = {
 
 
 def test_config_values_of_each_field():
-    """Of a wrong type or out of range, bool for int included."""
+    """Values of a wrong type or out of range, bool for int included."""
     wrong = [(name, value, "a positive integer") for name in POSITIVE for value in (0, -1, 16.0, True, "64")]
     wrong += [(name, value, "an integer >= 0") for name in AT_LEAST_0 for value in (-1, 1.5, True)]
     wrong += [(name, 3, choice) for name, choice in CHOICES.items() if name != "dense_below"]
@@ -324,7 +324,7 @@ def test_files_that_are_no_channel_files(tmp_path):
 
 
 def test_channel_files_that_do_not_fit(tmp_path):
-    """Of another model, without a layer's channels, of a shard."""
+    """Files of another model, without a layer's channels, of a shard."""
     path, made = tmp_path / "channels.safetensors", calibrate(build("llama", "sparsekv"), [IDS])
     made.save(path)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU in the middle of things: right output or an error that says so, and nothing left behind."""
+"""Failures on a GPU in the middle of things: right output or an error that says so, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE = 20_000_000  # cycles, some 10 ms
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whatever goes by a copy stream begins late."""
+    """All copies by a copy stream begin late."""
     make = CopyStream.__init__
 
     def init(self, *args):

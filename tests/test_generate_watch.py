@@ -1,4 +1,4 @@
-"""What ``generate()`` does with its cache inside ``sparse()``: dropped, passed over, handed on; and no false alarms."""
+"""Uses of its cache by ``generate()`` inside ``sparse()``: dropped, passed over, handed on; and no false alarms."""
 
 from __future__ import annotations
 

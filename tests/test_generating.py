@@ -218,7 +218,7 @@ class LoRA(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """What PEFT puts around a model: no model of transformers itself, passing on what it does not know."""
+    """Wrappers of PEFT around a model: no model of transformers itself, passing on what it does not know."""
 
     def __init__(self, model) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def fail_once(patch):
 
 
 def test_enabled_wrapper_and_parts():
-    """Of a wrapper the model within; what cannot generate is refused at once."""
+    """The model within a wrapper; what cannot generate is refused at once."""
     net = build("llama", "sdpa")
     wrapped = nn.ModuleDict({"inner": net})
     with as_it_was(net):

@@ -49,7 +49,7 @@ class Whole(ImitatedGraphs):
 
 
 def state_of(net) -> tuple:
-    """What must not have changed about a model."""
+    """Parts of a model that must not have changed."""
     modules = {
         name: (sorted(module.__dict__), type(module), len(later_hooks_of(module)), len(hooks_of(module)))
         for name, module in net.named_modules()

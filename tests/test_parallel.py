@@ -114,7 +114,7 @@ def test_tensor_parallel(tmp_path):
 
 
 def ranks(tmp_path: Path, code: str) -> tuple[list[str], dict[str, str]]:
-    """What runs ``code`` on a saved model, and its environment."""
+    """A program that runs ``code`` on a saved model, and its environment."""
     build("llama", "sparsekv", vocab_size=98).save_pretrained(tmp_path / "model")
     (tmp_path / "ranks.py").write_text(code)
     paths = [str(ROOT / "tests/helpers"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -130,7 +130,7 @@ def test_what_is_not_plainly_causal_gets_the_mask_of_sdpa():
 
 
 def test_through_transformers():
-    """What models get from transformers' own mask builders."""
+    """Masks of transformers' own builders, as models get them."""
     padded = prompt(2, 20, (0, 7))["attention_mask"]
     embeds = torch.zeros(2, 20, 64)
     for name, build_mask in (("llama", create_causal_mask), ("llama", create_bidirectional_mask)):

@@ -231,7 +231,7 @@ def test_selection_is_that_of_the_expanded_keys(reduce):
 
 
 def test_the_crossover_of_other_layers_does_not_count(monkeypatch):
-    """What was measured for keys and values of many heads says nothing about latents."""
+    """Measurements for keys and values of many heads say nothing about latents."""
     asked = []
 
     def dense_tokens(dense_below, method, *rest):

@@ -32,7 +32,7 @@ def rotary_of(net):
 
 
 def turned(net, *rows: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """What the model's rotary embedding gives for rows of positions."""
+    """Cosines and sines of the model's rotary embedding for rows of positions."""
     rotary = rotary_of(net)
     more = ("full_attention",) if isinstance(rotary.rope_type, dict) else ()
     places = torch.stack([torch.arange(*row) for row in rows])

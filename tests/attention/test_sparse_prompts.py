@@ -155,7 +155,7 @@ def test_layers_say_which_rows_are_short(name, monkeypatch):
 
 @torch.no_grad()
 def test_what_is_counted():
-    """Of rows with padding; a copy counts on, a reset begins again."""
+    """Rows with padding; a copy counts on, a reset begins again."""
     inputs = prompt(2, 800, (0, 100))
     cache = OffloadedSparseCache(TokenConfig(**SOME), offload=None)
     model("llama")(**inputs, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: a tiny model, rows read back, captured steps without a GPU."""
+"""Shared parts of the benchmarks' tests: a tiny model, rows read back, captured steps without a GPU."""
 
 from __future__ import annotations
 

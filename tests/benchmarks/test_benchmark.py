@@ -1,4 +1,4 @@
-"""What the step and generate benchmarks are made of: shapes, variants, filled caches, single steps."""
+"""Parts of the step and generate benchmarks: shapes, variants, filled caches, single steps."""
 
 from __future__ import annotations
 

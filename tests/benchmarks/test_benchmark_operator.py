@@ -84,7 +84,7 @@ def test_ways_to_run_an_operator_agree(layer, operator):
 
 @pytest.fixture
 def reported(tmp_path):
-    """What a measurement reports: values by variant, and what failed."""
+    """Reports of measurements: values by variant, and what failed."""
 
     def run(measure) -> tuple[dict[str, float], list[str]]:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"

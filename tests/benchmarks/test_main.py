@@ -74,7 +74,7 @@ def test_the_old_command_says_where_it_is(given):
 
 
 def test_every_module_is_imported():
-    """What a probe takes from the package is there, as it is called there."""
+    """Everything that a probe takes from the package is there, under that name."""
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         if path.name != "__main__.py":
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

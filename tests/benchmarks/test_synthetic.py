@@ -38,7 +38,7 @@ def synthetic(layers=30, context=7168, **changes) -> SyntheticKV:
 
 
 def off(found: dict[str, float], targets: dict[str, float], average: bool = False) -> dict[str, tuple[float, float]]:
-    """What is not close: found and recorded."""
+    """Results that are not close: found and recorded."""
     return {n: (found[n], targets[n]) for n, close in CLOSE.items() if abs(found[n] - targets[n]) > close[average]}
 
 

@@ -49,7 +49,7 @@ def t5(attn):
 @pytest.mark.parametrize("attn", ["sparsekv", "sdpa", "eager"])
 @pytest.mark.parametrize("make", [bart, t5])
 def test_encoder_decoders(make, attn):
-    """Whatever their attention function, and again: transformers would put both attentions' keys into one layer."""
+    """Any attention function, and again: transformers would put both attentions' keys into one layer."""
     net, cache = make(attn).eval(), two_level()
     for _ in range(2):
         with pytest.raises(ValueError, match="sparse caches serve decoder-only models"):

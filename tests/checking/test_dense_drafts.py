@@ -19,7 +19,7 @@ PADS = (0, 90, 37)  # the second row has no full block
 def expected(
     q: Tensor, key: Tensor, value: Tensor, held: Tensor, length: int, store, params: AttentionParams
 ) -> Tensor:
-    """Of one row: over its tokens and the new ones."""
+    """One row: over its tokens and the new ones."""
     mine = held[:, :, :length]
     keys, values = mine[..., : store.key_dim], mine[..., -store.value_dim :]
     if store.latent:

@@ -181,7 +181,7 @@ CACHES: dict[str, tuple[Callable[..., Text], int | None]] = {
 
 @pytest.fixture
 def few_tokens(monkeypatch):
-    """Of sparse prompts."""
+    """Sparse prompts."""
     monkeypatch.setattr(sparse_prompt, "LEAST", 60)
     monkeypatch.setattr(sparse_prompt, "LAST", 32)
 

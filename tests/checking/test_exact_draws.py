@@ -29,7 +29,7 @@ MANY_ENDS = list(range(2, 97, 9))
 
 
 class Stop(Exception):
-    """What a caller's own code raises."""
+    """Errors of a caller's own code."""
 
 
 class Streamer(BaseStreamer):
@@ -115,7 +115,7 @@ def drafting(monkeypatch, drafts: int | None) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_generator_is_left_where_a_dense_loop_leaves_it(monkeypatch, end, rows, drafts):
-    """Whatever ends the text, and however many tokens were drafted when it did."""
+    """Any end of the text, and any number of drafted tokens at that time."""
     if "streamer" in end and rows != "one":
         pytest.skip("transformers' streamers are for one row")
     drafting(monkeypatch, drafts)

@@ -98,7 +98,7 @@ def test_replayed_steps_are_no_full_attention():
 
 
 def test_the_number_of_drafts_follows_the_times(monkeypatch):
-    """Whatever it is, the text is the same."""
+    """The text is the same in any case."""
     inputs = {key: value.cuda() for key, value in prompt(1, 165).items()}
     monkeypatch.setattr(loop, "CAPTURES", 0.0)  # which so small a model would take minutes to make up for
     monkeypatch.setattr(pace, "_LOSES", 10.0)  # so that they are tried soon, however long rounds take on a busy machine

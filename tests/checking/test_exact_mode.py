@@ -38,7 +38,7 @@ DEVICE = [name for name in CACHES if drafting(name)]
 
 
 def written(net, inputs: dict, cache: str = "device-default", drafts: int | None = 3, **go):
-    """What exact mode writes, and the cache."""
+    """Writes of exact mode, and the cache."""
     kv = CACHES[cache](model_config=net.config, **TIGHT)
     torch.manual_seed(11)
     with sparse(net, kv.config, exact=True, drafts=drafts):

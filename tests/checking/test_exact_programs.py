@@ -38,7 +38,7 @@ KEEPS = ("llama", "captured", "qwen3", "deepseek-v3")  # all layers can be cropp
 
 
 class Ends(StoppingCriteria):
-    """Of the caller's own: rows end after their own numbers of tokens."""
+    """The caller's own: rows end after their own numbers of tokens."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -49,7 +49,7 @@ class Ends(StoppingCriteria):
 
 
 class Shifts(LogitsProcessor):
-    """Of the caller's own."""
+    """The caller's own."""
 
     def __call__(self, input_ids, scores):
         return scores - 0.01 * torch.arange(scores.shape[-1])
@@ -142,7 +142,7 @@ class Side:
                 self.cache.crop(held - self.cache.get_seq_length())
 
     def turn(self, seed: int, ids: torch.Tensor, mask: torch.Tensor, how: dict[str, Any]) -> tuple[Any, ...]:
-        """What came out, and the text."""
+        """The output, and the text."""
         how = {key: value() if callable(value) else value for key, value in how.items()}
         if self.given:
             how["past_key_values"] = self.cache

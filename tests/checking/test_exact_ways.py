@@ -230,7 +230,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask):
-    """Of any dtype, with what transformers makes of their values."""
+    """Any dtype, with what transformers makes of their values."""
     inputs, found = prompt(3, 300, (0, 5, 180)), []  # more tokens than bfloat16 can count
     inputs["attention_mask"] = MASKS[mask](inputs["attention_mask"])
     for net in (reference("llama"), model("llama")):

@@ -114,7 +114,7 @@ def test_drafts_that_cannot_pay_are_tried_rarely():
     ],
 )
 def test_what_is_expected_says_whether_drafts_begin_at_once(faster, slower, tried):
-    """Of dense steps of 5 ms. Otherwise they are tried once, much later."""
+    """Dense steps of 5 ms. Otherwise they are tried once, much later."""
     pace = Pace(16)
     pace.expected = Expected(faster, slower)
     first, steps = pace.next(sparse=True)
@@ -136,7 +136,7 @@ def test_nothing_is_tried_while_that_is_not_wanted():
 
 
 def test_captures_have_to_pay():
-    """Of a cache that has verified nothing yet."""
+    """A cache that has verified nothing yet."""
     pace = Pace(16)
     pace.expected = Expected(0.01, {})
     pace.stepped(0.02, 5)
@@ -294,7 +294,7 @@ def test_no_measured_shape_is_slower_than_dense(shape):
 @pytest.mark.parametrize("slowed", [2, 4])
 @pytest.mark.parametrize("shape", MEASURED[1:4], ids=str)
 def test_drafts_return_after_something_else_was_in_the_way(shape, slowed, until):
-    """What a clock says while the GPU is busy with other work is no measure of the next answers."""
+    """Times while the GPU is busy with other work are no measure of the next answers."""
     process = Simulated(shape, 0.97, seed=3)
     process.text(300)
     process.text(1000, slowed, until)

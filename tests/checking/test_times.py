@@ -1,4 +1,4 @@
-"""What exact mode measures: steps by the device's clock, and nothing that was captured."""
+"""Measurements of exact mode: steps by the device's clock, and nothing that was captured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_dense_steps_by_the_clock_of_the_device(monkeypatch):
 
 
 def test_rounds_that_capture_are_not_measured(monkeypatch):
-    """Of the rounds in which a draft or a verification was captured, that part has no time."""
+    """Rounds in which a draft or a verification was captured give no time for that part."""
     net, runner = imitated("llama")
     seen, before, drafted = [], [0], Pace.drafted
 

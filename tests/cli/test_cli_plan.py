@@ -194,7 +194,7 @@ NOTHING, MORE_HOST, GIVE_HOST = "nothing fits", "give a --host-memory of more th
     ),
 )  # fmt: skip
 def test_plan_says_one_thing_and_its_status_is_that(eight_billion, monkeypatch, size, gpu_line, proposed, reasons):
-    """What fits, what is proposed and the exit status agree; if nothing fits, the reason and an option are named."""
+    """Plan, proposal and exit status agree; if nothing fits, the reason and an option are named."""
     monkeypatch.setattr("hf_sparsekv.cli.plan.detected_gpu", lambda: None)
     monkeypatch.setattr("hf_sparsekv.cli.plan.host_memory_limit", lambda: int(19 / 0.8 * 2**30) + 1)
     done = run("plan", eight_billion, *size, status=0 if reasons is None else 1)

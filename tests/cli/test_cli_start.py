@@ -1,4 +1,4 @@
-"""What is told before anything heavy is imported: help, completion and wrong usage of every command."""
+"""Messages before anything heavy is imported: help, completion and wrong usage of every command."""
 
 from __future__ import annotations
 

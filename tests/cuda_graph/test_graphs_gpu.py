@@ -178,7 +178,7 @@ def test_half_precision():
 
 
 def test_chosen_tokens_outlive_a_slow_side_stream(monkeypatch):
-    """What a captured step hands to its side stream is not overwritten by later layers, however late it is read."""
+    """Later layers do not overwrite what a captured step has handed to its side stream, however late it is read."""
     made, read = [], []
     select, bring = ByNeed.select, DeviceTokens.bring
 

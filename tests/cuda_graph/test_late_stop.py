@@ -98,7 +98,7 @@ def its_end() -> list[int]:
 @pytest.mark.few(cache=ONE_EACH[::2])
 @pytest.mark.parametrize("cache", sorted(ALL))
 def test_every_cache_gives_the_token_back(its_end, late, cache):
-    """What a text's end has taken back is not there in what follows."""
+    """Tokens that a text's end has taken back are not there in what follows."""
     waiting, running = pair("llama")
     inputs, eos = prompt(1, 90), its_end
     found = []
@@ -125,7 +125,7 @@ def test_one_step_more_where_a_text_ends_by_itself(late):
 
 
 def test_when_a_streamer_hears(late):
-    """Of the first token at once, of each other one while the next is made."""
+    """The first token is sent at once, each other one while the next is made."""
     net, runner = imitated("llama")
     heard: list[int] = []
 

@@ -48,7 +48,7 @@ def replayed():
 
 
 def labels(cache) -> list:
-    """What the labels of each layer are made by, or calibrated from."""
+    """The source of each layer's labels: a file, or calibration."""
     found = []
     for layer in cache.sparse_layers:
         if (own := layer.policy.labels) is not None:
@@ -381,7 +381,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class Watched(EmptyGraphs):
-    """What is recorded must not wait for the device."""
+    """Recording must not wait for the device."""
 
     def record(self, run, device, saved):
         with NoWaits():

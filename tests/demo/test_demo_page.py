@@ -1,4 +1,4 @@
-"""What the demo shows, and its commands."""
+"""Contents of the demo's page, and its commands."""
 
 from __future__ import annotations
 

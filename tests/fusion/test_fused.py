@@ -53,7 +53,7 @@ def made(variant: str, attn: str | None = None, seed: int = 0) -> nn.Module:
 
 
 def logits(model: nn.Module, pads: tuple[int, ...] | None = (0, 3)) -> torch.Tensor:
-    """Of a prefill and three single tokens, ``[batch, q, vocab]``."""
+    """A prefill and three single tokens, ``[batch, q, vocab]``."""
     given = prompt(2, 24, pads)
     device = next(model.parameters()).device
     ids, mask = given["input_ids"].to(device), given["attention_mask"].to(device)

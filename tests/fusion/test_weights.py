@@ -93,7 +93,7 @@ def as_on_gpu(monkeypatch):
 
 
 def told(call) -> tuple[object, list[str]]:
-    """What ``call()`` returns, and the warnings of ours."""
+    """The result of ``call()``, and the warnings of ours."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         result = call()

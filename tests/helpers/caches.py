@@ -91,7 +91,7 @@ def predictive(offload: bool | OffloadConfig = False, model_config=None, **chang
 
 
 def _made_by(make: Callable[..., SparseCache], offload: bool | OffloadConfig, **settings) -> Callable[..., SparseCache]:
-    """What ``make`` gives with these settings, unless others are given."""
+    """The cache of ``make`` with these settings, unless others are given."""
     return lambda model_config=None, **changes: make(offload, model_config, **{**settings, **changes})
 
 

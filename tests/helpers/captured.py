@@ -45,7 +45,7 @@ class Told(BaseStreamer):
 
 
 def calls_of(runner: StepRunner, method: str) -> list:
-    """What each call of a runner's method is given, from here on: ``_step`` plans a pass, ``_verify`` verifies."""
+    """Arguments of each call of a runner's method, from here on: ``_step`` plans a pass, ``_verify`` verifies."""
     original, given = getattr(runner, method), []
     setattr(runner, method, lambda *args: given.append(args) or original(*args))
     return given

@@ -36,7 +36,7 @@ def greedy(tokens: int, **settings) -> Sampling:
 
 
 def inside(engine: Engine) -> SimpleNamespace:
-    """What an engine is made of: tests look into it here, and nowhere else."""
+    """Parts of an engine: tests look into it here, and nowhere else."""
     loop = engine._loop
     return SimpleNamespace(
         loop=loop,

@@ -97,7 +97,7 @@ class Popen:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What is left of both outputs, when it has ended."""
+        """The rest of both outputs, when it has ended."""
         said = {}
         files = {name: file for name, file in (("out", self.stdout), ("err", self.stderr)) if file and not file.closed}
         threads = [threading.Thread(target=lambda n=n, f=f: said.update({n: f.read()})) for n, f in files.items()]

@@ -20,7 +20,7 @@ def _params(item: pytest.Item) -> dict:
 
 
 def _pairs(item: pytest.Item, alone: tuple[str, ...]) -> set:
-    """Of a test's parameters with their values all pairs; those named ``alone`` are in none."""
+    """All pairs of values of a test's parameters; those named ``alone`` are in none."""
     values = sorted(_values(item))
     if len(values) < 2:
         raise pytest.UsageError(f"{item.nodeid} is marked pairwise but has {len(values)} parameters: two are needed")
@@ -57,7 +57,7 @@ def _grids(items: list[pytest.Item], *marked: str) -> Iterator[tuple[frozenset, 
 
 
 def not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What tests marked ``pairwise`` need not run: of those with the same markers each pair of values is there."""
+    """Cases marked ``pairwise`` that need not run: of those with the same markers each pair of values is there."""
     dropped = set()
     for marks, group in _grids(items, "pairwise"):
         alone = () if "gpu" in marks else group[0].get_closest_marker("pairwise").kwargs.get("once", ())

@@ -99,7 +99,7 @@ def generic_scan(self, input) -> list:
 
 
 class _Shape:
-    """What Triton makes of a block's shape: the one of its type, the one of its values, and how many there are."""
+    """Triton's view of a block's shape: the one of its type, the one of its values, and how many there are."""
 
     def __init__(self, shape: tuple) -> None:
         self.of_type = tl.tuple(list(shape))

@@ -243,7 +243,7 @@ def build(kind: str, layers: int = 4) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Line:
-    """What was found of one model type."""
+    """Findings about one model type."""
 
     kind: str
     name: str

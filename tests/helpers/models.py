@@ -308,7 +308,7 @@ _texts: dict[tuple, torch.Tensor] = {}
 
 
 def plain_text(name: str, inputs: dict[str, torch.Tensor], **generate) -> torch.Tensor:
-    """What the reference generates with transformers' own cache: worked out once for each input and way to ask."""
+    """The reference's text with transformers' own cache: worked out once for each input and way to ask."""
     given = [(key, tuple(value.shape), value.numpy().tobytes()) for key, value in inputs.items()]
     key = (name, *given, repr(sorted(generate.items())))
     if key not in _texts:

@@ -23,7 +23,7 @@ def layer_of(heads: int, group: int, dim: int) -> torch.nn.Module:
 
 @torch.no_grad()
 def last_step(cache: SparseCache, queries: Tensor, q: Tensor, k: Tensor, v: Tensor, prompt: int) -> Tensor:
-    """Of the last token ``[H, group, D]``, after a prompt and steps.
+    """The last token's ``[H, group, D]``, after a prompt and steps.
 
     Args:
         queries: of the prompt, ``[H, group, prompt, D]``, or one for all, with ``prompt`` = 1.

@@ -30,7 +30,7 @@ class LayerState:
 
 
 class Oracle:
-    """What each decode step must attend to, by the definitions in ``TokenConfig``'s documentation.
+    """The tokens that each decode step must attend to, by the definitions in ``TokenConfig``'s documentation.
 
     Args:
         config: the configuration under test.
@@ -121,14 +121,14 @@ class Oracle:
     # ------------------------------------------------------------------ definitions
 
     def token_scores(self, queries: Tensor, keys: Tensor, columns: list[int], state, row: int, head: int) -> Tensor:
-        """What the labels of these columns score for the queries of a KV head."""
+        """Scores of these columns' labels for the queries of a KV head."""
         channels = state.channels[row][head]
         labels = self.labels(keys[columns][:, channels], *state.norms[row][head])
         each = queries[:, channels].float() @ labels.T  # [query heads, columns]
         return each.amax(0) if self.config.token_reduce == "max" else each.mean(0)
 
     def parts(self, state, row: int, real: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Of the columns of a row's tokens: sinks, those that are not in full blocks, and what can be chosen."""
+        """Columns of a row's tokens: sinks, those that are not in full blocks, and what can be chosen."""
         stored = (state.full_blocks[row] if state.full_blocks else 0) * self.config.block_size
         sinks = real[: self.config.sinks]
         return sinks, real[stored:], real[len(sinks) : stored]
@@ -175,7 +175,7 @@ class Oracle:
         return found
 
     def labels(self, kept: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
-        """What the labels of tokens remember of their kept channels ``[tokens, r]``."""
+        """Labels of tokens as kept, of their channels ``[tokens, r]``."""
         kept = ((kept.float() - mean) / spread).clamp(-6, 6)
         scale = ((kept.amax(1) - kept.amin(1)) / 15).half().float()[:, None]
         zero = kept.amin(1).half().float()[:, None]

@@ -44,7 +44,7 @@ class Shape:
         return 1e-3 * (self.verify[wide] + (self.verify[8] - self.verify[4]) / 4 * max(0, tokens - 8))
 
     def expected(self) -> Expected:
-        """What is expected on this GPU, as if nothing had been measured on it."""
+        """Expectations for this GPU, as if nothing had been measured on it."""
         with (
             patch.object(torch.cuda, "get_device_name", lambda _=None: NAMES[self.gpu]),
             patch.object(crossover, "gpu", lambda _: H200 if self.gpu == "H200" else H100),

@@ -9,13 +9,13 @@ import psutil
 
 
 def free_port() -> int:
-    """Of this machine."""
+    """This machine's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
 def replica_processes() -> list[psutil.Process]:
-    """Of replicas that this process has started."""
+    """Replicas that this process has started."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended

@@ -59,12 +59,12 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def slow() -> ByT5Tokenizer:
-    """Of Python alone: bytes."""
+    """Python alone: bytes."""
     return ByT5Tokenizer()
 
 
 def whole_words() -> PreTrainedTokenizerFast:
-    """Of whole words alone, ``w2`` to ``w96``: the tokens of the tiny test models."""
+    """Whole words alone, ``w2`` to ``w96``: the tokens of the tiny test models."""
     vocab = {"<pad>": 0, "<s>": 1, **{f"w{i}": i for i in range(2, 97)}}
     made = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -40,7 +40,7 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def error(q, k, v, dtype) -> float:
-    """Of attention over codes of keys and values, which are in ``dtype``."""
+    """Attention over codes of keys and values, which are in ``dtype``."""
     kv, dim = torch.cat((k, v), -1).to(dtype), k.shape[-1]
     found = dequantise(*quantise(kv.unflatten(1, (-1, BLOCK)), dim), dim, dtype).flatten(1, 2)
     return distance(*(attention(q, *x.split(dim, -1)) for x in (found, kv)))

@@ -155,7 +155,7 @@ def bounds(kv: torch.Tensor, split: int) -> torch.Tensor:
 
 
 def test_what_blocks_hold_is_near_what_came():
-    """Of prompts and of steps; labels and means are those of the numbers that came."""
+    """Prompts and steps; labels and means are those of the numbers that came."""
     caches = [
         two_level(offload, level="token", lag=False, tail="mean", tail_tokens=32, **TIGHT)
         for offload in (INT8, dataclasses.replace(INT8, kv_dtype=None))

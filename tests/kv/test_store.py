@@ -49,7 +49,7 @@ class Probe:
 
 
 class Plain:
-    """What a store must amount to."""
+    """The whole of a store, as it must be."""
 
     def __init__(self, batch: int) -> None:
         self.k, self.v = torch.zeros(batch, HEADS, 0, KEY), torch.zeros(batch, HEADS, 0, VALUE)

@@ -98,7 +98,7 @@ def check(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), EACH)
 def test_cache_answers_from_little(kind: str, name: str) -> None:
-    """Of what is read: otherwise the answers would say nothing about the selection."""
+    """Reads: otherwise the answers would say nothing about the selection."""
     if name != "random":
         check(kind, name)
     assert measured(kind)[name]["attended"] < 60  # two layers of six are dense

@@ -49,7 +49,7 @@ def test_the_sample_has_every_result():
 
 @needs_its_transformers
 def test_no_engine_gives_other_tokens():
-    """Of all models of the list: the tokens of generate() alone, or a refusal."""
+    """All models of the list: the tokens of generate() alone, or a refusal."""
     found = {line.engine for line in LINES.values() if line.result not in (model_list.REFUSED, model_list.UNBUILT)}
     assert found == {model_list.SERVED, *model_list.NOT_SERVED.values()}
     assert {line.engine for line in LINES.values()} - found == {"refused", ""}

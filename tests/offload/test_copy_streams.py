@@ -266,7 +266,7 @@ def test_what_is_being_chosen_is_waited_for(lazy, monkeypatch, way):
 
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
-    """What streams are told, in order, where one computes and those that are made copy."""
+    """Calls of streams, in order, where one computes and the others copy."""
     said: list[str] = []
 
     def stream(name):

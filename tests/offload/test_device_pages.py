@@ -23,7 +23,7 @@ def generate(net, cache, inputs, tokens: int = 40) -> torch.Tensor:
 
 
 def logits(cache, inputs, tokens: int = 40, seed: int = 4) -> torch.Tensor:
-    """Of a prompt's given continuation, step by step."""
+    """A prompt's given continuation, step by step."""
     net, found = model("llama"), []
     with torch.no_grad():
         net(**inputs, past_key_values=cache)

@@ -20,7 +20,7 @@ OLDEST, SLACK, EXTRA = 254, 4, 3
 
 
 class Model:
-    """Who lies in which page, in dicts and lists, one block after the other."""
+    """The block in each page, in dicts and lists, one block after the other."""
 
     def __init__(self, pages: int, window: int) -> None:
         self.window = window
@@ -137,7 +137,7 @@ class World:
         return chosen
 
     def change(self) -> None:
-        """What happens between steps now and then."""
+        """Events between steps, now and then."""
         layer, row, event = self.random.randrange(len(LAYERS)), self.random.randrange(BATCH), self.random.random()
         if event < 0.1:  # a block is sealed, or all others are
             self.replace(layer, row, range(self.random.randrange(BLOCKS), BLOCKS)[:2])

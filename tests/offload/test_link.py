@@ -1,4 +1,4 @@
-"""What a GPU's link is, and that doctor shows it."""
+"""A GPU's link, and doctor's line about it."""
 
 from __future__ import annotations
 

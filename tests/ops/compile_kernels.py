@@ -95,7 +95,7 @@ MISSING = "NVRTC is not installed (nvidia-cuda-nvrtc, cuda-bindings): kernels in
 
 
 class Chip:
-    """What Triton asks of a driver before it launches."""
+    """Triton's questions to a driver before it launches."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -381,7 +381,7 @@ def cuda_kernels() -> set[str]:
 
 
 def ptxas_usage(log: str) -> dict[str, int]:
-    """What ``ptxas -v`` says of a kernel, in bytes but for registers. It is silent on memory of which there is none.
+    """The output of ``ptxas -v`` for a kernel, in bytes but for registers. It omits memory of which there is none.
 
     Raises:
         ValueError: it says nothing.
@@ -422,7 +422,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def translate(src, target, options, **_) -> object:
-    """What ``triton.compile`` does before LLVM."""
+    """The part of ``triton.compile`` before LLVM."""
     backend = make_backend(target)
     options = backend.parse_options(options)
     context = ir.context()

@@ -83,7 +83,7 @@ def _system() -> str:
 
 
 def _compiled(source: str, file: str, suffix: str, *options: str) -> Path:
-    """What the compiler makes of ``source``: it does so once for all workers and runs."""
+    """The compiler's result for ``source``: it does so once for all workers and runs."""
     command = [COMPILER, "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-pthread", *options]
     key = hashlib.sha256("\n".join([_version(), *command, source]).encode()).hexdigest()[:32]
     made = _KEPT / (key + suffix)

@@ -66,7 +66,7 @@ class Operator:
         return dict(zip(inspect.signature(self.functions[1]).parameters, self.make(place, *case)))
 
     def results(self, function: Callable, given: dict, **how) -> list[torch.Tensor]:
-        """What ``function`` gives, and what it writes."""
+        """The result of ``function``, and everything that it writes."""
         got = function(**given, **{name: value for name, value in how.items() if value is not None})
         got = [] if got is None else [got] if isinstance(got, torch.Tensor) else list(got)
         return got + [t for name in self.writes for t in tensors(given[name])]

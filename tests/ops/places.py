@@ -37,7 +37,7 @@ class Place:
         return torch.randperm(n, generator=self.generator).int().to(self.device)
 
     def nan(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """What nobody may read: NaN, or a large number where the dtype has none."""
+        """Entries that nobody may read: NaN, or a large number where the dtype has none."""
         dtype = dtype or self.dtype
         hole = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
         n = math.prod(shape)

@@ -80,14 +80,14 @@ def ragged(place, batch: int, cap: int, size: int) -> tuple:
 
 
 def holes(place, num_blocks: int) -> torch.Tensor:
-    """What is in entries that nobody may look at: a kernel that took NaN for ``-inf`` alone would pass."""
+    """Contents of entries that nobody may read: a kernel that took NaN for ``-inf`` alone would pass."""
     hole = torch.full((num_blocks, 1, 1, 1), math.nan, device=place.device)
     hole[::2] = 50.0
     return hole
 
 
 def block_score(place, batch, heads, group, dk, n, reduce="mean", tokens=16):
-    """Of ragged rows; NaN or garbage where nobody looks."""
+    """Ragged rows; NaN or garbage where nobody reads."""
     rows, block_table, sinks, hidden = ragged(place, batch, n, tokens)
     num_blocks = len(hidden)
     ends = torch.stack((place.randn(num_blocks, heads, dk), place.randn(num_blocks, heads, dk)), 2)

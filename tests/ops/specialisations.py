@@ -192,7 +192,7 @@ def recent_tokens(model: Model) -> None:
 
 
 def pages(model: Model) -> None:
-    """What brings and finds blocks and tokens on the device."""
+    """Operators that bring and find blocks and tokens on the device."""
     width = model.width
     for (rows, blocks), drafts in product(STEPS, (False, True)):
         kv, table = model.stored(16, width), model.table(rows, blocks, drafts)

@@ -1,4 +1,4 @@
-"""What is told of kernels in CUDA C++, and the table that has it."""
+"""Figures of kernels in CUDA C++, and the table that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decode steps on a CPU run in the place of the definitions gives the same, or hands the call to them."""
+"""Forms for decode steps on a CPU give the definitions' results, or hand the call to them."""
 
 from __future__ import annotations
 

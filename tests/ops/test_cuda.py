@@ -1,4 +1,4 @@
-"""What compiles kernels in CUDA C++, with a compiler that refuses; it needs no GPU."""
+"""The compiler of kernels in CUDA C++, where it refuses; it needs no GPU."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def test_nothing_selectable(place32):
 
 
 def test_what_is_sealed_scores(place32):
-    """Of tokens and blocks whose table has an entry for all of them; two sinks more than a block."""
+    """Tokens and blocks whose table has an entry for all of them; two sinks more than a block."""
     given = BY_NAME["token_score"].call(place32, 2, 1, 2, 64, 16, 16, 5, None)
     given["qparams"].fill_(1.0)
     rows, table = column(place32, 70, 48, 9, 0).view(2, 2), given["block_table"].clamp_min(0)

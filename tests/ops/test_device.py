@@ -1,4 +1,4 @@
-"""What a GPU says of itself, and how launches follow from it: on an H200 they are the measured ones."""
+"""Properties that a GPU reports, and launches that follow from them: on an H200 they are the measured ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TILES = {  # of programs whose number follows
 
 
 def test_an_h200_launches_what_was_measured(monkeypatch):
-    """What it did when its numbers were constants; without a GPU, too."""
+    """Launches as they were when its numbers were constants; without a GPU, too."""
     assert launches(monkeypatch, H200) == {at: {**PROGRAMS, **tiles} for at, tiles in TILES.items()}
     monkeypatch.undo()
     assert [programs(n, torch.empty(1)) for n in (132, 512, 1056, 4096)] == [132, 512, 1056, 4096]

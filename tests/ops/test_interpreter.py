@@ -1,4 +1,4 @@
-"""What our shortcuts through Triton's interpreter leave as it was."""
+"""Behaviour of Triton's interpreter that our shortcuts leave as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for all kernels: they compile, an operator's signature stands once, and few arguments are enough."""
+"""Properties of all kernels: they compile, an operator's signature stands once, and few arguments are enough."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operators() -> list:
 
 
 def compiled(script: str, *args: str) -> CompletedProcess:
-    """What a script beside this file says where Triton compiles instead of interpreting."""
+    """The output of a script beside this file, where Triton compiles instead of interpreting."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     here = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     return forked.run([str(Path(__file__).with_name(script)), *args], env=here)

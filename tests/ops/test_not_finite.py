@@ -197,7 +197,7 @@ def test_predicted_queries(place):
 @pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("granularity", ["token", "block", "all"])
 def test_attention_shows_nan(place, granularity, latents):
-    """What is attended and NaN gives NaN for the rows and heads that attend to it, and for no others."""
+    """Attended NaN gives NaN for the rows and heads that attend to it, and for no others."""
     shape = {"latents": True, "heads": 1, "group": 5, "dk": 48, "dv": 32} if latents else {}
     rows = ((150, 144), (100, 96), (43, 32))
     args, named = Decode(batch=3, cap=9, chosen=9, rows=rows, **shape).make(place, granularity)

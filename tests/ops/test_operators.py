@@ -43,7 +43,7 @@ def small(operator, place) -> tuple[dict, tuple]:
 
 @pytest.mark.parametrize("of", [name for name, operator in BY_NAME.items() if operator.views])
 def test_views(place32, of):
-    """Of larger tensors, which hold what nobody may read."""
+    """Views of larger tensors, which hold what nobody may read."""
     operator = BY_NAME[of]
     given, options = small(operator, place32)
     given |= {name: view(given[name], kind) for name, kind in operator.views.items()}
@@ -67,7 +67,7 @@ def test_views(place32, of):
     ],
 )
 def test_scores_that_are_not_filled(place, case, options):
-    """What is behind a row's sealed tokens stays as it is; all else is written."""
+    """Entries after a row's sealed tokens stay as they are; all else is written."""
     operator, options = BY_NAME[case[0]], options[1]
     given = operator.call(place, *operator.cases[case[1]], *options) | {"fill": False}
     expected = operator.expected(given)

@@ -19,7 +19,7 @@ LABELS = {"label_channels": 4}  # each method has a default of its own
 
 @torch.no_grad()
 def logits(cache, pads, steps=24):
-    """Of decode steps over given tokens; two blocks are sealed meanwhile."""
+    """Decode steps over given tokens; two blocks are sealed meanwhile."""
     net, inputs = model("llama"), prompt(2, 200, pads)
     net(**inputs, past_key_values=cache)
     mask, found = inputs["attention_mask"], []

@@ -109,7 +109,7 @@ def test_built_in(monkeypatch, empty_table):
 
 
 def test_guessed(monkeypatch, empty_table):
-    """Of a GPU without figures: what an H200 takes the same time for moves with bandwidth and processors."""
+    """A GPU without figures: what an H200 takes the same time for moves with bandwidth and processors."""
     name, methods = "NVIDIA L40S", BUILT_IN[H200]
     for method, rule in methods.items():
         assert crossover.guess(H200_FACTS, method) == rule
@@ -133,7 +133,7 @@ STEPS = ((1, 32, 5.24, 4.82), (1, 128, 8.50, 5.89), (8, 32, 13.43, 7.48), (8, 64
 
 
 def test_by_need_as_whole_steps_say(monkeypatch, empty_table):
-    """What a step by need gains goes with the bytes beyond the rule's, for one row and for eight."""
+    """The gain of a step by need goes with the bytes beyond the rule's, for one row and for eight."""
     rule = BUILT_IN[H200]["progressive"]
     beyond = [
         rows * (thousands << 10) * WIDTH - rule.fixed_bytes - rows * WIDTH * rule.row_tokens

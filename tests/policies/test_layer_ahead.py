@@ -52,7 +52,7 @@ def deep(name: str, attn: str = "sparsekv", **changes):
 
 
 class Recorder:
-    """What each decoder layer was given in the last forward pass, and the query that its attention got."""
+    """The inputs of each decoder layer in the last forward pass, and the query that its attention got."""
 
     def __init__(self, net, monkeypatch) -> None:
         self.given: dict[int, tuple[Tensor, dict]] = {}
@@ -81,7 +81,7 @@ class Recorder:
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", TAPPED)
 def test_the_query_of_a_layers_own_input_is_the_one_that_its_attention_gets(name, fused, monkeypatch):
-    """Of every architecture, over padded rows with positions of their own."""
+    """Every architecture, over padded rows with positions of their own."""
     if fused and name not in FUSED:
         pytest.skip("fuse() does not know this architecture")
     net = deep(name)

@@ -26,7 +26,7 @@ def small(monkeypatch):
 
 
 class _ByNeed:
-    """What an oracle takes in place of a fixed number of tokens: until the share of each query head is covered."""
+    """Options of an oracle in place of a fixed number of tokens: until the share of each query head is covered."""
 
     def take_options(self, config: PredictiveConfig) -> None:
         for name in ("threshold", "min_tokens", "max_tokens", "group_reduce"):

@@ -230,7 +230,7 @@ def test_audits_of_some_steps_change_nothing():
 
 
 def test_tokens_are_found_on_the_device():
-    """What the last steps have used is there, and less is read in host memory."""
+    """Tokens that the last steps have used are there, and less is read in host memory."""
     cache = progressive(True)
     decode(cache, steps=60)
     few = progressive(OffloadConfig(device_pool=0))

@@ -43,7 +43,7 @@ from hf_sparsekv_eval.cache_specs import known, parse_cache
 
 @pytest.fixture
 def empty_after(monkeypatch):
-    """What a test registers is gone after it."""
+    """Methods that a test registers are gone after it."""
     own_methods(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""What stands for tokens that are not chosen: the mean key and value of each span of tokens."""
+"""Means stand for tokens that are not chosen: the mean key and value of each span of tokens."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_short_prompt_long_answer(level):
 
 @pytest.mark.parametrize("after", [12, 110], ids=["before-calibration", "after-calibration"])
 def test_rows_are_regrouped(after):
-    """What beams do: rows change places, are copied and dropped, then go different ways."""
+    """Beams: rows change places, are copied and dropped, then go different ways."""
     race = TwoLevelRace("llama", True, **TIGHT)
     start = prompt(3, after, (0, 2, 7))
     race.feed(start["input_ids"], start["attention_mask"])

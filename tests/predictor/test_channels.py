@@ -166,7 +166,7 @@ def test_damaged_channel_files(tmp_path, change, message):
 
 
 def test_channels_of_fewer_layers():
-    """Of a cache that nobody has told the model."""
+    """A cache that nobody has told the model."""
     made = calibrate(model("llama"), [IDS])
     fewer = LabelChannels(made.ranking[:1], made.model | {"num_hidden_layers": 1}, "", 1, made.norms[:1])
     cache = two_level(**TIGHT)

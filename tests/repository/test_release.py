@@ -1,4 +1,4 @@
-"""What GitHub shows of the repository: notes of a release, and forms for issues."""
+"""Files of the repository that GitHub shows: notes of a release, and forms for issues."""
 
 from __future__ import annotations
 

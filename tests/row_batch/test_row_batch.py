@@ -345,7 +345,7 @@ def row_state(cache, row: int) -> list[torch.Tensor]:
 
 
 def test_prompts_between_two_steps_change_nothing():
-    """What prompts bring and choose is theirs: the rows that decode find all that they had."""
+    """Selections of prompts are their own: the rows that decode find all that they had."""
     feeds, found = prompt(1, 60, seed=9)["input_ids"][0].tolist(), []
     for between in (0, 2):
         rows = MADE["tokens-host-smallpool"]().rows(ROWS, LENGTH)
@@ -372,7 +372,7 @@ def test_anything_in_any_order(captured):
     done = steps = 0
 
     def check(row: int) -> None:
-        """What a row has said since its prompt is what full attention says."""
+        """The text of a row since its prompt is full attention's."""
         text, begun = texts[row], starts[row]
         with torch.no_grad():
             logits = plain(torch.tensor([text[:-1]])).logits[0, begun - 1 :]
@@ -494,7 +494,7 @@ def test_rows_longer_than_the_configuration_expects():
 
 
 def test_a_cropped_row_reads_back_what_it_lacks_and_no_more(monkeypatch):
-    """Whatever other rows hold, and however little: a row's window is refilled from its own last blocks."""
+    """Any contents of other rows, and few tokens: a row's window is refilled from its own last blocks."""
     it = made("tokens-host", False)
     rows = [it.join(it.prefill(n, n)) for n in (390, 40, 200)]
     it.step()

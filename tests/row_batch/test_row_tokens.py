@@ -235,7 +235,7 @@ def test_a_row_holds_what_it_would_alone_in_so_much_room(monkeypatch):
 
 
 def test_working_sets_literally(monkeypatch):
-    """What the last steps have chosen and what is still held, row by row."""
+    """Tokens that the last steps have chosen and that are still held, row by row."""
     with made("two_level", 512) as it, recorded(monkeypatch) as calls:
         rows = it.rows
         for room, n in ((256, 330), (32, 201), (0, 150)):
@@ -330,7 +330,7 @@ def test_what_is_refused_changes_nothing():
 
 
 def test_no_memory_to_move_with(monkeypatch):
-    """What rows hold is forgotten, and they answer as before."""
+    """Rows are forgotten, and answer as before."""
     with made("two_level", 256) as it:
         rows = it.rows
         for n in (150, 90, 201):

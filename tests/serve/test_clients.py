@@ -1,4 +1,4 @@
-"""What other programs' clients really send: each of their requests is answered, or refused with the field's name.
+"""Bodies that other programs' clients really send: each request is answered, or refused with the field's name.
 
 Recorded from Open WebUI 0.12.4's backend, which ran against this server (docs/measured/serving.md says how to
 run it again). Read in the sources of vLLM (``vllm bench serve``, 02cfb53) and of llama.cpp's web page (08ee0d7).

@@ -1,4 +1,4 @@
-"""What one client may take of a server: bodies, connections, names of hosts, time of the event loop, the log."""
+"""Limits of what one client takes of a server: bodies, connections, names of hosts, time of the event loop, the log."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ ELSEWHERE = ("192.168.1.5", "::ffff:192.168.1.5", "fe80::1%eth0", "2001:db8::1",
 
 
 def status_at(server: str | None, *headers: tuple[bytes, bytes], **options) -> int:
-    """Of a request that has reached this address, to a keyless server."""
+    """A request that has reached this address, to a keyless server."""
     sent: list[dict] = []
 
     async def app(scope, receive, send) -> None:

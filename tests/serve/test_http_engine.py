@@ -84,7 +84,7 @@ def chat(client, **more):
 
 
 def test_log_probabilities(engine, client):
-    """Of chats and completions, streamed or whole: the same, and the likeliest is the one that is drawn."""
+    """Chats and completions, streamed or whole: the same, and the likeliest is the one that is drawn."""
     whole = chat(client, logprobs=True, top_logprobs=3).choices[0]
     assert len(whole.logprobs.content) == 6
     for one in whole.logprobs.content:

@@ -181,7 +181,7 @@ def test_tool_choice(asked):
 
 
 def test_calls_of_tools_as_answers_have_them(asked):
-    """What clients send back: empty fields, and the place in a stream."""
+    """Bodies that clients send back: empty fields, and the place in a stream."""
     call = {**CALL, "index": 0, "extra": {}, "custom": None}
     response = asked({"messages": [*HI, {**ANSWER, "tool_calls": [call]}, RESULT], "max_tokens": 1})
     assert response.status_code == 200, response.text

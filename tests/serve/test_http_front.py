@@ -1,4 +1,4 @@
-"""What clients find beside answers: pages, ids of requests, headers for browsers, and fields that nobody knows."""
+"""Pages beside answers: pages, ids of requests, headers for browsers, and fields that nobody knows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ KEYED += ("/openapi.json", "/redoc", "/docs/", "/docs/x", "/DOCS", "/health/", "
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "TRACE", "FOO"])
 def test_what_is_there_without_the_key(url, method):
-    """Whatever the method, and whether the address exists or not."""
+    """Any method, and whether the address exists or not."""
     with httpx.Client(base_url=url) as client:
         for path in OPEN:
             assert client.request(method, path).status_code == (200 if method in ("GET", "HEAD") else 405), path

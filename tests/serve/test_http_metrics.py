@@ -1,4 +1,4 @@
-"""What Prometheus reads of the server, by its own parser."""
+"""Metrics as Prometheus reads them, by its own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server refuses: each with its status, OpenAI's error object, and a sentence that says what and why."""
+"""Refusals of the server: each with its status, OpenAI's error object, and a sentence that says what and why."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def running() -> int:
 
 
 def metric(url: str, name: str) -> float:
-    """Of one of the replicas."""
+    """One of the replicas."""
     return float(re.search(rf"^hf_sparsekv_{name} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)[1])
 
 
@@ -183,7 +183,7 @@ def test_a_lost_rank_is_why_a_replica_is_unhealthy(tiny, monkeypatch):
     ended, closed = [], []
 
     class OneRank:
-        """What a replica calls of RankProcesses, without processes."""
+        """Methods of RankProcesses that a replica calls, without processes."""
 
         lost = None
 
@@ -282,7 +282,7 @@ def test_a_session_of_the_clients_own_is_kept(client):
 
 
 def test_metrics_are_told_to_ray(client):
-    """Of each replica, by its own name."""
+    """Each replica's, by its own name."""
     node = ray.nodes()[0]
     page = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     label = re.compile(r'^ray_hf_sparsekv_generated_tokens\w*\{[^}]*replica="([^"]+)"[^}]*\} [1-9]', re.M)

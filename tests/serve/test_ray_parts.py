@@ -1,4 +1,4 @@
-"""What runs in Ray Serve's own processes, without Ray: hints, errors of lost replicas, numbers of replicas."""
+"""Parts that run in Ray Serve's own processes, without Ray: hints, errors of lost replicas, numbers of replicas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WHOLE = [START, {"type": "http.response.body", "body": b"{}"}]
 
 
 def ask(messages=WHOLE, parts=None, path="/v1/completions", headers=(), method="POST"):
-    """What the proxy gets and what the client gets."""
+    """Requests that the proxy gets, and answers that the client gets."""
     proxied, sent = Proxied(list(messages)), []
     parts = [body(DOCUMENT)] if parts is None else parts
     incoming = [{"type": "http.request", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""What JSON consists of, counted before it is parsed."""
+"""Parts of JSON, counted before it is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream sends, when and in which order; and how an answer ends that has calls."""
+"""Events of a stream, their times and order; and the end of an answer that has calls."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ TWO = f"{CALL}\n{CALL}"
 
 
 def ends(engine, url: str, stream: bool, **fields) -> list[tuple[int, str]]:
-    """Of each choice the number of its calls, and why it has ended."""
+    """The number of calls of each choice, and why it has ended."""
     body = {"messages": HI, "tools": TOOLS, "stream": stream, **fields}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text

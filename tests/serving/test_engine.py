@@ -517,7 +517,7 @@ def moved(net, config, ids: list[int], tokens: int) -> int:
 
 
 def test_bytes_over_the_link(monkeypatch):
-    """Of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
+    """Counts of prompts and steps, as caches of their own count them; of a prompt that is given up, too."""
     monkeypatch.setattr(meter, "EACH_S", 0.0)
     net, config = build("llama", "sparsekv"), TokenConfig(**WHOLE)
     with Engine(net, None, config, OffloadConfig(), replace(SERVING, prefix_cache=False)) as engine:
@@ -835,7 +835,7 @@ def test_rows_close_up(crowded):
 
 @pytest.mark.parametrize("crowded", [480_000], indirect=True, ids=[""])
 def test_rows_that_are_held_back_get_out_of_the_way(crowded, monkeypatch):
-    """Of rows that came first some wait: those that decode take their places, and give them back behind."""
+    """Some rows that came first wait: those that decode take their places, and give them back behind."""
     mine, seen = inside(crowded).loop, []
 
     def chosen(candidates, room):

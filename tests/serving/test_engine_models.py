@@ -37,14 +37,14 @@ def prompt(n: int) -> list[int]:
 
 
 def answers(engine, *asked: tuple[int, int]) -> list[list[int]]:
-    """Of requests that are there together."""
+    """Requests that are there together."""
     handles = [engine.submit(prompt(n), greedy(tokens)) for n, tokens in asked]
     return [list(handle.result(60).token_ids) for handle in handles]
 
 
 @torch.no_grad()
 def alone(net, n: int, tokens: int) -> list[int]:
-    """What generate() decodes. Those of Phi-3 and PhiMoE lose their cache at the switch: what they would decode."""
+    """Tokens of generate(). Those of Phi-3 and PhiMoE lose their cache at the switch: what they would decode."""
     ids = torch.tensor([prompt(n)], device=net.device)
     if hasattr(net.config, "original_max_position_embeddings") and n <= SWITCH < n + tokens:
         return loop(net, ids, tokens)

@@ -49,7 +49,7 @@ def drafting(monkeypatch):
 
 
 def answers(net, config, serving, asked, tokenizer=None):
-    """Of requests that are there together; and the counts."""
+    """Requests that are there together; and the counts."""
     with Engine(net, tokenizer, config, None, serving) as engine:
         outputs = [handle.result(100) for handle in [engine.submit(ids, sampling) for ids, sampling in asked]]
         quiet(engine)
@@ -58,7 +58,7 @@ def answers(net, config, serving, asked, tokenizer=None):
 
 @functools.cache
 def dense(asked: tuple, name: str) -> list:
-    """What a dense engine answers."""
+    """Answers of a dense engine."""
     return answers(build(name, "sdpa"), TokenConfig(**WHOLE), SERVING, asked)[0]
 
 

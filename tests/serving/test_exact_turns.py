@@ -21,7 +21,7 @@ LOOKS = 150  # in every eighth turn the engine looks whether to draft
 
 
 class Counts(NamedTuple):
-    """Of one turn: torch's operators, those of its replayed step included; waits for a GPU; calls of Python."""
+    """Counts of one turn: torch's operators, those of its replayed step included; waits for a GPU; calls of Python."""
 
     operators: int
     waits: int

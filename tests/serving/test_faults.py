@@ -1,4 +1,4 @@
-"""What goes wrong in an engine, and what is left of it: one request ends, told why, and nothing else changes."""
+"""Failures in an engine, and its state after them: one request ends, told why, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def index_of(size: int = 2):
 
 
 def test_a_block_stays_as_long_as_one_behind_it_is_needed():
-    """What is not pinned can go: admission counts on it."""
+    """Blocks that are not pinned can go: admission counts on it."""
     index, _ = index_of()
     tokens = list(range(12))
     keys, channels = block_keys(tokens, 2, 6), (None,)

@@ -30,7 +30,7 @@ def read(net, cache: SparseCache, ids: list[int], past: int = 0) -> None:
 
 @pytest.mark.parametrize("offload", [None, OffloadConfig()], ids=["device", "host"])
 def test_the_audit_is_that_of_all_requests(offload, monkeypatch):
-    """Of what was read: the second prompt's beginning was found, the third was given up."""
+    """Reads: the second prompt's beginning was found, the third was given up."""
     monkeypatch.setattr(meter, "EACH_S", 0.0)
     net = build("llama", "sparsekv")
     first, third = ids_of(900, 1), ids_of(1000, 3)

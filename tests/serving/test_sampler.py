@@ -102,7 +102,7 @@ class Watched(Sampler):
 
 
 def chi_square_limit(degrees: int) -> float:
-    """What one of 10^5 true samples exceeds (Wilson and Hilferty)."""
+    """The value that one of 10^5 true samples exceeds (Wilson and Hilferty)."""
     part = 2 / (9 * degrees)
     return degrees * (1 - part + 4.265 * part**0.5) ** 3
 

@@ -110,7 +110,7 @@ def test_where_no_row_is_long_enough_to_calibrate_on(budget, cached):
 
 
 def test_a_chunk_may_be_of_any_length():
-    """What is calibrated on is the same however a prompt is cut."""
+    """Calibration reads the same tokens however a prompt is cut."""
     ids, answers = ids_of(200, 5), []
     for chunk in (33, 64, 100, 200):
         with engine_of("tokens", chunk=chunk) as engine:

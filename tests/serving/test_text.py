@@ -32,7 +32,7 @@ KINDS = [*MADE, pytest.param("small", marks=pytest.mark.small_model)]
 
 
 def at_once(name: str, ids: list[int], prompt: list[int] = ()) -> str:
-    """What follows the prompt's text."""
+    """Tokens after the prompt's text."""
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     whole = tokenizer(name).decode([*prompt, *ids], **options)
     return whole.removeprefix(tokenizer(name).decode(list(prompt), **options)) if prompt else whole
@@ -49,7 +49,7 @@ def pieces(name: str, ids: list[int], prompt: list[int] = (), stop: tuple[str, .
 
 @st.composite
 def tokens(draw, name: str) -> list[int]:
-    """Of text, and any at all: bytes that are no UTF-8, special tokens, ids that only the model knows."""
+    """Text, and any tokens at all: bytes that are no UTF-8, special tokens, ids that only the model knows."""
     text = draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=20)))
     one = st.integers(0, len(tokenizer(name)) + (5 if name == "byte_level" else -1))
     any_ids = st.lists(one, max_size=12)

@@ -38,7 +38,7 @@ def sealed_at(tokens):
 
 
 def expected(mask, prompt_length):
-    """What the decode steps after a prompt of ``prompt_length`` columns must have counted, from the mask alone."""
+    """Counts that the decode steps after a prompt of ``prompt_length`` columns must have, from the mask alone."""
     count = {"context": 0, "attended": 0, "stored": 0}  # stored: attended to in blocks
     for columns in range(prompt_length + 1, mask.shape[1] + 1):
         for tokens in mask[:, :columns].sum(1).tolist():

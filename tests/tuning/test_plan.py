@@ -40,7 +40,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def rooms_of_a_gpu(monkeypatch):
-    """What is planned is a GPU's memory, whose pools begin with 16 blocks. A CPU's begin smaller."""
+    """Plans are of a GPU's memory, whose pools begin with 16 blocks. A CPU's begin smaller."""
     for module in (pool, store):
         monkeypatch.setattr(module, "room", lambda blocks, device: bucket(blocks))
 
@@ -130,7 +130,7 @@ def test_tied_weights_count_once():
 
 
 def plan_of(cache: SparseCache, offload: OffloadConfig | None, steps: int = 0) -> MemoryPlan:
-    """Of a cache of four layers long enough to choose among blocks; it is what such a cache allocates.
+    """A cache of four layers long enough to choose among blocks; the plan is what such a cache allocates.
 
     ``steps``: the last tokens are decoded, which copies what they choose.
     """

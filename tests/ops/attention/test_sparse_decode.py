@@ -112,7 +112,7 @@ def test_means(place, case):
 @ALL_WAYS
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED.keys())
 def test_codes(place, case, granularity):
-    """Of what host memory holds; and the definition is that of the numbers that the codes stand for."""
+    """Values in host memory; the definition is that of the numbers that the codes stand for."""
     check(place, case, granularity, coded=True)
     args, named = in_codes(*case.make(place, granularity))
     plain = dequantise(args[1], named["scales"], case.dk, place.dtype)
@@ -289,7 +289,7 @@ def test_parts_of_rows_of_different_lengths(place, rows, splits, shape, granular
 @pytest.mark.few(splits=(30, 200))
 @pytest.mark.parametrize("splits", [30, 60, 100, 200])
 def test_many_parts(place, splits):
-    """Of the only row, and of a long one beside an empty one: some at a time, or all that there are meant to be."""
+    """The only row, and a long one beside an empty one: some at a time, or all that there are meant to be."""
     one = Case(batch=1, heads=1, group=3, dv=48, cap=150, splits=splits, learned_sink=True, rows=((2410, 2400),))
     check(place, one, "all", tile=16)
     check(place, replace(one, batch=2, cap=75, rows=((1210, 1200), (0, 0))), "all", tile=16)
@@ -488,7 +488,7 @@ def test_views_and_mixed_dtypes(place32, case, granularity):
 @pytest.mark.parametrize("splits", [1, 3, 40])
 @pytest.mark.parametrize("latents", [False, True], ids=["keys and values", "latents"])
 def test_lists_of_different_lengths(place, latents, splits, paged):
-    """Of each row's list as many tokens as the device says: none, some, all, more than there are."""
+    """As many tokens of each row's list as the device says: none, some, all, more than there are."""
     case = Case(chosen=6, cap=9, splits=splits)
     if latents:
         case = replace(LATENTS, batch=4, group=20, chosen=6, cap=9, splits=splits)

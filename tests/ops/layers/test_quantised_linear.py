@@ -136,7 +136,7 @@ def test_what_the_kernels_refuse():
 
 
 class OnGpu:
-    """What ``serves`` asks of inputs."""
+    """The properties of inputs that ``serves`` reads."""
 
     is_cuda = True
 

@@ -11,7 +11,7 @@ from hf_sparsekv.ops.selection.partial_sums import PARTS, PartialSums
 
 
 def parts_of(args: tuple, named: dict, n: int = 5) -> PartialSums:
-    """Of :func:`mass_select`'s arguments, in ``n`` parts: every n-th token is in the same one."""
+    """Arguments of :func:`mass_select`, in ``n`` parts: every n-th token is in the same one."""
     scores, q, channels, near, rows = args
     batch, heads = near.shape[:2]
     q = q.float().view(batch, heads, -1, q.shape[-1])

@@ -1,4 +1,4 @@
-"""What labels of few bits tell of keys some of whose channels have a large mean, as biases of keys do.
+"""Labels of few bits for keys some of whose channels have a large mean, as biases of keys do.
 
 Softmax ignores what is the same for all tokens, so such a mean must not cost the steps of other channels.
 """
@@ -50,7 +50,7 @@ def made(place, shape: Heads, tokens: int = 512) -> tuple[torch.Tensor, torch.Te
 
 
 def scored(way: str, place, keys: torch.Tensor, queries: torch.Tensor, r: int, first: int = CALIBRATED):
-    """What labels of all but the last query's own block score, ``[Hq, tokens]``, for the last of the queries."""
+    """Scores by the labels of all but the last query's own block, ``[Hq, tokens]``, for the last of the queries."""
     seal_range, score = WAYS[way]
     keys, queries = (x.to(place.dtype).to(place.device) for x in (keys, queries))
     heads, tokens, dim = keys.shape[1:]
@@ -79,13 +79,13 @@ def attention(logits: torch.Tensor, values: torch.Tensor, taken: torch.Tensor) -
 
 
 def products(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Of the last query and all keys, ``[Hq, tokens]``."""
+    """Products of the last query and all keys, ``[Hq, tokens]``."""
     asked = queries[0, :, -1].double().unflatten(0, (keys.shape[1], -1))
     return (asked @ keys[0].double().mT).flatten(0, 1)
 
 
 def errors(found: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
-    """Of scores, less what they have in common, and of attention to the best tokens by them, for these keys."""
+    """Errors of scores, less what they have in common, and of attention to the best tokens by them, for these keys."""
     true = products(keys, queries)
     off = found.double() - true
     of_scores = (off - off.mean(-1, keepdim=True)).square().mean() / true.var(-1).mean()

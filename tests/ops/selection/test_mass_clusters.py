@@ -31,7 +31,7 @@ GIVEN = ("sinks", "sink_logits", "threshold", "min_tokens", "max_tokens")
 
 
 def select(args, named, blocks, parts=5):
-    """What the kernel selects, into memory that holds something else, and its totals."""
+    """The kernel's selection, in memory that holds something else, and its totals."""
     scores, near = args[0], args[3]
     lists, n, device = near.shape[:2], scores.shape[-1], scores.device
     found = {"ids": torch.full((*lists, n), 12345, dtype=torch.int32, device=device)}

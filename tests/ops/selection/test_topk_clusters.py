@@ -72,7 +72,7 @@ def descending(place, n):
 
 
 def misleading(place, n):
-    """What every block reads first, to guess a threshold, is unlike the rest: above it, or below."""
+    """Entries that every block reads first, to guess a threshold, are unlike the rest: above it, or below."""
     scores, places = place.randn(2, 2, n), cluster.THREADS // 2
     first = torch.arange(places)[:, None] * n // places // 8 * 8
     seen = (first + torch.arange(8)).flatten().clamp(max=n - 1).to(scores.device)
@@ -114,7 +114,7 @@ def test_many_lists(place32, k, n, config):
 @pytest.mark.parametrize("blocks", [1, 41, 3001])
 @pytest.mark.parametrize("k", COUNTS)
 def test_rows_of_their_own_length(place32, k, blocks, block_size, config):
-    """What is behind a row's sealed tokens is not looked at, whatever it holds."""
+    """Entries after a row's sealed tokens are not read, whatever they hold."""
     n, k = blocks * block_size, COUNTS[k](blocks * block_size)
     rows = row_lengths(n, block_size).to(place32.device)
     for tokens, width in ((1, n), (block_size, blocks)):

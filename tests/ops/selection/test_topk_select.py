@@ -153,7 +153,7 @@ def row_lengths(n, block_size):
 @pytest.mark.parametrize("k", COUNTS)
 @pytest.mark.parametrize("hole", [math.nan, math.inf, 1e30])
 def test_rows_of_their_own_length(place32, k, blocks, block_size, hole, config):
-    """What is behind a row's sealed tokens is not looked at, whatever it holds."""
+    """Entries after a row's sealed tokens are not read, whatever they hold."""
     n, k = blocks * block_size, COUNTS[k](blocks * block_size)
     rows = row_lengths(n, block_size).to(place32.device)
     for tokens, width in ((1, n), (block_size, blocks)):

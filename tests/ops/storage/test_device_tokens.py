@@ -229,7 +229,7 @@ def test_who_chooses_nothing_does_not_grow_older(place32):
 
 @pytest.mark.parametrize("steps", [1, 2, 12])
 def test_young_tokens(place32, steps):
-    """Of several layers at once, literally."""
+    """Several layers at once, literally."""
     layers, heads, lanes, total = 3, 2, [(1024, 2048), (0, 0), (16, 1000)], 3100
     now = place32.randint(0, 40, layers, len(lanes), heads)
     stamps = place32.randint(0, 40, layers, heads, total)
@@ -245,7 +245,7 @@ def test_young_tokens(place32, steps):
 
 
 def test_young_tokens_of_calls(place32):
-    """What the last two of three selections have chosen."""
+    """The choices of the last two of three selections."""
     pair, chosen = Pair(place32, 1, 1), ([0, 1, 2], [2, 3], [3, 9, 11])
     for ids in chosen:
         pair.bring(torch.tensor(ids, dtype=torch.int32, device=place32.device).view(1, 1, -1))
@@ -279,7 +279,7 @@ def test_the_oldest_give_way(place32):
 
 
 def test_too_many_tokens(place32):
-    """What is chosen now never gives way to what is chosen now: the first ones get the slots."""
+    """Tokens that are chosen now never give way to each other: the first ones get the slots."""
     pair = Pair(place32, 1, 1, room=8, blocks=4, size=8)
     many = torch.arange(31, -1, -1, dtype=torch.int32, device=place32.device).view(1, 1, -1)
     for _ in range(2):
