@@ -47,7 +47,6 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(evaluate.app)
-# Arguments after these names belong to the benchmark or to lm-eval.
-for _name, _command in (("bench", elsewhere.bench), ("lm-eval", elsewhere.lm_eval)):
-    _own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(_name, context_settings=_own)(_command)
+# Arguments after this name belong to lm-eval.
+_own = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("lm-eval", context_settings=_own)(elsewhere.lm_eval)
