@@ -25,9 +25,9 @@ from torch import Tensor
 import hf_sparsekv
 from hf_sparsekv import SparseCache
 from hf_sparsekv.cache_name import over
-from hf_sparsekv.checking import install
+from hf_sparsekv.checking import exact as exact_mode
 from hf_sparsekv.checking.choice import Choice, Chosen
-from hf_sparsekv.checking.install import Exact
+from hf_sparsekv.checking.exact import Exact
 from hf_sparsekv.checking.pace import Pace
 from hf_sparsekv.checking.paces import forget
 from hf_sparsekv.generating import Settings
@@ -111,8 +111,8 @@ def seconds(model, cache: SparseCache, batch: int, tokens: int, accepts: float |
     with (
         hf_sparsekv.sparse(model, cache.config, exact=True, optimize=False),
         patch.object(Settings, "cache", lambda *_: cache),
-        patch.object(install, "Choice", lambda *_: Imitated(cache, accepts or 0.0)),
-        patch.object(install, "_can_draft", (lambda *_: False) if accepts is None else install._can_draft),
+        patch.object(exact_mode, "Choice", lambda *_: Imitated(cache, accepts or 0.0)),
+        patch.object(exact_mode, "can_draft", (lambda *_: False) if accepts is None else exact_mode.can_draft),
         patch.object(Pace, "drafted", counted),
         patch.object(Pace, "looks_up", lambda *_: False),  # the text is one token over and over
     ):

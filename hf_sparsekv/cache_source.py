@@ -26,7 +26,8 @@ from .attention.pooled_indexer import is_pooled
 from .attention.tap import QueryTap
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
-from .checking.install import Exact, install, remove
+from .checking.call import Check
+from .checking.install import install, remove
 from .cuda_graph.optimize import optimize as capture
 from .cuda_graph.optimize import runner_of, unoptimize
 from .generate_watch import GenerateWatch
@@ -48,18 +49,18 @@ class Settings:
     config: SparseConfig
     offload: OffloadConfig | None = None
     optimize: bool | None = None
-    exact: Exact | None = None
+    check: Check | None = None
 
     def cache(self, model: PreTrainedModel) -> SparseCache:
         """A new one for ``model``."""
         cache = SparseCache(self.config, self.offload, model.config.get_text_config(decoder=True))
-        if self.exact is not None:
-            self.exact.begin(cache)
+        if self.check is not None:
+            self.check.begin(cache)
         return cache
 
     def __str__(self) -> str:
-        offload, exact = "" if self.offload is None else ", offloaded", "" if self.exact is None else ", exact"
-        return f"{self.config.brief()}{offload}{exact}, optimize={self.optimize}"
+        offload, check = "" if self.offload is None else ", offloaded", "" if self.check is None else f", {self.check}"
+        return f"{self.config.brief()}{offload}{check}, optimize={self.optimize}"
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -146,8 +147,8 @@ class CacheSource:
         uses = self._in_force()
         theirs = given_cache(inputs)
         if uses and theirs is not None:
-            if uses[0].settings.exact is not None and isinstance(theirs, SparseCache):
-                uses[0].settings.exact.begin(theirs)
+            if uses[0].settings.check is not None and isinstance(theirs, SparseCache):
+                uses[0].settings.check.begin(theirs)
             self.watch.gets(theirs)
         if theirs is not None or not uses:
             return self.original(*args, **kwargs)
@@ -165,7 +166,7 @@ class CacheSource:
             RuntimeError: another thread or task is inside, with other settings.
             ValueError: exact mode of a model that chooses its own tokens.
         """
-        if use.settings.exact is not None:
+        if use.settings.check is not None:
             check_exact(self.model.config)
         others = [one for one in self.uses if not (use.lasting and one.lasting)]
         for other in others:
@@ -207,8 +208,8 @@ class CacheSource:
             if (wanted or (wanted is None and _captures(model))) and runner_of(model) is None:
                 self.optimized = True  # set first: an interrupt may come at any time from here on
                 capture(model)
-            if self.uses[-1].settings.exact is not None:
-                install(model)
+            if self.uses[-1].settings.check is not None:
+                install(model, self.uses[-1].settings.check)
             if ahead:  # after optimize(): hooks that exist before it have to be compared in each step
                 self.tap.install()
             return

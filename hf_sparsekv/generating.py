@@ -26,7 +26,7 @@ from . import cache_source
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
-from .checking.install import Exact, of_drafts
+from .checking.exact import Exact, of_drafts
 from .policies.registry import method_of
 
 _changing = threading.RLock()  # one thread at a time enters or leaves
@@ -65,8 +65,8 @@ def _settings(
         raise ValueError("drafts are those of exact=True: give both, or none")
     config = with_changes(config, changes)
     settings = Settings(of_drafts(config) if exact else config, offload, optimize, Exact(drafts) if exact else None)
-    if settings.exact is not None:
-        settings.exact.check(SparseCache(settings.config, offload))
+    if settings.check is not None:
+        settings.check.check(SparseCache(settings.config, offload))
     return settings
 
 
@@ -342,8 +342,8 @@ def generate(
         past = given_cache(given)
         if not getattr(past, "_is_user_defined", False):
             given[GENERATE] = cache_source.new_cache(model, settings, generation_config)
-        elif settings.exact is not None and isinstance(past, SparseCache):
-            settings.exact.begin(past)
+        elif settings.check is not None and isinstance(past, SparseCache):
+            settings.check.begin(past)
         loop = getattr(type(model), name)
         if "inputs_tensor" in inspect.signature(loop).parameters:
             given["inputs_tensor"] = inputs_tensor

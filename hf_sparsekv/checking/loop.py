@@ -1,4 +1,4 @@
-"""The loop of exact mode: rounds of drafts and their verification, and dense steps by ``generate()``'s own loop.
+"""The loop of checked texts: rounds of drafts and their exact pass, and dense steps by ``generate()``'s own loop.
 
 It needs no more than a model, a cache, and a call's arguments.
 """
@@ -7,75 +7,63 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache import SparseCache
 from ..cache_layers import ready_for_steps
 from ..cache_name import output_name
 from ..cuda_graph.optimize import runner_of
+from ..kv.audited import Audited
 from ..row_batch.verifying import selects
-from .choice import Choice
+from .call import Call
+from .choice import Choice, Chosen
 from .clock import Clock
 from .expected import expected
 from .lookup import found_before
-from .pace import Pace
-from .paces import Paces
+from .losses import losses
+from .passes import logits_of
 from .ragged import Ragged, can_be_ragged
-from .text import Text, Until, Verified
+from .rules import Rule
+from .schedule import Schedule, Schedules
+from .streaming import Early, Unended
+from .text import Added, Text, Until, Verified
 
+MANY = 16  # drafts of a round, beyond which the loop looks each step whether all rows have ended
 CAPTURES = 0.2  # seconds: of a sparse step and of a verification, in a cache that has none yet (.1 each on an H200)
 
 
-class _Unended(BaseStreamer):
-    """A streamer for one of several parts of a text: its end is not the text's."""
-
-    def __init__(self, streamer: BaseStreamer) -> None:
-        self._streamer = streamer
-
-    def put(self, value: Tensor) -> None:
-        self._streamer.put(value)
-
-    def end(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:  # what the loop looks for on a streamer
-        return getattr(self._streamer, name)
-
-
 class Loop:
-    """Writes the texts of one ``generate()`` call in exact mode.
+    """Writes the texts of one ``generate()`` call: sparse steps draft, and an exact pass looks at the drafts.
 
     Args:
-        model: the model.
-        cache: attends to everything, except while it drafts.
+        call: what was asked. Its cache attends to everything, except while it drafts.
         text: what there is of it.
-        choice, paces: see there.
-        dense: ``generate()``'s own loop: ``dense(ids, stopping_criteria, generation_config, streamer, **kwargs)``.
-        config: of the call. streamer: of the call; None: there is none.
+        choice: which token comes next.
+        schedules: how many tokens are drafted before each pass.
+        rule: which of them stay.
+        log: gets what the rule has compared; None: nobody asks.
+        shows_drafts: the streamer gets drafts at once (:class:`.streaming.Early`).
     """
 
     def __init__(
         self,
-        model: Any,
-        cache: SparseCache,
+        call: Call,
         text: Text,
         choice: Choice,
-        paces: Paces,
-        dense: Callable[..., Any],
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
+        schedules: Schedules,
+        rule: Rule,
+        log: Audited | None = None,
+        shows_drafts: bool = False,
     ) -> None:
-        self.model, self.cache, self.text, self.choice, self.paces = model, cache, text, choice, paces
-        self.dense, self.config, self.streamer = dense, config, streamer
-        self.clock, self.runner = Clock(text.ids.device), runner_of(model)
+        self.model, self.cache, self.text, self.choice = call.model, call.cache, text, choice
+        self.schedules, self.rule = schedules, rule
+        self.dense, self.config, self.streamer = call.dense, call.config, call.streamer
+        self.clock, self.runner = Clock(text.ids.device), runner_of(call.model)
+        self.log, self.early = log, Early(call.streamer) if shows_drafts else None
         self._told, self._streaming = 0, 0.0  # of a round: tokens that were told, and the seconds that this took
 
     def run(self) -> Any:
@@ -125,9 +113,9 @@ class Loop:
         return kind(sequences=text.sequences, scores=text.scores, logits=text.logits, **{output_name(kind): self.cache})
 
     @property
-    def pace(self) -> Pace:
-        """The pace of the text as it is now."""
-        return self.paces.of(len(self.text.ids), self.text.ids.numel(), partial(expected, self.cache))
+    def pace(self) -> Schedule:
+        """The schedule of the text as it is now."""
+        return self.schedules.of(len(self.text.ids), self.text.ids.numel(), partial(expected, self.cache))
 
     def _price(self) -> float:
         """Seconds of captures before the first round can be replayed: none if this cache has verified drafts before."""
@@ -143,8 +131,11 @@ class Loop:
 
     def _segment(self, until: Until) -> int:
         """Dense steps by ``generate()``'s own loop. Returns how many there were."""
-        streamer = None if self.streamer is None else _Unended(self.streamer)
+        streamer = None if self.streamer is None else Unended(self.streamer)
         out = self.dense(self.text.ids, until, self.config, streamer, **self.text.kwargs)
+        if self.log is not None:
+            self.log.by_full += until.tokens
+            self.cache.row_table.exactness.audited = self.log  # a first prompt has cleared it
         return self.text.add_segment(out, until)
 
     def _single(self, steps: int) -> None:
@@ -170,32 +161,28 @@ class Loop:
 
     def _drafted_and_verified(self, drafts: int) -> None:
         text, cache, clock = self.text, self.cache, self.clock
-        had, rows, pace = text.ids.shape[1], text.ahead, self.pace
+        pace = self.pace
         begin, began, before = clock.mark(), time.perf_counter(), self._captures
         found = self._looked_up(drafts)
+        sparse = None
         if found is not None:
             drafts = found.shape[1]
             ids = torch.cat((text.ids, found), dim=1)
             kwargs = self.model._update_model_kwargs_for_generation({}, dict(text.kwargs), num_new_tokens=drafts)
         else:
-            ids, kwargs = self._drafted(drafts) if drafts else (text.ids, text.kwargs)
+            ids, kwargs, sparse = self._drafted(drafts) if drafts else (text.ids, text.kwargs, None)
+            drafts = ids.shape[1] - text.ids.shape[1]
         middle, between = clock.mark(), self._captures
         self._keep_back(drafts + 1)
         with cache.drafts():
-            out = self._pass(ids, drafts + 1, kwargs)
-        logits = [one.to(copy=True, dtype=torch.float32, device=ids.device) for one in out.unbind(1)]
-        tokens, scores, weights = [], [], []
-        for i, one in enumerate(logits):
-            given = one.clone() if text.logits is not None else one
-            chosen = self.choice(ids[:, : had + i], given, ahead=i, rows=rows)
-            tokens.append(text.filled(chosen.tokens))
-            scores.append(chosen.scores)
-            weights.append(chosen.weights)
-        sound = ~torch.stack(weights, dim=1).isnan()
-        if not (drafts or self.choice.sample):
-            sound.fill_(True)  # generate()'s own loop takes the first token then
+            out = logits_of(self.model, ids, drafts + 1, drafts + 1, kwargs)
+        verified = self._verified(ids, out, sparse)
         self._told, self._streaming = 0, 0.0
-        added = text.add(Verified(ids[:, had:], torch.stack(tokens, dim=1), scores, logits, sound), self._tell)
+        columns = text.columns
+        added = text.add(verified, self._tell)
+        if self.early is not None:
+            self.early.take_back()
+        self._note(verified, added, columns)
         text.take_back(cache)
         self.choice.keep(added.tokens - self._told)
         if drafts:
@@ -214,13 +201,62 @@ class Loop:
             self.choice.keep(added.stuck)
             self.choice.refuse()
 
+    def _verified(self, ids: Tensor, out: Tensor, sparse: Tensor | None) -> Verified:
+        """The tokens after the text, by full attention's logits ``out [batch, k + 1, vocabulary]``, and by the rule.
+
+        ``ids``: with the ``k`` drafts. ``sparse``: the logits of these by sparse steps, where the rule compares.
+        """
+        text, had, drafts = self.text, self.text.ids.shape[1], out.shape[1] - 1
+        drafted, found, stays = ids[:, had:], None, None
+        if sparse is not None:
+            found = losses(out[:, :drafts].to(ids.device), sparse, drafted)
+            stays = torch.nn.functional.pad(~self.rule.left(found), (0, 1))
+        tokens, scores, logits, weights = [], [], [], []
+        for i, settled in enumerate(self._settled(stays, drafts + 1)):
+            if settled:
+                chosen, one = Chosen(drafted[:, i], None, torch.zeros(len(ids), device=ids.device)), None
+            else:
+                one = out[:, i].to(copy=True, dtype=torch.float32, device=ids.device)
+                given = one.clone() if text.logits is not None else one
+                chosen = self.choice(ids[:, : had + i], given, ahead=i, rows=text.ahead)
+                if stays is not None and i < drafts:
+                    token = drafted[:, i].where(stays[:, i], chosen.tokens)
+                    chosen = Chosen(token, chosen.scores, chosen.weights.masked_fill(stays[:, i], 0.0))
+            tokens.append(text.filled(chosen.tokens))
+            scores.append(chosen.scores)
+            logits.append(one)
+            weights.append(chosen.weights)
+        sound = ~torch.stack(weights, dim=1).isnan()
+        if not (drafts or self.choice.sample):
+            sound.fill_(True)  # generate()'s own loop takes the first token then
+        return Verified(drafted, torch.stack(tokens, dim=1), scores, logits, sound, found, stays)
+
+    def _settled(self, stays: Tensor | None, tokens: int) -> list[bool]:
+        """Which of the tokens after the text are drafts that stay in all rows, and need no choice by full attention."""
+        if stays is None or self.text.scores is not None or self.text.logits is not None:
+            return [False] * tokens
+        return stays.all(0).tolist()
+
+    def _note(self, verified: Verified, added: Added, columns: list[int]) -> None:
+        """Add the tokens of a round to the audit; ``columns``: of each row before it."""
+        log = self.log
+        if log is None:
+            return
+        if verified.losses is None or verified.stays is None:
+            log.by_full += sum(added.counts)
+            return
+        numbers = torch.nn.functional.pad(verified.losses.numbers, (0, 0, 0, 1))
+        log.add(added.counts, columns, verified.chosen, numbers, verified.stays)
+        log.returns += added.rejected
+        log.taken_back += added.rows * verified.drafted.shape[1] - added.accepted
+
     def _tell(self, tokens: Tensor) -> None:
         """A token of each row, ``[batch]``, has come."""
         self.choice.keep(1)
         self._told += 1
         if self.streamer is not None:
             began = time.perf_counter()
-            self.streamer.put(tokens.cpu())
+            (self.early or self.streamer).put(tokens.cpu())
             self._streaming += time.perf_counter() - began  # which is not the round's
 
     @property
@@ -238,27 +274,29 @@ class Loop:
         best = 0 if found is None else pace.best_of(found.shape[1], drafts)
         return None if found is None or not best else found[:, :best]
 
-    def _drafted(self, drafts: int) -> tuple[Tensor, dict]:
-        """All tokens and drafts after them, and the model's arguments for these. The cache holds none of the drafts."""
+    def _drafted(self, drafts: int) -> tuple[Tensor, dict, Tensor | None]:
+        """All tokens and drafts after them, the model's arguments for these, and the drafts' logits if the rule asks.
+
+        The cache holds none of the drafts.
+        """
         text, cache = self.text, self.cache
-        ids, kwargs = text.ids, dict(text.kwargs)  # which is changed
+        ids, kwargs, kept = text.ids, dict(text.kwargs), []  # which are changed
         self._keep_back(drafts)
         with cache.row_table.exactness.drafting():
             for i in range(drafts):
-                logits = self._pass(ids, 1, kwargs)[:, -1]
-                logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-                token = self.choice(ids, logits, ahead=i, rows=text.ahead).tokens
-                ids = torch.cat((ids, text.filled(token)[:, None]), dim=1)
+                out = logits_of(self.model, ids, 1, 1, kwargs)[:, -1]
+                if self.rule.compares:
+                    kept.append(out.to(copy=True, device=ids.device))
+                logits = out.to(copy=True, dtype=torch.float32, device=ids.device)
+                token = text.filled(self.choice(ids, logits, ahead=i, rows=text.ahead).tokens)
+                ids = torch.cat((ids, token[:, None]), dim=1)
                 kwargs = self.model._update_model_kwargs_for_generation({}, kwargs)
-        cache.crop(-drafts)
-        return ids, kwargs
-
-    def _pass(self, ids: Tensor, new: int, kwargs: dict) -> Tensor:
-        """Logits ``[batch, new, vocabulary]`` of a forward pass over the last ``new`` tokens."""
-        given = self.model.prepare_inputs_for_generation(ids, next_sequence_length=new, **kwargs)
-        if "logits_to_keep" in given:
-            given["logits_to_keep"] = new
-        return self.model(**given, return_dict=True).logits[:, -new:]
+                if self.early is not None:
+                    self.early.draft(token.cpu())
+                if drafts > MANY and text.would_end(ids):
+                    break
+        cache.crop(text.ids.shape[1] - ids.shape[1])
+        return ids, kwargs, torch.stack(kept, dim=1) if kept else None
 
     def _keep_back(self, tokens: int) -> None:
         """All layers prepare to take back the next tokens."""

@@ -90,6 +90,10 @@ class Ragged(Text):
         return None if self._most is None else self._most - self._least
 
     @property
+    def columns(self) -> list[int]:
+        return list(self._columns)
+
+    @property
     def sequences(self) -> Tensor:
         ends = [n if end is None else end for n, end in zip(self._columns, self._ends)]
         prompt, new = self._prompt, max(ends)
@@ -119,7 +123,7 @@ class Ragged(Text):
         done = [self.criteria(ids[:, : n + i + 1], None).long() for i in range(chosen.shape[1])]
         limits = agreed(drafted, chosen), sound.long().cumprod(1).sum(1)
         *ends, accepted, firm = torch.stack((*done, *limits)).tolist()
-        counts, going = [], [row for row, end in enumerate(self._ends) if end is None]
+        had, counts, going = self.columns, [], [row for row, end in enumerate(self._ends) if end is None]
         for row, drafts in enumerate(accepted):
             most = len(done) if self._most is None else self._most - self._columns[row]
             counts.append(1 if self._ends[row] is not None else min(drafts + 1, most, firm[row]))
@@ -127,7 +131,8 @@ class Ragged(Text):
         right = [accepted[row] for row in going]
         rejected = sum(drafts < drafted.shape[1] for drafts in right)
         stuck = min((self._columns[row] - self._least for row in going if not firm[row]), default=None)
-        return Added(len(going), sum(right), rejected, self._least - before, stuck)
+        gained = [n - m if row in going else 0 for row, (n, m) in enumerate(zip(self.columns, had))]
+        return Added(len(going), sum(right), rejected, self._least - before, stuck, gained)
 
     def take_back(self, cache: SparseCache) -> None:
         mask = self.kwargs["attention_mask"][:, :-1].bool()

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from ..cache import SparseCache
 from .clock import Clock
+from .losses import Losses
 
 
 def of_transformers(ones: Sequence[object]) -> bool:
@@ -34,15 +35,18 @@ class Verified(NamedTuple):
     Args:
         drafted: ``[batch, k]``.
         chosen: ``[batch, k + 1]``, the tokens after the text and after each draft.
-        scores, logits: of each chosen token.
+        scores, logits: of each chosen token; None where neither are asked for, and the draft stays.
         sound: bool ``[batch, k + 1]``, the token's logits are a distribution. The first that are not end the round.
+        losses: of the drafts, if the rule compares. stays: bool ``[batch, k + 1]``, by these the token is the draft.
     """
 
     drafted: Tensor
     chosen: Tensor
-    scores: list[Tensor]
-    logits: list[Tensor]
+    scores: list[Any]
+    logits: list[Any]
     sound: Tensor
+    losses: Losses | None = None
+    stays: Tensor | None = None
 
 
 class Added(NamedTuple):
@@ -53,6 +57,7 @@ class Added(NamedTuple):
         accepted: their drafts that were. rejected: rows whose drafts were not all accepted.
         tokens: that all rows have got.
         stuck: a row got none, because its logits are no distribution: tokens that it has beyond the row with fewest.
+        counts: tokens that each row has got, without padding.
     """
 
     rows: int
@@ -60,6 +65,7 @@ class Added(NamedTuple):
     rejected: int
     tokens: int
     stuck: int | None = None
+    counts: Sequence[int] = ()
 
 
 class Until(StoppingCriteriaList):
@@ -90,6 +96,12 @@ class Until(StoppingCriteriaList):
     def max_length(self) -> int:
         most = super().max_length
         return self._length if most is None else min(most, self._length)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows in the segment, without padding. Waits for the device."""
+        none = torch.zeros_like(self.done[0]) if self._ended is None else self._ended
+        return int(sum((~before).sum() for before in (none, *self.done[:-1])))
 
     @property
     def step_seconds(self) -> float | None:
@@ -136,12 +148,30 @@ class Text:
         pad = getattr(config, "_pad_token_tensor", None) if pads else None
         self.pad: Tensor | None = None if pad is None else pad.to(ids.device)
         self._theirs = not of_transformers(criteria)
+        self._ending: Tensor | None = None  # rows that have ended in the drafts of the round under way
 
     @property
     def room(self) -> int | None:
         """Tokens that may still come; None: no limit."""
         most = self.criteria.max_length
         return None if most is None else most - self.ids.shape[1]
+
+    @property
+    def columns(self) -> list[int]:
+        """Columns of each row, as ``generate()`` counts them."""
+        return [self.ids.shape[1]] * len(self.ids)
+
+    def would_end(self, ids: Tensor) -> bool:
+        """Whether all rows have ended at some column of ``ids``, which the last call had one less of. Waits.
+
+        Only criteria of transformers are asked: others see tokens of the text only.
+        """
+        n = self.ids.shape[1]
+        if ids.shape[1] == n + 1 or self._ending is None:
+            self._ending = ~self.unfinished
+        if not self._theirs:
+            self._ending = self._ending | self.criteria(ids, None)
+        return bool(self._ending.all())
 
     @property
     def sequences(self) -> Tensor:
@@ -184,7 +214,8 @@ class Text:
         The tokens after the end of a row depend on it. Waits for the device. ``told`` is called with each new token
         ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
         """
-        drafted, chosen, scores, logits, sound = verified
+        drafted, chosen, scores, logits, sound, *_ = verified
+        going = self.unfinished.tolist() if self.some_ended else [True] * len(self.ids)
         n, done = self.ids.shape[1], []
         ids, right = torch.cat((self.ids, chosen), dim=1), agreed(drafted, chosen).min()
         limits = torch.stack((right + 1, sound.all(0).long().cumprod(0).sum()))
@@ -211,7 +242,8 @@ class Text:
         if added:
             self._tell(added)
         rows, accepted = len(ids), may - 1
-        return Added(rows, rows * accepted, rows * (accepted < drafted.shape[1]), added, None if firm else 0)
+        rejected = rows * (accepted < drafted.shape[1])
+        return Added(rows, rows * accepted, rejected, added, None if firm else 0, [added * one for one in going])
 
     def take_back(self, cache: SparseCache) -> None:
         """Have ``cache`` hold all but the last token of each row."""

@@ -14,7 +14,7 @@ from rich.table import Table
 from hf_sparsekv_cli.options import CacheKind, DecodingOptions, DType
 
 from ..cache import SparseCache
-from ..checking.install import Exact, of_drafts
+from ..checking.exact import Exact, of_drafts
 from ..telemetry.timing import Timing
 from . import demo_text, loading
 from .output import ALL, CommandError, messages, note

@@ -1,4 +1,4 @@
-"""Exact mode of one cache, and how much of what it holds full attention has computed.
+"""How the texts of one cache are checked, and how much of what it holds full attention has computed.
 
 The contents of rows are in :mod:`.row_table`.
 """
@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from .audited import Audited
 
 
 @dataclass
 class Exactness:
-    """Exact mode of one cache. Copies and files of the cache keep :attr:`inexact_from` alone.
+    """How the texts of one cache are checked. Copies and files of the cache keep :attr:`inexact_from` alone.
 
     Attributes:
         everything: each pass attends to all tokens, decode steps and drafts too.
-        most: drafts a round, fixed; None: as many as pay.
+        check: how the texts of the ``generate()`` under way are checked (:class:`..checking.call.Check`); None: they
+            are not.
+        aside: it is a copy for a few passes beside the cache that decodes: none is worth a capture.
         counts: of rows that come and go: tokens of each in the verification under way; None: there is none.
+        audited: what full attention has found of the texts' tokens; None: it was never asked.
         drafted, accepted: drafts of sparse steps so far, and those that full attention chose too.
         inexact_from: the column of the first token in whose pass a layer attended to a selection, so that its keys and
             values and all later ones differ from those of full attention; None: there is none. In continuous batching
@@ -25,8 +31,10 @@ class Exactness:
     """
 
     everything: bool = False
-    most: int | None = None
+    check: Any = None
+    aside: bool = False
     counts: tuple[int, ...] | None = None
+    audited: Audited | None = None
     drafted: int = 0
     accepted: int = 0
     inexact_from: int | None = None
@@ -45,13 +53,13 @@ class Exactness:
         if self.inexact_from is not None and columns <= self.inexact_from:
             self.inexact_from = None
 
-    def begin(self, most: int | None) -> None:
-        """Exact mode begins, with ``most`` drafts a round."""
-        self.everything, self.most = True, most
+    def begin(self, check: Any, everything: bool = True) -> None:
+        """Texts are checked from here on, by ``check``; ``everything``: passes attend to all tokens."""
+        self.everything, self.check = everything, check
 
     def end(self) -> None:
-        """Exact mode ends; what was counted stays."""
-        self.everything, self.most = False, None
+        """Texts are checked no more; what was counted stays."""
+        self.everything, self.check = False, None
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -74,4 +82,4 @@ class Exactness:
 
     def clear(self) -> None:
         """Nothing is cached, and nothing was drafted."""
-        self.drafted, self.accepted, self.inexact_from = 0, 0, None
+        self.drafted, self.accepted, self.inexact_from, self.audited = 0, 0, None, None

@@ -22,7 +22,7 @@ from ..attention.flash_4 import flash_attention_4, takes
 from ..attention.rotary import Switch, fixed_rotary
 from ..cache import SparseCache
 from ..cache_name import over
-from ..checking.install import Exact
+from ..checking.exact import Exact
 from ..cuda_graph.optimize import runner_of
 from ..cuda_graph.prompts import EAGER, PIECES, QUICK, SIZES
 from ..generating import settings_of, sparse

@@ -12,7 +12,7 @@ from captured import calls_of, imitated
 from models import MODELS, NOTHING_SPARSE, TELLING_MODELS, build, model, plain_text, prompt
 
 from hf_sparsekv import ProgressiveConfig, TokenConfig, sparse
-from hf_sparsekv.checking.install import BUDGET
+from hf_sparsekv.checking.exact import BUDGET
 from hf_sparsekv.checking.loop import Loop
 from hf_sparsekv.checking.pace import Next, Pace
 

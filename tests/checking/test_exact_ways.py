@@ -24,7 +24,7 @@ import hf_sparsekv
 from hf_sparsekv import OffloadConfig, PredictiveConfig, SparseCache, StreamingConfig, TokenConfig, sparse
 from hf_sparsekv.checking import lookup
 from hf_sparsekv.checking.choice import Choice
-from hf_sparsekv.checking.install import ExactSampling
+from hf_sparsekv.checking.install import CheckedSampling
 from hf_sparsekv.checking.lookup import found_before
 from hf_sparsekv.checking.pace import Next, Pace
 from hf_sparsekv.cuda_graph import late_stop
@@ -364,7 +364,7 @@ def test_refused(given, message):
     net = model("llama")
     with pytest.raises(ValueError, match=message), sparse(net, **{"exact": True, **given}):
         pass
-    assert not isinstance(net, ExactSampling)
+    assert not isinstance(net, CheckedSampling)
 
 
 @pytest.mark.quick
@@ -384,12 +384,12 @@ def test_the_model_is_put_back():
     net = build("llama", "sdpa")
     kind = type(net)
     with sparse(net, CONFIG, exact=True):
-        assert isinstance(net, ExactSampling) and type(net).__name__ == kind.__name__
+        assert isinstance(net, CheckedSampling) and type(net).__name__ == kind.__name__
         with sparse(net, CONFIG):
             assert type(net) is kind
             out = net.generate(**prompt(1, 120), do_sample=False, max_new_tokens=9, return_dict_in_generate=True)
             assert out.past_key_values.stats().sparse_calls == 16
-        assert isinstance(net, ExactSampling)
+        assert isinstance(net, CheckedSampling)
         with pytest.warns(UserWarning, match="it was given a DynamicCache"):
             net.generate(**prompt(1, 40), past_key_values=DynamicCache(), max_new_tokens=3)
     assert type(net) is kind
