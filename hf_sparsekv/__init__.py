@@ -19,6 +19,7 @@ from .attention.interface import register as _register
 from .version import __version__
 
 if TYPE_CHECKING:
+    from hf_sparsekv_config.audit import AuditConfig
     from hf_sparsekv_config.predictive import PredictiveConfig
     from hf_sparsekv_config.progressive import ProgressiveConfig
     from hf_sparsekv_config.serving import ServingConfig
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .row_trial import check_rows
     from .serving.engine import Engine
     from .serving.sampling import Sampling
+    from .telemetry.audit_stats import AuditedToken, AuditStats
     from .telemetry.monitor import StepMonitor, StepReport
     from .telemetry.prompt_stats import PromptStats
     from .telemetry.stats import CacheStats
@@ -58,6 +60,7 @@ _PLACES = {
     "hf_sparsekv_config.sparse": ("OffloadConfig", "SparseConfig"),
     ".cuda_graph.optimize": ("optimize", "unoptimize"),
     ".generating": ("disable", "enable", "generate", "sparse"),
+    "hf_sparsekv_config.audit": ("AuditConfig",),
     "hf_sparsekv_config.predictive": ("PredictiveConfig",),
     ".policies.measured": ("WalkStats",),
     "hf_sparsekv_config.progressive": ("ProgressiveConfig",),
@@ -68,6 +71,7 @@ _PLACES = {
     ".serving.sampling": ("Sampling",),
     "hf_sparsekv_config.serving": ("ServingConfig",),
     ".serving.engine": ("Engine",),
+    ".telemetry.audit_stats": ("AuditStats", "AuditedToken"),
     ".telemetry.monitor": ("StepMonitor", "StepReport"),
     ".telemetry.prompt_stats": ("PromptStats",),
     ".telemetry.stats": ("CacheStats",),
@@ -90,6 +94,9 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AsyncPredictiveCache",
+    "AuditConfig",
+    "AuditStats",
+    "AuditedToken",
     "BlockMap",
     "CacheStats",
     "Engine",

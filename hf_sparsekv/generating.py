@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from hf_sparsekv_config.audit import AuditConfig
 from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig, with_changes
 from hf_sparsekv_config.tokens import TokenConfig
 
@@ -26,6 +27,7 @@ from . import cache_source
 from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
+from .checking.audit import check_of
 from .checking.exact import Exact, of_drafts
 from .policies.registry import method_of
 
@@ -39,6 +41,7 @@ def _settings(
     changes: Mapping[str, Any],
     exact: bool = False,
     drafts: int | None = None,
+    audit: bool | AuditConfig = False,
 ) -> Settings:
     """Settings from the arguments of :func:`sparse`."""
     if isinstance(config, SparseCache):
@@ -63,8 +66,16 @@ def _settings(
         raise TypeError(f"exact must be True or False, got {exact!r}")
     if drafts is not None and not exact:
         raise ValueError("drafts are those of exact=True: give both, or none")
-    config = with_changes(config, changes)
-    settings = Settings(of_drafts(config) if exact else config, offload, optimize, Exact(drafts) if exact else None)
+    if not isinstance(audit, bool | AuditConfig):
+        raise TypeError(f"audit must be an AuditConfig, True or False, got {type(audit).__name__}")
+    if audit and exact:
+        raise ValueError("exact=True gives full attention's text, which needs no audit: give one of exact and audit")
+    config, check = with_changes(config, changes), None
+    if exact:
+        config, check = of_drafts(config), Exact(drafts)
+    elif audit:
+        check = check_of(AuditConfig() if audit is True else audit)
+    settings = Settings(config, offload, optimize, check)
     if settings.check is not None:
         settings.check.check(SparseCache(settings.config, offload))
     return settings
@@ -134,6 +145,7 @@ def sparse(
     optimize: bool | None = None,
     exact: bool = False,
     drafts: int | None = None,
+    audit: bool | AuditConfig = False,
     **changes: Any,
 ) -> SparseContext:
     """Inside, each ``model.generate()`` decodes sparsely over a new cache. At the end the model is restored.
@@ -157,6 +169,8 @@ def sparse(
             Drafts attend to 1,024 tokens, unless ``config`` or ``changes`` name a budget, a share or a preset. A cache
             given to ``generate()`` must hold nothing but what full attention has computed.
         drafts: with ``exact``: tokens drafted before each verification. ``None``: as many as pay.
+        audit: compare each token with full attention in hindsight, for ``stats().audit``: ``True``, or an
+            :class:`AuditConfig`, with ``max_loss`` to go back where a token is too far (docs/audit.md).
         changes: options of the configuration: ``sparse(model, token_budget=512)``.
 
     Raises:
@@ -164,7 +178,7 @@ def sparse(
         ValueError: this kind of model cannot decode sparsely, or a value is wrong.
         RuntimeError: another thread or task uses the model inside ``sparse()`` with other settings.
     """
-    return SparseContext(model, _settings(config, offload, optimize, changes, exact, drafts))
+    return SparseContext(model, _settings(config, offload, optimize, changes, exact, drafts, audit))
 
 
 class SparseContext(AbstractContextManager[torch.nn.Module], ContextDecorator):
@@ -226,6 +240,7 @@ def enable(
     optimize: bool | None = None,
     exact: bool = False,
     drafts: int | None = None,
+    audit: bool | AuditConfig = False,
     **changes: Any,
 ) -> torch.nn.Module:
     """From now on each ``model.generate()`` decodes sparsely over a new cache, until :func:`disable`.
@@ -235,7 +250,7 @@ def enable(
     other threads' calls expect the enabled settings, and raise RuntimeError if these differ.
 
     Args:
-        model, config, offload, optimize, exact, drafts, changes: as in :func:`sparse`.
+        model, config, offload, optimize, exact, drafts, audit, changes: as in :func:`sparse`.
 
     Returns:
         ``model``.
@@ -243,7 +258,7 @@ def enable(
     Raises:
         TypeError, ValueError, RuntimeError: as in :func:`sparse`; what was enabled before still is.
     """
-    _enter(model, Use(_settings(config, offload, optimize, changes, exact, drafts), lasting=True))
+    _enter(model, Use(_settings(config, offload, optimize, changes, exact, drafts, audit), lasting=True))
     return model
 
 
@@ -313,6 +328,7 @@ def generate(
     optimize: bool | None = None,
     exact: bool = False,
     drafts: int | None = None,
+    audit: bool | AuditConfig = False,
     **given: Any,
 ) -> Any:
     """Run transformers' own loop over a sparse cache, as ``model.generate(..., custom_generate=hf_sparsekv.generate)``.
@@ -325,7 +341,7 @@ def generate(
     Args:
         model, input_ids, generation_config, inputs_tensor: as ``generate()`` passes them.
         sparse_config: ``config`` of :func:`sparse`.
-        offload, optimize, exact, drafts: as in :func:`sparse`.
+        offload, optimize, exact, drafts, audit: as in :func:`sparse`.
 
     Returns:
         The result of ``generate()``.
@@ -337,8 +353,9 @@ def generate(
     name = GENERATION_MODES_MAPPING[mode]
     if "/" in name:
         raise ValueError(f"{mode.value} is no longer part of transformers (see {name}): use another way to generate")
-    settings = _settings(sparse_config, offload, optimize, {}, exact, drafts)
-    with sparse(model, settings.config, offload=settings.offload, optimize=optimize, exact=exact, drafts=drafts):
+    settings = _settings(sparse_config, offload, optimize, {}, exact, drafts, audit)
+    more: Any = {"exact": exact, "drafts": drafts, "audit": audit}
+    with sparse(model, settings.config, offload=settings.offload, optimize=optimize, **more):
         past = given_cache(given)
         if not getattr(past, "_is_user_defined", False):
             given[GENERATE] = cache_source.new_cache(model, settings, generation_config)

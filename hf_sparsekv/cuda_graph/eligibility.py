@@ -71,6 +71,8 @@ class Eligibility:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or cache.model_config is None or not cache.get_seq_length():
             return 0
         new = ids.shape[1]
+        if cache.row_table.exactness.aside:
+            return 0
         if new == 1:
             return 1
         alone = self.ranks is None or not self.ranks.captures

@@ -116,11 +116,13 @@ class SparseLayer(Owned, LayerKind, CacheLayerMixin):
         memo[id(self)] = new
         if self.store is not None:
             self.store.writer.wait()  # a side stream may still be choosing blocks
-        new.index, new.broken, new.policy, new.latent = self.index, self.broken, self.policy.copy(), self.latent
+        # Whoever copies the cache may have named another policy (:mod:`..checking.exact_copy`).
+        new.policy = memo[id(self.policy)] if id(self.policy) in memo else self.policy.copy()
+        new.index, new.broken, new.latent = self.index, self.broken, self.latent
         new.q_heads, new.pending, new.captured, new.next_step = self.q_heads, None, None, NextStep()
         table = copy.deepcopy(self.owner.row_table, memo)
         copy_streams = copy.deepcopy(self.owner.copy_streams, memo)
-        pools = copy.deepcopy(self.owner.device_pools, memo) if self.policy.fetches else None
+        pools = copy.deepcopy(self.owner.device_pools, memo) if new.policy.fetches else None
         new.store = self.store if self.store is None else self.store.copy(table, pools, copy_streams)
         new.owner, new.audit = copy.deepcopy((self.owner, self.audit), memo)
         return new

@@ -12,6 +12,7 @@ from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
 from ..policies.shared import Shared
+from .audit_stats import AuditStats, audit_stats
 from .prompt_stats import PromptStats, audit_tables, described, mean_covered, mean_density, prompt_stats
 from .working_set import working_set_bytes
 
@@ -56,6 +57,7 @@ class CacheStats:
         draft_queries: draft queries of a row in decode steps, beyond the first query. Tokens and bytes count for each
             query.
         drafted, accepted: tokens that sparse steps drafted in exact mode, and those that full attention chose too.
+        audit: how far the texts' tokens are from full attention; None without an audit (``sparse(audit=True)``).
         prompts: what sparse prompts covered, per layer; empty without (``SparseConfig(prefill=...)``).
     """
 
@@ -89,6 +91,7 @@ class CacheStats:
     draft_queries: int = 0
     drafted: int = 0
     accepted: int = 0
+    audit: AuditStats | None = None
     prompts: tuple[PromptStats, ...] = ()
 
     @property
@@ -186,6 +189,8 @@ class CacheStats:
             line += f"; {share:.0%} of the layer calls were dense because that is as fast there (dense_below)"
         if self.drafted:
             line += f"; {self.accepted} of {self.drafted} drafts accepted"
+        if self.audit is not None:
+            line += f"; {self.audit}"
         if self.materialised:
             line += f"; {self.materialised} layer calls bypassed sparse attention"
         return f"{line}; {where}"
@@ -303,5 +308,6 @@ def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None
         draft_queries=max((c.drafts for c in total), default=0),
         drafted=table.exactness.drafted,
         accepted=table.exactness.accepted,
+        audit=audit_stats(table.exactness.audited),
         prompts=prompt_stats(audit_tables(layers)),
     )
