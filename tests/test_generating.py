@@ -804,6 +804,7 @@ def test_arguments_of_custom_generate_are_what_transformers_passes_on():
         "optimize",
         "exact",
         "drafts",
+        "audit",
         "given",
     }
 

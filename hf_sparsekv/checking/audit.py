@@ -30,6 +30,7 @@ from .losses import losses
 from .passes import logits_of
 from .recording import Recorder, Watched
 
+_OF_THE_LOOP = ("tokenizer", "output_hidden_states")  # arguments that passes of ours can do without
 CHUNK = 2048  # tokens of a row that a pass reads at most, where an earlier answer has to be read again
 
 
@@ -87,7 +88,7 @@ def _check_call(call: Call) -> None:
     model, cache, mask = call.model, call.cache, call.kwargs.get("attention_mask")
     if cache.model_config is None:
         cache.bind(model.config.get_text_config(decoder=True))
-    others = [name for name, value in call.kwargs.items() if value is not None and name not in PLAIN]
+    others = [name for name, value in call.kwargs.items() if value is not None and name not in {*PLAIN, *_OF_THE_LOOP}]
     if others:
         raise ValueError(f"audit=True reads texts of token ids, and this call has {', '.join(others)}: leave audit out")
     if mask is None or mask.shape != call.ids.shape:
@@ -138,7 +139,8 @@ class _Auditing:
         self.log = call.cache.row_table.exactness.audited or Audited()
         self.copy: SparseCache | None = None  # made with the first token
         self.name = next(name for name in NAMES if name in call.kwargs)
-        self.kwargs = {name: value for name, value in call.kwargs.items() if name != self.name}
+        left_out = {self.name, *_OF_THE_LOOP}
+        self.kwargs = {name: value for name, value in call.kwargs.items() if name not in left_out}
         self.columns = self.audited = call.ids.shape[1]  # that self.kwargs tell of; of the text that is compared
 
     def run(self) -> Any:

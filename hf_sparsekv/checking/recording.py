@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteriaList
 
+from .text import pads
+
 
 class Recorder(LogitsProcessor):
     """Keeps the logits of each step, before any processor.
@@ -40,18 +42,20 @@ class Watched(StoppingCriteriaList):
         criteria: of the call. told: called with all tokens ``[batch, n]`` after each new one.
 
     Attributes:
-        done: bool ``[batch]``, rows that had ended before each new token that was not audited yet, and before the next.
+        done: bool ``[batch]``, rows that get padding in the place of each new token that was not audited yet, and
+            of the next.
     """
 
     def __init__(self, criteria: Sequence, told: Callable[[Tensor], None]) -> None:
         super().__init__(criteria)
-        self._told = told
+        self._told, self._pads = told, pads(criteria)
         self.done: list[Tensor] = []
 
     def __call__(self, input_ids, scores, **kwargs) -> Tensor:  # type: ignore[override]
         ends = super().__call__(input_ids, scores, **kwargs)
         if not self.done:
             self.done.append(torch.zeros_like(ends))
-        self.done.append(self.done[-1] | ends)
+        done = self.done[-1] | ends
+        self.done.append(done if self._pads else done.all().expand_as(done))
         self._told(input_ids)
         return ends

@@ -24,6 +24,11 @@ def of_transformers(ones: Sequence[object]) -> bool:
     return all(type(one).__module__.startswith("transformers.") for one in ones)
 
 
+def pads(criteria: Sequence[object]) -> bool:
+    """Whether rows that have ended get padding; else they go on until all have."""
+    return any(hasattr(one, "eos_token_id") for one in criteria)
+
+
 def agreed(drafted: Tensor, chosen: Tensor) -> Tensor:
     """How many first drafts ``[batch, k]`` are what was chosen, ``[batch, k + 1]``: int64 ``[batch]``."""
     return (drafted == chosen[:, :-1]).long().cumprod(1).sum(1)
@@ -100,6 +105,8 @@ class Until(StoppingCriteriaList):
     @property
     def tokens(self) -> int:
         """Tokens of all rows in the segment, without padding. Waits for the device."""
+        if not pads(self):
+            return len(self.done) * len(self.done[0])
         none = torch.zeros_like(self.done[0]) if self._ended is None else self._ended
         return int(sum((~before).sum() for before in (none, *self.done[:-1])))
 
@@ -144,8 +151,7 @@ class Text:
         returns = config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if returns and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if returns and config.output_logits else None
-        pads = any(hasattr(one, "eos_token_id") for one in criteria)
-        pad = getattr(config, "_pad_token_tensor", None) if pads else None
+        pad = getattr(config, "_pad_token_tensor", None) if pads(criteria) else None
         self.pad: Tensor | None = None if pad is None else pad.to(ids.device)
         self._theirs = not of_transformers(criteria)
         self._ending: Tensor | None = None  # rows that have ended in the drafts of the round under way
@@ -215,7 +221,8 @@ class Text:
         ``[batch]``, in order, as ``generate()``'s own loop tells a streamer.
         """
         drafted, chosen, scores, logits, sound, *_ = verified
-        going = self.unfinished.tolist() if self.some_ended else [True] * len(self.ids)
+        padded = self.some_ended and self.pad is not None
+        going = self.unfinished.tolist() if padded else [True] * len(self.ids)
         n, done = self.ids.shape[1], []
         ids, right = torch.cat((self.ids, chosen), dim=1), agreed(drafted, chosen).min()
         limits = torch.stack((right + 1, sound.all(0).long().cumprod(0).sum()))

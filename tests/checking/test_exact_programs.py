@@ -106,8 +106,8 @@ def options(draw: random.Random, rows: int, length: int, last: bool, cached: boo
 class Side:
     """A conversation with exact mode, or with transformers alone."""
 
-    def __init__(self, name: str, exactly: bool, config, given: bool, drafts: int | None, path) -> None:
-        self.exactly, self.config, self.drafts, self.path = exactly, config, drafts, path
+    def __init__(self, name: str, exactly: bool, config, given: bool, asked: dict[str, Any], path) -> None:
+        self.exactly, self.config, self.asked, self.path = exactly, config, asked, path
         self.name = "llama" if name == "captured" else name
         make = (lambda name: imitated("llama")[0]) if name == "captured" else model
         self.net = make(name) if exactly else reference(self.name)
@@ -147,7 +147,7 @@ class Side:
         if self.given:
             how["past_key_values"] = self.cache
         torch.manual_seed(seed)
-        with sparse(self.net, self.config, exact=True, drafts=self.drafts) if self.exactly else nullcontext():
+        with sparse(self.net, self.config, **self.asked) if self.exactly else nullcontext():
             try:
                 out = self.net.generate(ids, attention_mask=mask, pad_token_id=PAD, **how)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -165,8 +165,8 @@ def seen(new: torch.Tensor, how: dict[str, Any], draw: random.Random) -> torch.T
     return (ends.cumsum(1) - ends == 0) | (draw.random() < 0.5)
 
 
-def run(seed: int, path) -> list[str]:
-    """A program. Returns what it did, for a failure's message."""
+def run(seed: int, path, asked: dict[str, Any] | None = None) -> list[str]:
+    """A program. Returns what it did, for a failure's message. ``asked``: how full attention's text is asked for."""
     draw = random.Random(seed)
     name, config, given = draw.choice(FAMILIES), draw.choice(CONFIGS), draw.random() < 0.5
     rows, drafts = draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 4, None))
@@ -175,7 +175,8 @@ def run(seed: int, path) -> list[str]:
     pads[draw.randrange(rows)] = 0
     inputs = prompt(rows, length, tuple(pads), seed)
     ids, mask = inputs["input_ids"], inputs["attention_mask"].to(dtype)
-    sides = [Side(name, exactly, config, given, drafts, path) for exactly in (False, True)]
+    asked = {"exact": True, "drafts": drafts} if asked is None else asked
+    sides = [Side(name, exactly, config, given, asked, path) for exactly in (False, True)]
     turns, done = draw.randint(1, 3), [f"{name}, {config.brief()}, {rows} rows, {drafts} drafts, {length}, {pads}"]
     for nth in range(turns):
         what = draw.choice(("kept", "kept", "dropped", "copied", "cropped", "filed", "sparse"))
