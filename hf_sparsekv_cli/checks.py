@@ -49,6 +49,12 @@ def exact_mode(exact: bool, sparse: bool, offload: bool) -> None:
     )
 
 
+def audited(audit: bool, exact: bool, sparse: bool) -> None:
+    """``generate --audit`` and ``--max-loss``."""
+    _require(not audit or sparse, "--audit and --max-loss have no meaning with --cache dense: it is full attention")
+    _require(not (audit and exact), "--exact gives full attention's text, which needs no --audit and no --max-loss")
+
+
 def prompted(prompt: object, prompt_file: object, demo: bool) -> None:
     """``generate`` reads one text."""
     given = sum((prompt is not None, prompt_file is not None, demo))

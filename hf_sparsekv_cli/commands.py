@@ -44,6 +44,19 @@ def generate(
     exact: Annotated[
         bool, typer.Option("--exact", help="Sparse steps only draft, full attention decides: its text, if faster.")
     ] = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Compare each token of a sparse step with full attention afterwards.")
+    ] = False,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            parser=values.parse_loss,
+            metavar="SHARE",
+            help="With an audit, the largest total variation of a token, or top: the likeliest token must be the same. "
+            "Where one is beyond it, full attention goes on from there.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = "auto",
     capture: Annotated[
@@ -61,6 +74,7 @@ def generate(
     else:
         options.refuse_all()
     checks.exact_mode(exact, bool(sparse), bool(options.offload or options.kv_dtype))
+    checks.audited(audit or max_loss is not None, exact, bool(sparse))
     checks.coded(options)
     checks.seeded(seed, temperature)
     checks.prompted(prompt, prompt_file, demo)

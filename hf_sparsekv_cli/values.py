@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from hf_sparsekv_config.audit import AuditConfig
 from hf_sparsekv_config.options import guess
 
 OTHER_DEVICES = ("mps", "xpu", "hpu", "xla", "npu", "mtia", "meta", "vulkan", "hip", "opencl")  # torch's, not ours
@@ -40,6 +41,15 @@ def parse_memory(text: str, least: int = 1 << 20, unit: str = "GiB") -> int:
     if alone and 0 < float(text) < least:
         raise typer.BadParameter(f"{text} bytes? Write the unit, too: {text}{unit}")
     return size_in_bytes
+
+
+def parse_loss(text: str) -> float | str:
+    """``--max-loss``: a share, or ``top``."""
+    try:
+        loss: float | str = text if text == "top" else float(text)
+        return AuditConfig(max_loss=loss).max_loss  # type: ignore[arg-type, return-value]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number from 0 to 1, and not top") from None
 
 
 def parse_body(text: str) -> int:

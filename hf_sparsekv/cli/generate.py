@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -12,8 +13,10 @@ import typer
 from rich.table import Table
 
 from hf_sparsekv_cli.options import CacheKind, DecodingOptions, DType
+from hf_sparsekv_config.audit import AuditConfig
 
 from ..cache import SparseCache
+from ..checking.audit import check_of
 from ..checking.exact import Exact, of_drafts
 from ..telemetry.timing import Timing
 from . import demo_text, loading
@@ -36,6 +39,8 @@ def generate(
     cache: CacheKind,
     compare: CacheKind | None,
     exact: bool,
+    audit: bool,
+    max_loss: float | Literal["top"] | None,
     dtype: DType,
     device: str,
     capture: bool,
@@ -53,14 +58,16 @@ def generate(
     text = None if demo else _prompt_text(prompt, prompt_file)
     on = loading.pick_device(device)
     # Made before the model is loaded: a bad channel file is told at once.
-    sparse = None
+    sparse, mode = None, dict[str, Any]()  # arguments of sparse()
     if sparse_kinds:
         if exact:
             options, config = replace(options, offload=False), of_drafts(config)  # as sparse(exact=True) does
         options = loading.placed(config, options)
         sparse = SparseCache(config, options.offload_config())
-        if exact:
-            _check_exact(sparse)
+        mode |= {"exact": True} if exact else {}
+        if audit or max_loss is not None:
+            mode |= {"audit": AuditConfig(max_loss=max_loss)}
+        _check_mode(sparse, **mode)
     with messages.status(f"loading {model}"):
         tokenizer, loaded = loading.load(model, loading.torch_dtype(dtype), on)
     if text is None:
@@ -79,7 +86,7 @@ def generate(
                 torch.manual_seed(seed)
             if kind is not CacheKind.dense:
                 captured = capture and on_gpu
-                runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, exact, **sampling))
+                runs.append(run_sparse(tokenizer, loaded, inputs, sparse, captured, kind.value, mode, **sampling))
             else:
                 runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
     _report(runs, sparse, exact=exact, on_gpu=on_gpu, same_tokens_expected=temperature == 0 or exact)
@@ -93,11 +100,15 @@ def generate(
         )
 
 
-def _check_exact(cache: SparseCache) -> None:
+def _check_mode(cache: SparseCache, exact: bool = False, audit: AuditConfig | None = None) -> None:
     try:
-        Exact().check(cache)
+        if exact:
+            Exact().check(cache)
+        elif audit is not None:
+            check_of(audit).check(cache)
     except ValueError as error:
-        raise typer.BadParameter(str(error).replace("exact=True", "--exact")) from error
+        told = str(error).replace("exact=True", "--exact").replace("audit=True", "--audit")
+        raise typer.BadParameter(told.replace("max_loss", "--max-loss")) from error
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import psutil
 import torch
@@ -111,13 +113,13 @@ def run_sparse(
     cache,
     capture: bool,
     name: str = "token",
-    exact: bool = False,
+    mode: Mapping[str, Any] = MappingProxyType({}),
     **kwargs,
 ) -> Run:
     """Generate with one of our caches, called ``name``.
 
     ``capture``: with :func:`hf_sparsekv.optimize`, for the time of the run. Long prompts are read in chunks, as a
-    server reads them, so that activations are bounded. ``exact``: sparse steps only draft.
+    server reads them, so that activations are bounded. ``mode``: arguments of ``sparse()``: exact mode, an audit.
     """
     if (n := inputs["input_ids"].shape[1]) > CHUNK:
         kwargs["prefill_chunk_size"] = -(-n // -(-n // CHUNK))  # equal sizes: a single last token would be a step
@@ -125,8 +127,8 @@ def run_sparse(
     if capture:
         optimize(model)
     try:
-        mode = sparse(model, cache.config, exact=True, optimize=False) if exact else nullcontext()
-        with mode, QueryTap(model):  # eager steps choose for the same queries as captured ones
+        inside = sparse(model, cache.config, optimize=False, **mode) if mode else nullcontext()
+        with inside, QueryTap(model):  # eager steps choose for the same queries as captured ones
             return _run(name, tokenizer, model, inputs, cache, kwargs)
     finally:
         unoptimize(model)
