@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from caches import CACHES
-from captured import imitated
+from captured import Event, imitated
+from inside import runs_ahead
 from models import PAD, model, prompt, reference
 from test_exact_programs import options, seen
 from test_exact_programs import run as run_exactly
@@ -144,7 +145,10 @@ def run(seed: int, path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 12)) for seed in range(120)])
-def test_an_audit_changes_nothing(seed, tmp_path):
+def test_an_audit_changes_nothing(monkeypatch, seed, tmp_path):
+    if seed % 2:  # loops of optimised models learn a step later that a text has ended, as on a GPU
+        runs_ahead(monkeypatch)
+        monkeypatch.setattr(torch, "Event", Event)
     run(seed, tmp_path / "cache")
 
 

@@ -121,6 +121,10 @@ def exact() -> dict:
     return {"hf_sparsekv": hf_sparsekv, "inputs": prompt(1, 300), **serving()}
 
 
+def audit() -> dict:
+    return {"hf_sparsekv": hf_sparsekv, "model": build("llama", "sdpa"), "inputs": prompt(1, 300)}
+
+
 def drafts() -> dict:
     names = {"OffloadedSparseCache": OffloadedSparseCache, "torch": torch}
     return {**names, "model": build("llama", "sparsekv"), "ids": prompt(1, 120)["input_ids"]}
@@ -161,6 +165,7 @@ NAMES: dict[str, Callable[[], dict]] = {
         rows,
         drafts,
         exact,
+        audit,
         serving,
         evaluation,
         extending,
@@ -223,6 +228,8 @@ def test_the_blocks_run_in_their_order(page, tmp_path, monkeypatch, capsys):
         assert there["logits"].shape == (1, 6, VOCAB) and there["cache"].get_seq_length() == 122
     if page == "docs/exact.md":
         assert "drafts accepted" in printed and there["stats"].drafted > 0
+    if page == "docs/audit.md":
+        assert printed.startswith("199 tokens audited: ") and printed.split()[-1].isdecimal()
     if page == "docs/rows.md":
         assert there["logits"].shape == (1, VOCAB) and len(there["rows"].rows) == 1
     if page == "docs/serving.md":
