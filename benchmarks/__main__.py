@@ -15,6 +15,7 @@ BENCHMARKS = {
     "operator": ("operators.run", True, "ways to run the operators of one layer"),
     "step": ("step", True, "whole decode steps, alone and through generate(), beside their baselines"),
     "exact": ("exact", False, "a token in exact mode, by the share of drafts that are accepted"),
+    "audit": ("audit", False, "a token whose distance from full attention is audited, and without"),
     "prompt": ("prompt", False, "seconds of a prompt: exact, and sparse at given densities"),
     "serving": ("serving.run", False, "requests that come and go: whole systems, goodput, a fixed number of rows"),
     "parallel": ("parallel", False, "a model spread over several GPUs: tensor parallel, layers over devices"),

@@ -19,11 +19,12 @@ from ..attention.rotary import switches
 from ..cache import SparseCache
 from ..cache_name import NAMES
 from ..kv.audited import NUMBERS, Audited
+from ..layers.kinds import face
 from ..layers.sparse_layer import SparseLayer
 from ..prefix import PrefixCache
 from ..ranks import ranks_of
 from ..transformers_compat import has_indexer
-from .call import PLAIN, Call, keeps_states
+from .call import PLAIN, Call
 from .exact_copy import exact_copy
 from .limit import Limited
 from .losses import losses
@@ -104,7 +105,7 @@ def _check_call(call: Call) -> None:
         raise ValueError(
             "audit=True is not for models with an indexer: they select tokens without sparse attention too"
         )
-    if keeps_states(cache):
+    if not all(face(layer).can_take_back(1) for layer in cache.layers):
         raise ValueError(
             "audit=True is not for models with recurrent layers or chunked attention: an exact pass over several "
             "tokens cannot go on from their states. Leave audit out"

@@ -8,7 +8,7 @@ import pytest
 from models import build
 from read_rows import read_rows
 
-from benchmarks import exact, prompt
+from benchmarks import audit, exact, prompt
 from benchmarks.arguments import parse_kv
 
 
@@ -49,6 +49,18 @@ def test_rows_of_exact_mode(tmp_path, monkeypatch):
     assert {row["metric"] for row in rows} == {
         *("dense_step_ms", "sparse_step_ms", "verify_4_ms", "verify_8_ms", "verify_16_ms", "dense:tpot_ms"),
         *("exact:accepted=0.9:first:tpot_ms", "exact:accepted=0.9:later:tpot_ms"),
+    }
+
+
+@pytest.mark.slow
+def test_rows_of_audits(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "known_config", lambda *_: None)
+    monkeypatch.setattr(audit, "random_model", lambda *_: build("llama", "sparsekv"))
+    path = tmp_path / "audit.csv"
+    given = ["--shapes", "2x300", "--tokens", "8", "--lead", "4", "--interval", "4", "--repeats", "1", "--kv", "random"]
+    assert audit.main([*given, "--csv", str(path)]) == 0
+    assert {row["metric"] for row in read_rows(path)} == {
+        f"{name}:interval=4:tpot_ms" for name in ("without", "audit", "max_loss=1")
     }
 
 
