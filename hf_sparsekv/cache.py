@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from os import PathLike
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from .kv.rows import Rows
 from .layers.cache_state import CacheState
 from .layers.changes import in_all
 from .layers.checks import moves_itself
-from .layers.linear_passes import LinearPasses
-from .layers.replays import Replays
 from .layers.sparse_layer import SparseLayer
 from .layers.together import (
     check_complete,
@@ -41,12 +39,9 @@ from .layers.together import (
     map_rows,
 )
 from .offload.page_table import DevicePools
-from .persistence.loading import load_cache
-from .persistence.saving import save_cache
 from .policies.registry import method_of
 from .policies.watch import BlockWatch
 from .predictor.channels import check_layers
-from .row_batch import RowBatch
 from .telemetry.stats import CacheStats, allocated, collect
 from .telemetry.watch import BlockMap, collect_blocks
 from .tensors import no_autocast
@@ -63,6 +58,9 @@ from .transformers_compat import (
 )
 from .types import AttentionParams
 from .untraced import all_untraced
+
+if TYPE_CHECKING:
+    from .row_batch import RowBatch
 
 passes_on(__name__)
 
@@ -105,7 +103,6 @@ class SparseCache(CacheState):
         method, config = self._method(config), with_changes(config, changes)
         offload = method.shared.place(config, offload)
         super().__init__(config, offload, method.share(config, offload))
-        self.replays, self.linear_passes = Replays(), LinearPasses()
         self._joined = -1  # the number of changes when all layers were found to hold the same
         self._last_layer = -1  # of ours, once the model is known
         self._checked = False  # what the model is
@@ -158,6 +155,8 @@ class SparseCache(CacheState):
         Raises:
             ValueError: the cache is not empty, or its method chooses a step's tokens in the step before.
         """
+        from .row_batch import RowBatch
+
         batch = RowBatch(self, max_rows, max_length)
         for layer in self.sparse_layers:
             layer.drop()  # prompts of these rows are read into other pools
@@ -379,8 +378,7 @@ class SparseCache(CacheState):
     def watch_blocks(self, on: bool = True) -> None:
         """Have each decode step mark which blocks it attends to, for :meth:`chosen_blocks`; or stop that.
 
-        Costs a few small kernels per layer and step while it is on, nothing otherwise.
-        Captured steps are captured again when it changes.
+        Costs a few small kernels per layer and step while it is on. Captured steps are captured again when it changes.
         """
         if on == self.watched:
             return
@@ -413,6 +411,8 @@ class SparseCache(CacheState):
             RuntimeError: an earlier error left the cache incomplete.
             OSError: ``path`` cannot be written; its directory has to exist.
         """
+        from .persistence.saving import save_cache  # most programs save none
+
         save_cache(self, self.kinds, path)
 
     @classmethod
@@ -443,6 +443,8 @@ class SparseCache(CacheState):
                 without ``config`` it reserves far more memory than it fills (docs/saving.md).
             MemoryError: the host memory that ``offload`` allows does not hold it.
         """
+        from .persistence.loading import load_cache
+
         return load_cache(cls, cls.kinds, path, config, offload, model_config, device)
 
 

@@ -1,4 +1,4 @@
-"""The layers of a cache: those of a model's configuration, and others in their place before steps are captured."""
+"""The layers of a cache: those of a model's configuration."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import warnings
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer
 
-from .layers import recurrent, sliding  # noqa: F401  # the kinds of layers that there are
+from .layers import indexed, recurrent, sliding  # noqa: F401  # the kinds of layers that there are
 from .layers.cache_state import CacheState
-from .layers.indexed import in_blocks
-from .layers.kinds import LayerKind, made_layers
+from .layers.kinds import made_layers
 from .layers.sparse_layer import SparseLayer
+from .policies.indexed import in_blocks
 from .predictor.channels import check_config
 from .transformers_compat import check_kind, check_options, stock_layers, why_dense
 
@@ -41,10 +41,3 @@ def add_layers(cache: CacheState, layer_idx: int) -> None:
         )
     while len(cache.layers) <= layer_idx:
         cache.layers.append(SparseLayer.at(cache, len(cache.layers)))
-
-
-def ready_for_steps(cache: CacheState) -> None:
-    """Put layers that captured steps can use in place of filled ones that they cannot."""
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, LayerKind):
-            cache.layers[index] = layer.for_steps(cache, index)

@@ -15,7 +15,7 @@ from .cache import SparseCache
 from .kv.read_back import materialise
 from .kv.state import Held
 from .kv.store import LayerStore
-from .layers.sparse_layer import SparseLayer
+from .layers.cache_state import FullLayer
 from .layers.together import check_complete
 from .policies.base import Policy
 from .policies.registry import Method
@@ -116,7 +116,7 @@ class PrefixCache(SparseCache):
         if mine != theirs:
             raise ValueError(f"the cache was made for another model: {theirs}, the prefix is of {mine}")
         for index, (mine, other) in enumerate(zip(self.layers, cache.layers)):
-            if not isinstance(mine, SparseLayer):
+            if not isinstance(mine, FullLayer):
                 cache.layers[index] = copy.deepcopy(mine)
                 continue
             policy, store = mine.policy, mine.store
@@ -142,7 +142,7 @@ class PrefixCache(SparseCache):
         self._filled()
         cache = DynamicCache(config=self.model_config)
         for index, mine in enumerate(self.layers):
-            if isinstance(mine, SparseLayer):
+            if isinstance(mine, FullLayer):
                 cache.update(*materialise(mine.store), index)
             else:
                 cache.layers[index] = copy.deepcopy(mine)

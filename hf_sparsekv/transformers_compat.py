@@ -23,9 +23,9 @@ from .attention.masks import SECOND_PROMPT, check_columns
 from .attention.mla import absorb_mla, caller, calling_model, passes_on
 from .attention.pooled_indexer import take_pooled
 from .cache_name import given_cache
-from .layers.indexed import IndexedLayer, in_blocks
+from .layers.kinds import face
 from .layers.together import check_complete
-from .policies.indexed import chooses
+from .policies.indexed import chooses, in_blocks
 from .untraced import untraced
 
 passes_on(__name__)
@@ -226,7 +226,7 @@ class AllPositions:
         self._layer(cache).indexer_position_ids = positions
 
     def _layer(self, cache: Any) -> Any:
-        return next((layer for layer in cache.layers if isinstance(layer, IndexedLayer)), None)
+        return next((layer for layer in cache.layers if face(layer).kind == "indexed"), None)
 
 
 def update_indexer(cache: Any, indexer_key_states: Tensor, layer_idx: int) -> Tensor:

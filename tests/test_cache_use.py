@@ -13,7 +13,7 @@ from caches import FULL, TIGHT, two_level
 from models import model, plain_text, prompt, reference
 from transformers import DynamicCache
 
-from hf_sparsekv.cache_layers import ready_for_steps
+from hf_sparsekv.layers.kinds import ready_for_steps
 
 SOME = [("llama", True), ("llama", False), ("gemma3", False), ("glm4-moe-lite", True)]  # models, blocks in host memory
 ATOL = {"atol": 5e-4, "rtol": 1e-4}

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsekv import OffloadConfig, OffloadedSparseCache, SparseCache, SparseConfig, TokenConfig
 from hf_sparsekv.attention.interface import sparsekv_attention
-from hf_sparsekv.cache_layers import ready_for_steps
 from hf_sparsekv.cli import loading
 from hf_sparsekv.cli.output import CommandError
+from hf_sparsekv.layers.kinds import ready_for_steps
 from hf_sparsekv.predictor.channels import LabelChannels
 from hf_sparsekv.tuning.channels import calibrate
 

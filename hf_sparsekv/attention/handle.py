@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from ..kv.forward_pass import Pass
 from ..kv.rows import Rows
 from ..types import AttentionParams
-
-if TYPE_CHECKING:
-    from .mla import Absorbed
 
 
 class AttendingCache(Protocol):
@@ -77,7 +74,7 @@ class Step:
     k: Tensor
     v: Tensor
     past: int
-    absorbed: Absorbed | None = None
+    absorbed: Any = None  # Absorbed | None
     touched: bool = field(default=False)
     committed: bool = field(default=False)
     autocast: bool = False

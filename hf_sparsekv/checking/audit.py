@@ -16,11 +16,10 @@ from transformers import LogitsProcessorList
 from hf_sparsekv_config.audit import AuditConfig
 
 from ..attention.rotary import switches
-from ..cache import SparseCache
 from ..cache_name import NAMES
 from ..kv.audited import NUMBERS, Audited
+from ..layers.cache_state import CacheState
 from ..layers.kinds import face
-from ..layers.sparse_layer import SparseLayer
 from ..prefix import PrefixCache
 from ..ranks import ranks_of
 from ..transformers_compat import has_indexer
@@ -46,7 +45,7 @@ class Audit:
 
     config: AuditConfig = field(default_factory=AuditConfig)
 
-    def check(self, cache: SparseCache) -> None:
+    def check(self, cache: CacheState) -> None:
         """Raise ``ValueError`` if no exact pass can be had beside ``cache``."""
         if cache.config.prefill is not None:
             raise ValueError(
@@ -66,7 +65,7 @@ class Audit:
                 "use offload=True"
             )
 
-    def begin(self, cache: SparseCache) -> None:
+    def begin(self, cache: CacheState) -> None:
         """The texts of ``cache`` are audited from here on; raises as :meth:`check`."""
         self.check(cache)
         cache.row_table.exactness.begin(self, everything=False)
@@ -117,7 +116,7 @@ def _check_call(call: Call) -> None:
             "max_new_tokens that ends before it"
         )
     exact = cache.row_table.exactness.inexact_from
-    if exact is not None and not (exact and all(isinstance(layer, SparseLayer) for layer in cache.layers)):
+    if exact is not None and not (exact and all(face(layer).selects for layer in cache.layers)):
         raise ValueError(
             "audit=True starts from keys and values of full attention, and this cache cannot go back to any: leave "
             "past_key_values out, or call its reset()"
@@ -138,7 +137,7 @@ class _Auditing:
         self.recorder = Recorder(dtype if dtype.is_floating_point else torch.float32)
         self.watched = Watched(call.criteria, self._told)
         self.log = call.cache.row_table.exactness.audited or Audited()
-        self.copy: SparseCache | None = None  # made with the first token
+        self.copy: CacheState | None = None  # made with the first token
         self.name = next(name for name in NAMES if name in call.kwargs)
         left_out = {self.name, *_OF_THE_LOOP}
         self.kwargs = {name: value for name, value in call.kwargs.items() if name not in left_out}
@@ -182,7 +181,7 @@ class _Auditing:
 
     def _read(self, ids: Tensor, kept: int) -> Tensor:
         """Full attention's logits at the last columns of ``ids [batch, n]``: ``[batch, kept, vocabulary]``."""
-        copy, n, found = cast(SparseCache, self.copy), ids.shape[1], []
+        copy, n, found = cast(CacheState, self.copy), ids.shape[1], []
         update = self.call.model._update_model_kwargs_for_generation
         self.kwargs = update({}, self.kwargs, num_new_tokens=n - self.columns) if n > self.columns else self.kwargs
         self.columns = max(n, self.columns)

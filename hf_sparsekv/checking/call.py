@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..cache import SparseCache
 from ..cache_name import NAMES
+from ..layers.cache_state import CacheState
 
 # Arguments of passes that mean the same whatever part of a text a pass reads.
 PLAIN = {*NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -30,7 +30,7 @@ class Call:
     """
 
     model: Any
-    cache: SparseCache
+    cache: CacheState
     own: Callable[..., Any]
     ids: Tensor
     processors: LogitsProcessorList
@@ -58,11 +58,11 @@ class Call:
 class Check(Protocol):
     """How the texts of a model are checked: the setting of :func:`..generating.sparse`."""
 
-    def check(self, cache: SparseCache) -> None:
+    def check(self, cache: CacheState) -> None:
         """Raise ``ValueError`` if ``cache`` cannot be used so."""
         ...
 
-    def begin(self, cache: SparseCache) -> None:
+    def begin(self, cache: CacheState) -> None:
         """The texts of ``cache`` are checked so from here on; raises as :meth:`check`."""
         ...
 

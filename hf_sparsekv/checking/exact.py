@@ -12,10 +12,9 @@ from hf_sparsekv_config.sparse import SparseConfig
 from hf_sparsekv_config.tokens import TokenConfig
 
 from ..attention.rotary import switches
-from ..cache import SparseCache
 from ..cuda_graph.optimize import runner_of
+from ..layers.cache_state import CacheState
 from ..layers.kinds import face
-from ..layers.sparse_layer import SparseLayer
 from ..policies.base import Policy
 from ..prefix import PrefixCache
 from ..ranks import ranks_of
@@ -44,7 +43,7 @@ class Exact:
 
     drafts: int | None = None
 
-    def check(self, cache: SparseCache) -> None:
+    def check(self, cache: CacheState) -> None:
         """Raise ``ValueError`` if ``cache`` cannot be used so."""
         if cache.offload_config is not None:
             raise ValueError(
@@ -59,7 +58,7 @@ class Exact:
                 "for: give fewer, or a larger max_draft"
             )
 
-    def begin(self, cache: SparseCache) -> None:
+    def begin(self, cache: CacheState) -> None:
         """Have ``cache`` attend to everything, except where the loop drafts; as :meth:`check`."""
         self.check(cache)
         cache.row_table.exactness.begin(self)
@@ -114,7 +113,7 @@ def can_draft(call: Call, text: Text, drafts: int | None, most: int) -> bool:
     return drafts is not None or captured or text.ids.device.type == "cpu"
 
 
-def check_cache(cache: SparseCache, option: str) -> None:
+def check_cache(cache: CacheState, option: str) -> None:
     """Raise ``ValueError`` if drafts over ``cache`` cannot be verified by full attention, as ``option`` asks."""
     name = option.partition("=")[0]
     if cache.config.prefill is not None:
@@ -136,10 +135,10 @@ def check_cache(cache: SparseCache, option: str) -> None:
         )
 
 
-def _not_exact(cache: SparseCache, exact: int, option: str) -> str:
+def _not_exact(cache: CacheState, exact: int, option: str) -> str:
     """Why ``cache``, whose first ``exact`` columns are exact, is refused, and what to do."""
     held = cache.get_seq_length()
-    crops = exact and all(isinstance(layer, SparseLayer) for layer in cache.layers)  # others keep no earlier states
+    crops = exact and all(face(layer).selects for layer in cache.layers)  # others keep no earlier states
     return (
         f"{option} goes on from the keys and values of full attention. Of the {held} tokens in this cache only the "
         f"first {exact} are known to have them: sparse steps, a sparse prompt or a file of an earlier version gave the "

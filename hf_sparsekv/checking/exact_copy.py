@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 
-from ..cache import SparseCache
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import CacheState, FullLayer
 from ..policies.base import Policy
 
 
-def exact_copy(cache: SparseCache) -> SparseCache:
+def exact_copy(cache: CacheState) -> CacheState:
     """A copy that attends to everything and holds the columns of ``cache`` that full attention has computed."""
     known = {id(layer.policy): _dense(layer) for layer in cache.sparse_layers}
     new = copy.deepcopy(cache, known)
@@ -25,7 +24,7 @@ def exact_copy(cache: SparseCache) -> SparseCache:
     return new
 
 
-def _dense(layer: SparseLayer) -> Policy:
+def _dense(layer: FullLayer) -> Policy:
     """A policy that keeps nothing and attends to everything, in the place of the layer's own."""
     own = layer.policy
     new = Policy(own.config, own.layer_idx, own.offloaded)

@@ -5,12 +5,12 @@ The pace soon replaces these by its own measurements. It knows neither caches no
 
 from __future__ import annotations
 
-from ..cache import SparseCache
+from ..layers.cache_state import CacheState
 from ..policies import crossover
 from .pace import Expected
 
 
-def expected(cache: SparseCache) -> Expected | None:
+def expected(cache: CacheState) -> Expected | None:
     """The expectation for a filled cache, for captured passes; None: nothing is known."""
     layers = [layer for layer in cache.sparse_layers if layer.index >= cache.config.dense_layers]
     rule = getattr(layers[-1].policy, "crossover", None) if layers else None

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-from ..cache import SparseCache
 from ..cache_name import given_cache
 from ..cuda_graph.late_stop import LateStopping
+from ..layers.cache_state import CacheState
 from ..model_watch import kind_of
 from .call import Call, Check
 
@@ -26,7 +26,7 @@ class CheckedSampling:
     ):
         cache, own = given_cache(kwargs), super()._sample  # type: ignore[misc]
         given = input_ids, logits_processor, stopping_criteria, generation_config
-        if not isinstance(cache, SparseCache) or (check := cache.row_table.exactness.check) is None:
+        if not isinstance(cache, CacheState) or (check := cache.row_table.exactness.check) is None:
             return own(*given, synced_gpus=synced_gpus, **kwargs)
         return check.generate(Call(self, cache, own, *given, kwargs.pop("streamer", None), synced_gpus, kwargs))
 
@@ -42,7 +42,7 @@ class CheckedSampling:
 def _refuse(kwargs: dict[str, Any], what: str) -> None:
     """Raise ``ValueError`` if a check of the given cache is not for such a loop."""
     cache = given_cache(kwargs)
-    if isinstance(cache, SparseCache) and cache.row_table.exactness.check is not None:
+    if isinstance(cache, CacheState) and cache.row_table.exactness.check is not None:
         cache.row_table.exactness.check.refuse(what)
 
 

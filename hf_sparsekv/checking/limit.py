@@ -10,8 +10,8 @@ from typing import Any
 
 from hf_sparsekv_config.audit import AuditConfig
 
-from ..cache import SparseCache
 from ..kv.audited import Audited
+from ..layers.cache_state import CacheState
 from .call import Call
 from .choice import Choice
 from .exact import can_draft, check_cache
@@ -29,7 +29,7 @@ class Limited:
 
     config: AuditConfig
 
-    def check(self, cache: SparseCache) -> None:
+    def check(self, cache: CacheState) -> None:
         """Raise ``ValueError`` if ``cache`` cannot be used so."""
         check_cache(cache, "max_loss")
         if cache.offload_config is not None and cache.offload_config.kv_dtype is not None:
@@ -37,7 +37,7 @@ class Limited:
                 "max_loss compares with full attention, and keys and values of kv_dtype are rounded: leave kv_dtype out"
             )
 
-    def begin(self, cache: SparseCache) -> None:
+    def begin(self, cache: CacheState) -> None:
         """Have ``cache`` attend to everything, except where the loop drafts; raises as :meth:`check`."""
         self.check(cache)
         cache.row_table.exactness.begin(self)

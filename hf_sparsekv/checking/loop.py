@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache_layers import ready_for_steps
 from ..cache_name import output_name
 from ..cuda_graph.optimize import runner_of
 from ..kv.audited import Audited
+from ..layers.kinds import ready_for_steps
 from ..row_batch.verifying import selects
 from .call import Call
 from .choice import Choice, Chosen

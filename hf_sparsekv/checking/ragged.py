@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from ..cache import SparseCache
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import CacheState
+from ..layers.kinds import face
 from ..layers.together import keep_tokens
 from ..tensors import sent
 from .text import Added, Text, Until, Verified, agreed, of_transformers
@@ -27,12 +27,12 @@ _OF_LOGITS = {
 }
 
 
-def can_be_ragged(text: Text, cache: SparseCache, processors: LogitsProcessorList, kept: bool) -> bool:
+def can_be_ragged(text: Text, cache: CacheState, processors: LogitsProcessorList, kept: bool) -> bool:
     """Whether the rows of ``text`` may grow independently.
 
     ``kept``: the caller keeps the cache, whose columns must be those of the text.
     """
-    if kept or len(text.ids) == 1 or not all(type(layer) is SparseLayer for layer in cache.layers):
+    if kept or len(text.ids) == 1 or not all(face(layer).kind == "full" for layer in cache.layers):
         return False
     if not of_transformers(text.criteria) or any(type(one).__name__ not in _OF_LOGITS for one in processors):
         return False
@@ -134,7 +134,7 @@ class Ragged(Text):
         gained = [n - m if row in going else 0 for row, (n, m) in enumerate(zip(self.columns, had))]
         return Added(len(going), sum(right), rejected, self._least - before, stuck, gained)
 
-    def take_back(self, cache: SparseCache) -> None:
+    def take_back(self, cache: CacheState) -> None:
         mask = self.kwargs["attention_mask"][:, :-1].bool()
         lengths = [n - pads - 1 for n, pads in zip(self._columns, self._pads)]
         keep_tokens(cache, lengths, mask if min(lengths) < max(lengths) else None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from ..cache import SparseCache
+from ..layers.cache_state import CacheState
 from .clock import Clock
 from .losses import Losses
 
@@ -252,7 +252,7 @@ class Text:
         rejected = rows * (accepted < drafted.shape[1])
         return Added(rows, rows * accepted, rejected, added, None if firm else 0, [added * one for one in going])
 
-    def take_back(self, cache: SparseCache) -> None:
+    def take_back(self, cache: CacheState) -> None:
         """Have ``cache`` hold all but the last token of each row."""
         cache.crop(self.ids.shape[1] - 1 - cache.get_seq_length())
 

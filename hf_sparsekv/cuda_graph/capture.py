@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.rows import Drafts
 from ..kv.step_rows import StepRows
-from ..layers.cache_state import resume, trial_steps
+from ..layers.cache_state import CacheState, resume, trial_steps
 from ..layers.captured import CapturedLayer
 from ..layers.kinds import LayerKind
 from ..layers.linear_passes import LinearPasses
@@ -28,7 +27,7 @@ from .captured_step import CapturedStep, Saved, gathered_experts, uncached_autoc
 from .recorder import Recorder, Sides
 
 
-def kernel_kind(cache: SparseCache) -> tuple:
+def kernel_kind(cache: CacheState) -> tuple:
     """Everything besides shapes and plans that decides which kernels a step uses."""
     stores = [layer.store for layer in cache.sparse_layers]
     pools = [store.pages is not None and store.pages.pool is not None for store in stores]
@@ -69,7 +68,7 @@ class Capturer:
         self.model, self.ranks, self.recorder = model, ranks, recorder
         self._warm: set[Hashable] = set()  # kinds of steps whose kernels are compiled
 
-    def capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
+    def capture(self, forward: Callable, cache: CacheState, wanted: Wanted) -> CapturedStep:
         """Capture a step of ``forward`` over ``cache``; of a tensor parallel model on all ranks, or on none.
 
         Raises:
@@ -86,7 +85,7 @@ class Capturer:
             raise RuntimeError("on another rank")
         return step
 
-    def _capture(self, forward: Callable, cache: SparseCache, wanted: Wanted) -> CapturedStep:
+    def _capture(self, forward: Callable, cache: CacheState, wanted: Wanted) -> CapturedStep:
         trial = Trial(self.model, forward, cache, wanted)
         try:
             with trial_steps(cache):
@@ -131,7 +130,7 @@ class Trial:
         changes: the cache's ``changes`` before the trial.
     """
 
-    def __init__(self, model: torch.nn.Module, forward: Callable, cache: SparseCache, wanted: Wanted) -> None:
+    def __init__(self, model: torch.nn.Module, forward: Callable, cache: CacheState, wanted: Wanted) -> None:
         ids, valid, drafts = wanted.ids, wanted.valid, wanted.drafts
         self.model, self.forward, self.wanted, self.table = model, forward, wanted, cache.row_table
         self.cache = weakref.ref(cache)  # weak, or its graphs would keep the cache alive
@@ -202,7 +201,7 @@ class Trial:
         for state in self.saved:
             state.put_back_host()
 
-    def put_back(self, cache: SparseCache) -> None:
+    def put_back(self, cache: CacheState) -> None:
         """Restore all state."""
         for state in self.saved:
             state.put_back_host("stopped while a trial step was taken back")

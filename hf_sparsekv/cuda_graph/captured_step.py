@@ -10,10 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
 from ..kv.rows import Drafts
+from ..layers.cache_state import CacheState, FullLayer
 from ..layers.kinds import LayerKind
-from ..layers.sparse_layer import SparseLayer
 from ..policies.plan import Plan
 from ..tensors import sent
 
@@ -59,7 +58,7 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def held_addresses(cache: SparseCache, others: Sequence[LayerKind], device: torch.device) -> tuple:
+def held_addresses(cache: CacheState, others: Sequence[LayerKind], device: torch.device) -> tuple:
     """Addresses on ``device`` that a graph of this cache's steps holds; ``others``: its layers that do not select."""
     steps = cache.row_table.steps(device)
     of_others = tuple([layer.addresses(steps) for layer in others])
@@ -118,7 +117,7 @@ class Saved:
 
     query: Tensor | None = None
 
-    def __init__(self, layer: SparseLayer) -> None:
+    def __init__(self, layer: FullLayer) -> None:
         self.layer = layer
         self.states = [(state, state.snapshot()) for state in (layer.store, layer.policy)]
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..attention.drafts import are_drafts
 from ..attention.rotary import PassRotary
-from ..cache import SparseCache
-from ..cache_layers import ready_for_steps
+from ..layers.cache_state import CacheState
 from ..layers.drafts import captures_drafts
-from ..layers.kinds import face
+from ..layers.kinds import face, ready_for_steps
 from ..ranks import Ranks
 from .inputs import OF_DRAFTS, STATIC, all_tokens
 
@@ -62,7 +61,7 @@ class Eligibility:
         """The weights may have moved."""
         self._found = None
 
-    def new_tokens(self, given: dict, cache: SparseCache) -> int:
+    def new_tokens(self, given: dict, cache: CacheState) -> int:
         """Tokens of each row that a call decodes over a filled cache: 1, or several drafts; otherwise 0.
 
         Drafts are of one row, or are verified by full attention.
@@ -81,7 +80,7 @@ class Eligibility:
         few = 1 < new <= cache.config.max_draft + 1 and fixed and alone
         return new if few and are_drafts(cache, new) else 0
 
-    def drafts(self, given: dict, cache: SparseCache, new: int) -> bool:
+    def drafts(self, given: dict, cache: CacheState, new: int) -> bool:
         """Whether a pass over ``new`` drafts can be captured, if a plain step can."""
         layers = cache.sparse_layers
         more = (value for name, value in given.items() if name not in STATIC and name not in OF_DRAFTS)
@@ -94,7 +93,7 @@ class Eligibility:
             or not all(captures_drafts(layer.store, layer.policy, new) for layer in layers)
         )
 
-    def why_not(self, given: dict, cache: SparseCache) -> str | None:
+    def why_not(self, given: dict, cache: CacheState) -> str | None:
         """Why this step cannot be captured; None: it can."""
         ids = given["input_ids"]
         return self.cannot or self._model(ids) or self._cache(cache, ids) or _call(given)
@@ -143,7 +142,7 @@ class Eligibility:
             self._found = devices, any(map(_brings_weights, self.model.modules()))
         return self._found
 
-    def _cache(self, cache: SparseCache, ids: Tensor) -> str | None:
+    def _cache(self, cache: CacheState, ids: Tensor) -> str | None:
         """Reasons in the cache: its layers, where its memory is, padding."""
         text = cache.model_config.get_text_config(decoder=True)
         if getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", None) or ()):

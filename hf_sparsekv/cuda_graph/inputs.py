@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
 from ..cache_name import NAMES
 from ..kv.rows import Rows
+from ..layers.cache_state import CacheState
 
 STATIC = ("input_ids", "position_ids", "attention_mask", *NAMES)
 OF_DRAFTS = ("logits_to_keep", "use_cache", "return_dict")  # further arguments that a captured draft pass may have
@@ -25,7 +25,7 @@ def draft_width(tokens: int, most: int) -> int:
     return min(most, max(4, 1 << (tokens - 1).bit_length()))
 
 
-def graph_inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
+def graph_inputs(given: dict, cache: CacheState, positions: Tensor) -> tuple[Tensor, Tensor, dict, object]:
     """Ids and positions as a graph takes them, the other arguments, and the number of logits asked for (0: all).
 
     With continuous batching these are the rows that the step runs. Drafts are padded with copies of the last one.
@@ -42,7 +42,7 @@ def graph_inputs(given: dict, cache: SparseCache, positions: Tensor) -> tuple[Te
     return ids, positions, rest, rest.pop("logits_to_keep", 0)
 
 
-def valid_rows(cache: SparseCache, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
+def valid_rows(cache: CacheState, rows: Rows, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Which rows get a token, bool ``[batch, 1]``; None: all."""
     if cache.row_batch is not None:
         return cache.row_batch.valid(device)

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation import utils
 
-from ..cache import SparseCache
-from ..cache_layers import ready_for_steps
 from ..cache_name import given_cache
-from ..layers.kinds import face
+from ..layers.cache_state import CacheState
+from ..layers.kinds import face, ready_for_steps
 from ..model_watch import kind_of
 from ..random_state import random_state, set_random_state
 
@@ -69,7 +68,7 @@ class LateStop:
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         """Whether one step too many can run and be undone."""
-        if is_assistant or not _runs_ahead(device) or not isinstance(cache, SparseCache):
+        if is_assistant or not _runs_ahead(device) or not isinstance(cache, CacheState):
             return False
         ready_for_steps(cache)
         kinds = map(face, cache.layers)
@@ -141,7 +140,7 @@ class LateStopping:
         noticed = not all(map(_of_transformers, (*logits_processor, *stopping_criteria)))
         noticed |= getattr(kwargs.get("streamer"), "waits", False)
         loop: Any = GenerationMixin._sample
-        if noticed or synced_gpus or not isinstance(cache, SparseCache):
+        if noticed or synced_gpus or not isinstance(cache, CacheState):
             return loop(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **kwargs)
         late = FunctionType(loop.__code__, {**loop.__globals__, _REPLACED: LateStop}, loop.__name__, loop.__defaults__)
         before, cache.going_on = cache.going_on, True

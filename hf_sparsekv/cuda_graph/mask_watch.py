@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
+from ..layers.cache_state import CacheState
 
 
 class MaskWatch:
@@ -23,7 +23,7 @@ class MaskWatch:
         torch.eq(mask[:, -1], 0, out=self.holes)
         self.seen.copy_(self.holes, non_blocking=True)
 
-    def check(self, cache: SparseCache) -> None:
+    def check(self, cache: CacheState) -> None:
         """Raise for padding in the columns that have arrived: those of all steps that the caller has waited for."""
         if self.seen.any():
             self.seen.fill_(False)

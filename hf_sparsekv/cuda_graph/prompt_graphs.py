@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
 from ..cache_name import over, without_cache
 from ..kv.pool import BlockPool
+from ..layers.cache_state import CacheState
 from .prompt_tape import Kept, Past, Shape, Tape
 
 
@@ -74,7 +74,7 @@ class CapturedPrompt:
             raise RuntimeError("a prompt's pass has not come to all layers")
         return type(out)(**without_cache(out))
 
-    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
+    def give(self, ids: Tensor, positions: Tensor | None, cache: CacheState) -> None:
         """Write the inputs of a prompt. Padding follows it, which earlier tokens do not see."""
         n = ids.shape[1]
         self.ids[:, :n].copy_(ids)
@@ -109,7 +109,7 @@ class CapturedPiece(CapturedPrompt):
         finally:
             self.past = None
 
-    def give(self, ids: Tensor, positions: Tensor | None, cache: SparseCache) -> None:
+    def give(self, ids: Tensor, positions: Tensor | None, cache: CacheState) -> None:
         rows, device, stores = cache.row_table.rows, ids.device, [layer.store for layer in cache.sparse_layers]
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + ids.shape[1], device=device)[None]

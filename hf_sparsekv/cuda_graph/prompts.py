@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import SparseCache
 from ..cache_name import NAMES, output_name
 from ..layers.adopting import Computed, adopt, adopts
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import CacheState
+from ..layers.kinds import face
 from ..layers.together import check_complete
 from ..model_watch import ModelWatch
 from ..tensors import any_autocast, no_inference_mode
@@ -104,13 +104,13 @@ class Prompts:
         self.forget()
         self._memory = None
 
-    def learn(self, cache: SparseCache) -> None:
+    def learn(self, cache: CacheState) -> None:
         """A prompt has run eagerly: what layers the model has, if that is not known."""
         if self._shape is not None or not self._able or cache.row_batch is not None:
             return
         layers, found = cache.sparse_layers, set()
         for layer in layers:
-            if type(layer) is SparseLayer and not layer.latent and (store := layer.store) is not None:
+            if face(layer).kind == "full" and not layer.latent and (store := layer.store) is not None:
                 dims = store.split, store.width - store.split, layer.q_heads
                 found.add(Shape(len(layers), store.heads, *dims, store.dtype, store.device))
             else:
@@ -139,7 +139,7 @@ class Prompts:
         ids = given.get("input_ids")
         return self._able and isinstance(ids, Tensor) and 0 < ids.numel() <= SIZES[-1]
 
-    def run(self, given: dict, cache: SparseCache) -> Any:
+    def run(self, given: dict, cache: CacheState) -> Any:
         """The model's result for a prompt into an empty cache; None: it has to run eagerly."""
         kind = self._kind(given, cache)
         if kind is None:
@@ -170,7 +170,7 @@ class Prompts:
         kind_of = type(step.output)
         return kind_of(**{**step.output, "logits": step.output["logits"].clone(), output_name(kind_of): cache})
 
-    def _kind(self, given: dict, cache: SparseCache) -> Kind | Piece | None:
+    def _kind(self, given: dict, cache: CacheState) -> Kind | Piece | None:
         """The kind of a pass that can be captured, else None."""
         ids: Any = given.get("input_ids")
         shape = self._shape
@@ -198,7 +198,7 @@ class Prompts:
         if len(layers) != len(cache.layers) or any(layer.broken or layer.pending is not None for layer in layers):
             return None
         policies = [layer.policy for layer in layers]
-        if len(layers) != shape.layers or not all(type(layer) is SparseLayer for layer in layers):
+        if len(layers) != shape.layers or not all(face(layer).kind == "full" for layer in layers):
             return None
         if past:
             return self._piece(batch, n, cache, shape) if all(map(adopts, policies)) else None
@@ -211,7 +211,7 @@ class Prompts:
             return Kind(shape, batch, size, 0, None)
         return Kind(shape, batch, size, len(observing), labels.wanted)
 
-    def _piece(self, batch: int, n: int, cache: SparseCache, shape: Shape) -> Piece | None:
+    def _piece(self, batch: int, n: int, cache: CacheState, shape: Shape) -> Piece | None:
         """The kind of a short piece after what is cached on the device, if a graph of it is no slower."""
         size = next((size for size in PIECES if n <= size), None)
         layers = cache.sparse_layers

@@ -6,20 +6,18 @@ This is the hot path: the host's work of every steady step is in this file.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.drafts import are_drafts
-from ..cache import SparseCache
 from ..cache_name import output_name
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
-from ..layers.cache_state import new_rows
+from ..layers.cache_state import CacheState, FullLayer, new_rows
 from ..layers.kinds import LayerKind
-from ..layers.sparse_layer import SparseLayer
 from ..layers.step import planned
 from ..model_watch import ModelWatch
 from .captured_step import CapturedStep, autocast_of
@@ -45,7 +43,7 @@ class Steady(NamedTuple):
     changes: int
     moves: int
     room: int
-    layers: list[SparseLayer]
+    layers: Sequence[FullLayer]
     others: list[LayerKind]
     rest: dict
     sealed: tuple[int, ...] | None
@@ -69,13 +67,11 @@ class Replayer:
 
     def __init__(self, watch: ModelWatch) -> None:
         self.watch = watch
-        self.graphs: weakref.WeakKeyDictionary[SparseCache, dict[Hashable, CapturedStep]] = weakref.WeakKeyDictionary()
-        self.steady: weakref.WeakKeyDictionary[SparseCache, dict[tuple[int, bool], Steady]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.watches: weakref.WeakKeyDictionary[SparseCache, MaskWatch] = weakref.WeakKeyDictionary()
+        self.graphs: weakref.WeakKeyDictionary[CacheState, dict[Hashable, CapturedStep]] = weakref.WeakKeyDictionary()
+        self.steady: weakref.WeakKeyDictionary[CacheState, dict[tuple[int, bool], Steady]] = weakref.WeakKeyDictionary()
+        self.watches: weakref.WeakKeyDictionary[CacheState, MaskWatch] = weakref.WeakKeyDictionary()
         # The last planned step of each cache, and how much had changed before it.
-        self._last: weakref.WeakKeyDictionary[SparseCache, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[CacheState, tuple[CapturedStep, int]] = weakref.WeakKeyDictionary()
         self.replays = 0
 
     def forget(self) -> None:
@@ -83,7 +79,7 @@ class Replayer:
         for held in (self.graphs, self._last, self.steady):
             held.clear()
 
-    def again(self, given: dict, cache: SparseCache, known: dict[tuple[int, bool], Steady]):
+    def again(self, given: dict, cache: CacheState, known: dict[tuple[int, bool], Steady]):
         """Replay an earlier step if nothing has changed that determines it; else return None.
 
         A step takes some 5 ms, so the host has no time to check every layer.
@@ -139,13 +135,13 @@ class Replayer:
         watch = None if mask is None or rows.valid is not None else self.mask_watch(cache, mask)
         return self.replay(step, cache, steady, rows, valid, watch, ids, positions, mask, drafts, keep)
 
-    def planned_twice(self, cache: SparseCache, step: CapturedStep) -> bool:
+    def planned_twice(self, cache: CacheState, step: CapturedStep) -> bool:
         """Whether ``step``, which was planned now, is the one planned before, and the cache has not changed since."""
         before, now = self._last.get(cache), (step, cache.changes)
         self._last[cache] = now
         return before is not None and before[0] is step and before[1] == now[1]
 
-    def expect(self, cache: SparseCache, width: int, now: Steady) -> None:
+    def expect(self, cache: CacheState, width: int, now: Steady) -> None:
         """Expect the step again: always if a full cache has the same plan, else until another block is full.
 
         A plan changes at some number of blocks, and never changes back with more.
@@ -154,13 +150,13 @@ class Replayer:
         kind = width, cache.row_table.exactness.everything
         self.steady.setdefault(cache, {})[kind] = now._replace(sealed=None) if stays else now
 
-    def _unsteady(self, cache: SparseCache) -> None:
+    def _unsteady(self, cache: CacheState) -> None:
         self.steady.pop(cache, None)
 
     def replay(
         self,
         step: CapturedStep,
-        cache: SparseCache,
+        cache: CacheState,
         steady: Steady,
         rows: Rows,
         valid: Tensor | None,
@@ -214,7 +210,7 @@ class Replayer:
             out["logits"] = out["logits"].clone()
         return type(step.output)(**out)
 
-    def mask_watch(self, cache: SparseCache, mask: Tensor) -> MaskWatch:
+    def mask_watch(self, cache: CacheState, mask: Tensor) -> MaskWatch:
         """The watch of this cache's masks, after a check of the masks so far."""
         watch = self.watches.get(cache)
         if watch is None or watch.holes.shape[0] != mask.shape[0]:
@@ -223,7 +219,7 @@ class Replayer:
         return watch
 
 
-def _planned(cache: SparseCache, rows: Rows, steady: Steady) -> bool:
+def _planned(cache: CacheState, rows: Rows, steady: Steady) -> bool:
     """Whether these rows have the same step."""
     asked = cache.row_table.asked(rows, new_rows(cache, steady.step.input_ids.device))
     drafts = steady.step.count is not None

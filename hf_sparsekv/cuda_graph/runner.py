@@ -18,13 +18,11 @@ from transformers import GenerationMixin
 from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.rotary import PassRotary
 from ..attention.tap import QueryTap
-from ..cache import SparseCache
 from ..cache_name import NAMES, cache_name
 from ..fusion.fuse import Fusion
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
-from ..layers.cache_state import new_rows
-from ..layers.indexed import IndexedLayer
+from ..layers.cache_state import CacheState, new_rows
 from ..layers.step import prepare
 from ..layers.together import check_complete
 from ..model_watch import ModelWatch
@@ -156,7 +154,7 @@ class StepRunner:
         if self._other_name in kwargs and self._cache_name not in kwargs:
             kwargs[self._cache_name] = kwargs.pop(self._other_name)
         cache = kwargs.get(self._cache_name)
-        if not args and isinstance(cache, SparseCache) and (known := self.steady.get(cache)):
+        if not args and isinstance(cache, CacheState) and (known := self.steady.get(cache)):
             with self.lock:
                 out = self.replayer.again(kwargs, cache, known)
             if out is not None:
@@ -164,7 +162,7 @@ class StepRunner:
         given = self.signature.bind(*args, **kwargs).arguments
         given.update(given.pop(self._rest, {}))
         cache = given.get(self._cache_name)
-        if not isinstance(cache, SparseCache):
+        if not isinstance(cache, CacheState):
             return self._eagerly(*args, **kwargs)
         new = self.eligibility.new_tokens(given, cache)
         with self.lock:
@@ -220,7 +218,7 @@ class StepRunner:
         self.eligibility.forget()
         self.prompts.forget()
 
-    def _verify(self, given: dict, cache: SparseCache, rows: Rows):
+    def _verify(self, given: dict, cache: CacheState, rows: Rows):
         """Run a captured pass over drafts, of one row or in exact mode; None: it cannot be captured."""
         layers, new = cache.sparse_layers, given["input_ids"].shape[1]
         if not self.eligibility.drafts(given, cache, new):
@@ -232,7 +230,7 @@ class StepRunner:
         plans = tuple([prepare(layer.store, layer.policy, layer.next_step, after, drafts=True) for layer in layers])
         return self._step(given, cache, plans, drafts) if all(plan.captured for plan in plans) else None
 
-    def _step(self, given: dict, cache: SparseCache, plans: tuple[Plan, ...], drafts: Drafts | None = None):
+    def _step(self, given: dict, cache: CacheState, plans: tuple[Plan, ...], drafts: Drafts | None = None):
         """Run a step, or a pass over ``drafts``, by its graph; capture the graph if there is none.
 
         If it cannot be captured, a step runs eagerly, and a pass over drafts returns None.
@@ -250,7 +248,7 @@ class StepRunner:
         watch = None if mask is None or rows.valid is not None else self.replayer.mask_watch(cache, mask)
         if positions is None:
             positions = torch.arange(rows.columns, rows.columns + new, device=ids.device)[None]
-            if isinstance(layers[0], IndexedLayer):
+            if layers[0].in_columns:
                 positions = positions.expand(len(ids), -1)  # those that the model keeps are of each row
         ids, positions, rest, keep = graph_inputs(given, cache, positions)
         width = ids.shape[1]
@@ -284,7 +282,7 @@ class StepRunner:
             cache.replays.settle(layers)
         return out
 
-    def _first_capture(self, graphs: dict, cache: SparseCache, wanted: Wanted) -> CapturedStep | None:
+    def _first_capture(self, graphs: dict, cache: CacheState, wanted: Wanted) -> CapturedStep | None:
         """Capture a step that is not among the cache's ``graphs``, where it has room then.
 
         None, and a warning says why, if the model's forward cannot be captured.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ..ops.storage.seal import Index, seal, seal_range
 from .block_writer import BlockWriter
 from .pool import BlockPool
 from .rows import Rows, Taken
-
-if TYPE_CHECKING:
-    from .store import LayerStore
 
 _ALL = slice(None)  # rows
 _SEAL_BYTES = 1 << 26  # blocks are sealed in pieces of about this size, which bounds the temporaries of a long prompt
@@ -39,12 +36,12 @@ class Indexer(Protocol):
         """
         ...
 
-    def sealing(self, store: LayerStore) -> Index | None:
-        """Where these fields are kept, for the kernels that seal blocks; None if these cannot make them."""
+    def sealing(self, store: Any) -> Index | None:
+        """Where these fields of a ``LayerStore`` are kept, for the kernels that seal blocks; None: these make none."""
         ...
 
 
-def indexing(indexer: Indexer, store: LayerStore) -> tuple[Index, IndexBlocks | None]:
+def indexing(indexer: Indexer, store: Any) -> tuple[Index, IndexBlocks | None]:
     """The index that the sealing kernels write, and the function that indexes afterwards, if the kernels cannot."""
     index = indexer.sealing(store)
     return (Index(store.key_dim), indexer.index) if index is None else (index, None)

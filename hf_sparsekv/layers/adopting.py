@@ -5,6 +5,7 @@ All layers get their tokens at once, and work that is alike in them is done once
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,7 @@ from ..policies.labelled import LabelledPolicy
 from ..predictor.channels import ChannelStats
 from ..tensors import no_autocast, no_inference_mode
 from ..types import AttentionParams
-from .cache_state import CacheState, end_pass
-from .sparse_layer import SparseLayer
+from .cache_state import CacheState, FullLayer, end_pass
 
 _BYTES = 1 << 26  # of keys in float32 whose moments are taken at once
 
@@ -83,7 +83,7 @@ def adopt(owner: CacheState, computed: Computed) -> None:
         raise
 
 
-def _store(layers: list[SparseLayer], computed: Computed) -> None:
+def _store(layers: Sequence[FullLayer], computed: Computed) -> None:
     """Store the tokens: of layers that follow each other and index alike at once, if their memory lies side by side."""
     k, v = (of[:, :, :, : computed.tokens] for of in (computed.k, computed.v))
     first = 0

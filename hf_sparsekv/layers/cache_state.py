@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,21 +15,22 @@ from transformers.cache_utils import Cache
 
 from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 
+from ..attention.handle import Step
+from ..attention.sparse_prompt import PromptAudit
 from ..kv.forward_pass import Pass
 from ..kv.pool import BlockPool
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
+from ..kv.store import LayerStore
 from ..offload.copy_streams import CopyStreams
 from ..offload.host_limit import HostBudget
 from ..offload.page_table import DevicePools
+from ..policies.base import Policy
 from ..policies.shared import Shared
-
-if TYPE_CHECKING:
-    from ..attention.handle import Step
-    from ..types import AttentionParams
-    from .linear_passes import LinearPasses
-    from .replays import Replays
-    from .sparse_layer import SparseLayer
+from ..types import AttentionParams
+from .linear_passes import LinearPasses
+from .next_step import NextStep
+from .replays import Replays
 
 BYPASSED = (
     "something other than the sparsekv attention function reads the keys of {cache}: the result is right, but dense "
@@ -72,8 +73,6 @@ class CacheState(Cache):
 
     config_type: ClassVar[type[SparseConfig] | None] = None  # the only one that the class takes, and its default
     layers: list[Any]
-    replays: Replays
-    linear_passes: LinearPasses
 
     def __init__(self, config: SparseConfig, offload: OffloadConfig | None, shared: Shared) -> None:
         super().__init__(layers=[])
@@ -82,6 +81,7 @@ class CacheState(Cache):
         self.budget = None if offload is None else HostBudget(offload)
         self.device_pools = None if offload is None else DevicePools(offload)
         self.row_table, self.copy_streams = RowTable(config), CopyStreams()
+        self.replays, self.linear_passes = Replays(), LinearPasses()
         self.block_pools: dict[int, BlockPool] | None = None
         self.row_batch: Any = None  # RowBatch | None
         self.model_config: PreTrainedConfig | None = None
@@ -94,7 +94,7 @@ class CacheState(Cache):
     if TYPE_CHECKING:  # methods of SparseCache
 
         @property
-        def sparse_layers(self) -> list[SparseLayer]: ...
+        def sparse_layers(self) -> Sequence[FullLayer]: ...
         def bind(self, model_config: Any) -> None: ...
         def attend(
             self, module: Any, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -110,7 +110,7 @@ def is_first(cache: CacheState, layer: object) -> bool:
     return layer is next(iter(cache.sparse_layers), None)
 
 
-def next_layer(cache: CacheState, index: int) -> SparseLayer | None:
+def next_layer(cache: CacheState, index: int) -> FullLayer | None:
     """The full-attention layer that comes after layer ``index``, None after the last."""
     return next((layer for layer in cache.sparse_layers if layer.index > index), None)
 
@@ -170,3 +170,23 @@ class Owned:
             "sparse caches cannot be pickled: write one to a file with cache.save(path), or copy it with "
             "copy.deepcopy(cache)"
         )
+
+
+class FullLayer(Owned):
+    """A layer of full attention, as passes and files use it; its attributes: see :class:`.sparse_layer.SparseLayer`."""
+
+    index: int
+    store: LayerStore
+    policy: Policy
+    latent: bool
+    q_heads: int
+    broken: str | None
+    next_step: NextStep
+    audit: PromptAudit
+    captured: Any  # CapturedLayer | None
+
+    if TYPE_CHECKING:  # methods of SparseLayer
+
+        def begin(self, step: Step, q_heads: int, valid: Tensor | None = None) -> None: ...
+        def commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None: ...
+        def shorten(self, rows: Rows) -> None: ...

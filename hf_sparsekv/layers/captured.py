@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,14 +18,11 @@ from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..tensors import no_autocast
 from ..types import AttentionParams
-from .cache_state import OWN_QUERIES, next_layer, warn_once
+from .cache_state import OWN_QUERIES, FullLayer, next_layer, warn_once
 from .dense_drafts import attend_at_once
 from .drafts import attend_together, store_together
 from .replay import Replay
 from .step import attend
-
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
 
 
 class CapturedLayer:
@@ -47,7 +43,7 @@ class CapturedLayer:
         # Waits for what is being chosen beside the layer before; and what that reads.
         self._foreseen: tuple[Callable[[], None], Tensor] | None = None
 
-    def run_step(self, layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+    def run_step(self, layer: FullLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """As :func:`.step.run`; rows that get a token are read on the device."""
         store, policy, owner, own = layer.store, layer.policy, layer.owner, not step.committed
         plan, replay, q = self.plan, self.replay, query[:, :, 0]
@@ -89,7 +85,7 @@ class CapturedLayer:
             replay.on_side_stream(lambda: note(q, valid, store, self.plan))
         store.append(*step.kept, valid)
 
-    def run_drafts(self, layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+    def run_drafts(self, layer: FullLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
         """As :func:`.drafts.run`, of the only row; or of all rows, where drafts attend to everything."""
         store, policy = layer.store, layer.policy
         step.touched = True

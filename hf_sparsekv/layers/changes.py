@@ -5,17 +5,14 @@ A change that only some layers have made leaves the cache incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from .cache_state import CacheState
+from .cache_state import CacheState, FullLayer
 from .kinds import LayerKind
-
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def in_all(cache: CacheState, what: str, others: Callable[[Any], object] | None 
     _set_broken(layers, before)
 
 
-def _set_broken(layers: list[SparseLayer], reasons: list[str | None]) -> None:
+def _set_broken(layers: Sequence[FullLayer], reasons: list[str | None]) -> None:
     for layer, reason in zip(layers, reasons):
         layer.broken = reason
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +15,9 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import Plan
 from ..types import AttentionParams
-from .cache_state import end_pass
+from .cache_state import FullLayer, end_pass
 from .dense_drafts import attend_at_once
 from .step import attend, plan_of
-
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
 
 
 def attend_as_steps(store: LayerStore, policy: Policy, new: int) -> bool:
@@ -47,7 +43,7 @@ def captures_drafts(store: LayerStore, policy: Policy, new: int) -> bool:
     return policy.drafts == "together" and not changes and attend_as_steps(store, policy, new)
 
 
-def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+def run(layer: FullLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     """Store the drafts and attend, ``query [batch, Hq, q, Dk]`` to ``[batch, Hq, q, Dv]``.
 
     Each query attends as a step of its own would. Queries of one row are decoded together, as rows of a batch, if the

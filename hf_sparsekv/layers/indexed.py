@@ -16,27 +16,13 @@ from ..attention.handle import Step
 from ..attention.indices import columns_of_blocks, visible
 from ..attention.masks import columns_of, is_whole
 from ..attention.mla import passes_on
-from ..policies.indexed import EVERYTHING, IndexedPolicy
+from ..policies.indexed import EVERYTHING, IndexedPolicy, chosen_tokens
 from ..types import AttentionParams
 from .cache_state import CacheState
 from .kinds import LayerKind, Place, layer_kind
 from .sparse_layer import SparseLayer
 
 passes_on(__name__)
-
-
-def in_blocks(text_config: Any) -> bool:
-    """Whether each KV head chooses its own blocks of tokens (MiniMax M3), in some layers."""
-    return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
-
-
-def chosen_tokens(text_config: Any) -> int:
-    """Tokens that an indexer of such a model chooses for a query, at most."""
-    if hasattr(text_config, "index_topk"):
-        return text_config.index_topk
-    if in_blocks(text_config):
-        return text_config.index_topk_blocks * text_config.index_block_size
-    return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block
 
 
 @layer_kind("indexed")

@@ -5,8 +5,6 @@ Only :mod:`..row_batch` uses it, which changes all layers at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -17,12 +15,10 @@ from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.indexed import IndexedPolicy
 from ..tensors import no_autocast, no_inference_mode
-
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
+from .cache_state import FullLayer
 
 
-def open_rows(layer: SparseLayer, batch: int, other: SparseLayer) -> None:
+def open_rows(layer: FullLayer, batch: int, other: FullLayer) -> None:
     """Make a store for ``batch`` rows, over the block pool of ``other``, which holds the first that is to join."""
     like, layer.latent = other.store, other.latent
     nothing = torch.empty(1, dtype=like.dtype, device=like.device)
@@ -43,7 +39,7 @@ def read_sinks(store: LayerStore) -> None:
     add_sinks(store.recent_kv[0], store.ring, store.pool, store.table_of_rows.blocks.host[0, : store.full_blocks])
 
 
-def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
+def join_row(layer: FullLayer, row: int, other: FullLayer) -> None:
     """Row ``row`` is about to become the only one of ``other``: :func:`add_rows` says what is to be copied."""
     other.store.writer.wait()
     layer.audit.merge(other.audit)
@@ -55,13 +51,13 @@ def join_row(layer: SparseLayer, row: int, other: SparseLayer) -> None:
         layer.policy.take_row(row, other.policy, other.store.held.lengths[0])
 
 
-def add_rows(layer: SparseLayer, other: SparseLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
+def add_rows(layer: FullLayer, other: FullLayer, found: list[tuple[Tensor, Tensor, int]]) -> None:
     """Tensors that hold rows of this and ``other`` beside the blocks, see :meth:`..kv.state.State.add_rows`."""
     layer.store.add_rows(other.store, found)
     layer.policy.add_rows(other.policy, found)
 
 
-def crop_row(layer: SparseLayer, row: int, rows: Rows) -> None:
+def crop_row(layer: FullLayer, row: int, rows: Rows) -> None:
     """The last tokens of a row are removed, which leaves ``rows``."""
     layer.store.crop_to(rows)
     if layer.policy.foresight is not None:

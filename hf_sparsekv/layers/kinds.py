@@ -6,13 +6,12 @@ A kind is one file: a class with this face, below ``@layer_kind(name)``. docs/ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-if TYPE_CHECKING:
-    from ..kv.step_rows import StepRows
+from ..kv.step_rows import StepRows
 
 
 class Place(NamedTuple):
@@ -38,11 +37,13 @@ class LayerKind:
 
     Attributes:
         kind: its name in files; empty: files know it otherwise.
+        selects: a policy chooses what a step attends to: one of ``cache.sparse_layers``.
         in_columns: a captured step finds tokens by their columns, and takes padding between them for tokens.
         states: tensors that a step changes in place. A trial step puts them back.
     """
 
     kind: ClassVar[str] = ""
+    selects: ClassVar[bool] = False
     in_columns: ClassVar[bool] = False
 
     @property
@@ -166,3 +167,10 @@ def made_layers(cache: Any, text: PreTrainedConfig, stock: Sequence[Any]) -> lis
         if cache.record_past and hasattr(layers[-1], "activate_past_recording"):
             layers[-1].activate_past_recording()
     return layers
+
+
+def ready_for_steps(cache: Any) -> None:
+    """Put layers that captured steps can use in place of filled ones that they cannot."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LayerKind):
+            cache.layers[index] = layer.for_steps(cache, index)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .sparse_layer import SparseLayer
+from .kinds import face
 
 _HALF_WAY = (
     "this cache is incomplete: an earlier forward pass stopped between or inside linear-attention layers. Call reset() "
@@ -65,7 +65,7 @@ class LinearPasses:
         kinds = getattr(model_config.get_text_config(decoder=True), "layer_types", None) or []
         linear = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
         named = {i for i in linear if kinds[i : i + 1] == ["linear_attention"]}  # others may be layers without a state
-        counted = {passes[layer.index] for layer in layers if isinstance(layer, SparseLayer)}
+        counted = {passes[i] for i, layer in enumerate(layers) if face(layer).selects}
         asked = any(passes[i] for i in linear)  # models of transformers 5.23 ask for no state: nothing counts theirs
         counted |= {passes[i] for i in linear if passes[i] or (asked and i in named)}
         # Kernels that store the state themselves in single steps do so in all layers.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,16 +14,13 @@ from ..kv import read_back
 from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..types import AttentionParams
-from .cache_state import CacheState, end_pass, next_layer
+from .cache_state import CacheState, FullLayer, end_pass, next_layer
 from .drafts import attend_as_steps
 from .sparse_prompt import attention_of
 
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
-
 
 def run(
-    layer: SparseLayer, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
+    layer: FullLayer, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
 ) -> Tensor:
     """Attention of a prompt, or of a piece of it, to all tokens: ``query [batch, Hq, q, Dk]`` to ``[..., Dv]``.
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..kv.counters import Tally
 from ..kv.rows import Rows, Taken
+from ..kv.store import LayerStore
+from ..policies.base import Policy
 from ..policies.plan import Plan
-from .sparse_layer import SparseLayer
-from .step import account
 
 _KINDS = 4  # of steps at most: each needs memory for its plans, which may be those of a graph that was evicted
+
+
+class Counted(Protocol):
+    """A layer whose steps are counted."""
+
+    store: LayerStore
+    policy: Policy
 
 
 class Replayed(NamedTuple):
@@ -37,7 +44,7 @@ class Replays:
 
     def add(
         self,
-        layers: Iterable[SparseLayer],
+        layers: Iterable[Counted],
         plans: Sequence[Plan],
         queries: Sequence[Tensor],
         taken: Taken,
@@ -53,10 +60,16 @@ class Replays:
         self.pending[id(plans)] = known
         known.tally.add(taken, sinks, drafts)
 
-    def settle(self, layers: Iterable[SparseLayer]) -> None:
+    def settle(self, layers: Iterable[Counted]) -> None:
         """Let the layers account for the steps that were replayed since they last did."""
         pending, self.pending = self.pending, {}
         for replayed in pending.values():
             for layer, plan, query in zip(layers, replayed.plans, replayed.queries):
-                assert layer.store is not None
                 account(layer.store, layer.policy, plan, query, replayed.tally)
+
+
+def account(store: LayerStore, policy: Policy, plan: Plan, query: Tensor, tally: Tally) -> None:
+    """Steps were replayed, the last one for ``query``: what of them is left to the host."""
+    store.counters.count_to_host(tally.sealed)
+    policy.account(query, store, plan, tally)
+    policy.replayed(store, plan, tally)

@@ -30,7 +30,7 @@ from ..types import AttentionParams
 from . import drafts, prompt
 from . import step as steps
 from .beginning import begin_pass
-from .cache_state import BYPASSED, CacheState, Owned, end_pass, is_first, new_rows, warn_once
+from .cache_state import BYPASSED, CacheState, FullLayer, end_pass, is_first, new_rows, warn_once
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
 from .kinds import LayerKind, Place, layer_kind
@@ -48,7 +48,7 @@ def _inspected(layer: SparseLayer, which: int) -> Tensor | None:
 
 
 @layer_kind("full")
-class SparseLayer(Owned, LayerKind, CacheLayerMixin):
+class SparseLayer(FullLayer, LayerKind, CacheLayerMixin):
     """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for.
 
     Attributes:
@@ -64,6 +64,7 @@ class SparseLayer(Owned, LayerKind, CacheLayerMixin):
     """
 
     keys, values = Inspected(partial(_inspected, which=0)), Inspected(partial(_inspected, which=1))  # type: ignore
+    selects = True
     is_sliding = False
     is_compileable = False  # True would make generate() compile the model unasked
     is_croppable = True

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..attention.handle import Step
 from ..kv.rows import Rows
-from ..kv.store import LayerStore, Tally
+from ..kv.store import LayerStore
 from ..policies.base import Policy
 from ..policies.plan import DENSE, Plan
 from ..tensors import as_called, lowered, no_autocast
 from ..types import AttentionParams
-from .cache_state import OWN_QUERIES, CacheState, new_rows, warn_once
+from .cache_state import OWN_QUERIES, CacheState, FullLayer, new_rows, warn_once
 from .next_step import NextStep
 
-if TYPE_CHECKING:
-    from .sparse_layer import SparseLayer
 
-
-def run(layer: SparseLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
+def run(layer: FullLayer, step: Step, query: Tensor, params: AttentionParams) -> Tensor:
     """One decode step, ``query [batch, Hq, 1, Dk]`` to ``[batch, Hq, 1, Dv]``.
 
     Where another layer has stored the step's token, that one prepares the next step.
@@ -123,10 +119,3 @@ def planned(store: LayerStore, policy: Policy, rows: Rows, drafts: bool = False)
 def _unforeseen(plan: Plan) -> Plan:
     """``plan`` without foresight: the queries of drafts are not expected."""
     return replace(plan, foresees=False) if plan.foresees else plan
-
-
-def account(store: LayerStore, policy: Policy, plan: Plan, query: Tensor, tally: Tally) -> None:
-    """Steps were replayed, the last one for ``query``: what of them is left to the host."""
-    store.counters.count_to_host(tally.sealed)
-    policy.account(query, store, plan, tally)
-    policy.replayed(store, plan, tally)

@@ -11,10 +11,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
-from .cache_state import CacheState, resume
+from .cache_state import CacheState, FullLayer, resume
 from .changes import in_all
 from .kinds import made_layers
-from .sparse_layer import SparseLayer
 
 Layers = Sequence[CacheLayerMixin]
 
@@ -27,7 +26,7 @@ def check_complete(layers: Layers) -> None:
     """
     lengths = set()
     for layer in layers:
-        if isinstance(layer, SparseLayer):
+        if isinstance(layer, FullLayer):
             lengths.add(layer.get_seq_length())
         elif isinstance(layer, CacheLayerMixin):
             length = int(layer.get_seq_length())
@@ -42,10 +41,10 @@ def check_complete(layers: Layers) -> None:
 
 def held_rows(layers: Layers) -> list[Rows]:
     """The rows held by each of our layers."""
-    return [layer.store.held for layer in layers if isinstance(layer, SparseLayer) and layer.store is not None]
+    return [layer.store.held for layer in layers if isinstance(layer, FullLayer) and layer.store is not None]
 
 
-def join_layers(table: RowTable, layers: Layers, own: Sequence[SparseLayer]) -> None:
+def join_layers(table: RowTable, layers: Layers, own: Sequence[FullLayer]) -> None:
     """All layers of ours hold the same, and follow the table from here on.
 
     Raises:
@@ -98,7 +97,7 @@ def map_rows(
     order = index.tolist()
     mapped = {id(rows): rows.mapped(order) for rows in held}
     for layer in layers:
-        if isinstance(layer, SparseLayer) and layer.store is not None:
+        if isinstance(layer, FullLayer) and layer.store is not None:
             layer.map_rows(index, mapped[id(layer.store.held)])
     if held:
         table.map_rows(order, max(mapped.values(), key=lambda rows: rows.columns))
@@ -136,7 +135,7 @@ def keep_tokens(cache: CacheState, lengths: Sequence[int], valid: Tensor | None)
     before, table = cache.joined_rows(), cache.row_table
     cache.under_way = None
     after = before.aligned(lengths, table.config.window, valid)
-    own = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    own = [layer for layer in cache.layers if isinstance(layer, FullLayer)]
     if after.sealed == before.sealed and not any(layer.policy.follows_crops for layer in own):
         table.rows = after
         return
@@ -152,7 +151,7 @@ def crop_recent(table: RowTable, layers: Layers, tokens_to_remove: int) -> bool:
 
     All layers follow the table. False, and nothing has changed, if layers have to be told.
     """
-    if any(not isinstance(layer, SparseLayer) or layer.broken or layer.policy.follows_crops for layer in layers):
+    if any(not isinstance(layer, FullLayer) or layer.broken or layer.policy.follows_crops for layer in layers):
         return False
     rows = table.rows
     keep = tokens_to_remove if tokens_to_remove > 0 else rows.columns + tokens_to_remove

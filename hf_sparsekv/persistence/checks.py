@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..kv.rows import Rows
 from ..kv.store import ring_tokens
-from ..layers.cache_state import CacheState
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import CacheState, FullLayer
 from ..offload.host_limit import readable
 from ..policies.ahead.query_ring import SLOTS
 from ..policies.registry import method_of
@@ -34,7 +33,7 @@ def check_header(cache: CacheState, file: Reader) -> None:
     blocks = next((record.blocks for record in file.layers if record.window is None), 0)
     for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
         fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
-        if isinstance(layer, SparseLayer):
+        if isinstance(layer, FullLayer):
             fits |= {"latent": len(latent) == 1 and (not record.latent or record.heads == 1)}
             fits["blocks"] = record.blocks == blocks
             _refuse(file, index, fits)
@@ -44,7 +43,7 @@ def check_header(cache: CacheState, file: Reader) -> None:
         _refuse(file, index, fits)
 
 
-def _sparse_fits(layer: SparseLayer, record: Layer, sealed: list[int], length: bool, queries: bool) -> dict[str, bool]:
+def _sparse_fits(layer: FullLayer, record: Layer, sealed: list[int], length: bool, queries: bool) -> dict[str, bool]:
     config, policy = layer.owner.config, layer.policy
     labels, tokens, heads = policy.labels, record.stats_tokens, record.query_heads
     return {
@@ -88,7 +87,7 @@ def check_reserved(cache: CacheState, file: Reader) -> None:
         )
 
 
-def check_tensors(layer: SparseLayer, record: Layer, rows: Rows, held: dict[str, Tensor], file: Reader) -> None:
+def check_tensors(layer: FullLayer, record: Layer, rows: Rows, held: dict[str, Tensor], file: Reader) -> None:
     """Check that no id points outside its tensor: kernels would follow it."""
     store, policy = layer.store, layer.policy
     labels = policy.labels

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kv.pool import BlockPool
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 from .container import dtype_name
 
 _LABELS = {"codes", "qparams"}
@@ -18,7 +18,7 @@ INDEX_KEYS = "index_keys"  # of a model's own indexer, ``[batch, columns, D]``
 Kinds = Sequence[type[Any]]  # of CacheState
 
 
-def kept_index(layer: SparseLayer, calibrates: bool) -> dict[str, Tensor]:
+def kept_index(layer: FullLayer, calibrates: bool) -> dict[str, Tensor]:
     """Index fields of the blocks, such as bounds and labels. (Labels exist once the channels are chosen.)"""
     left = _LABELS if calibrates else ()
     return {name: held for name, held in layer.store.pool.fields.items() if name not in left}

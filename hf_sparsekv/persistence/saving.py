@@ -19,9 +19,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
-from ..layers.cache_state import CacheState
+from ..layers.cache_state import CacheState, FullLayer
 from ..layers.sliding import Sliding, SlidingRing
-from ..layers.sparse_layer import SparseLayer
 from ..layers.together import check_complete
 from ..policies.registry import method_of
 from ..predictor.channels import describe
@@ -52,7 +51,7 @@ def save_cache(cache: CacheState, kinds: Kinds, path: str | os.PathLike[str]) ->
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
         record, held = (
-            _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, SparseLayer) else _sliding(layer, index)
+            _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, FullLayer) else _sliding(layer, index)
         )
         layers.append(record)
         pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
@@ -99,7 +98,7 @@ def _table(table: RowTable, rows: Rows) -> np.ndarray:
     return np.where(np.arange(blocks) < np.array(rows.sealed)[:, None], table.blocks.host[:, :blocks], -1)
 
 
-def _sparse(layer: SparseLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
+def _sparse(layer: FullLayer, named: Tensor) -> tuple[Layer, dict[str, Pieces]]:
     """A sparse layer's record and tensors; ``named``: ids of the referenced blocks, int64."""
     store, labels = layer.store, layer.policy.labels
     store.writer.wait()

@@ -6,7 +6,7 @@ The model's indexer chooses: this policy chooses nothing, and no configuration a
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -216,3 +216,17 @@ def chooses(config: SparseConfig) -> bool:
     shared = {field.name for field in fields(SparseConfig)}
     own = [field for field in fields(config) if field.name not in shared]
     return type(config) is not TokenConfig or any(getattr(config, field.name) != field.default for field in own)
+
+
+def in_blocks(text_config: Any) -> bool:
+    """Whether each KV head chooses its own blocks of tokens (MiniMax M3), in some layers."""
+    return "minimax_m3_sparse" in (getattr(text_config, "layer_types", None) or ())
+
+
+def chosen_tokens(text_config: Any) -> int:
+    """Tokens that an indexer of such a model chooses for a query, at most."""
+    if hasattr(text_config, "index_topk"):
+        return text_config.index_topk
+    if in_blocks(text_config):
+        return text_config.index_topk_blocks * text_config.index_block_size
+    return text_config.indexer_budget + text_config.indexer_compress_ratio - 1  # and what makes no whole block

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 from ..policies.row_tokens import RowTokens, expected_working_set
 
 
@@ -51,7 +51,7 @@ class Slots:
         self.block_size = block_size
         self.tokens: RowTokens | None = None
 
-    def open(self, layers: Sequence[SparseLayer], max_length: int) -> None:
+    def open(self, layers: Sequence[FullLayer], max_length: int) -> None:
         """The stores of these layers have been made, for rows of up to ``max_length`` tokens."""
         copying = [layer for layer in layers if expected_working_set(layer.policy, max_length)]
         if copying:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_name import over
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 from ..layers.step import asked, plan_of
 from ..tensors import sent
 from .batch import RowBatch
@@ -23,7 +23,7 @@ def selects(cache: Any) -> bool:
 
     Called before each step: so it leaves alone what layers have not accounted for yet.
     """
-    layer = next(layer for layer in reversed(cache.layers) if isinstance(layer, SparseLayer))
+    layer = next(layer for layer in reversed(cache.layers) if isinstance(layer, FullLayer))
     with layer.store.at(asked(layer.store, cache)):
         return not plan_of(layer.store, layer.policy).dense
 
@@ -64,7 +64,7 @@ def take_back(rows: RowBatch, lengths: Mapping[int, int]) -> None:
     again.
     """
     table = rows.cache.row_table
-    layers = [layer for layer in rows.cache.layers if isinstance(layer, SparseLayer)]
+    layers = [layer for layer in rows.cache.layers if isinstance(layer, FullLayer)]
     before = after = rows.cache.joined_rows()
     for row, length in lengths.items():
         after = after.with_row(row, length, table.cropped_row(row, length).sealed[row])

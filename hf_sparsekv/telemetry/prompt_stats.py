@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PromptStats:
         return min(found)[::-1] if found else None
 
 
-def audit_tables(layers: Sequence[SparseLayer]) -> dict[int, Tensor]:
+def audit_tables(layers: Sequence[FullLayer]) -> dict[int, Tensor]:
     """Tables of :class:`.PromptAudit` of layers that have had sparse prompts, on the host. Waits for devices."""
     return {layer.index: layer.audit.table.cpu() for layer in layers if layer.audit.table is not None}
 

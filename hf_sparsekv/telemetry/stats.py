@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from ..kv.row_table import RowTable
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 from ..offload.host_limit import readable
 from ..offload.page_table import DevicePools
 from ..policies.measured import PackStats, WalkStats
@@ -223,7 +224,9 @@ _COUNTS = frozenset(
 )
 
 
-def allocated(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> dict[str, int]:
+def allocated(
+    layers: Sequence[FullLayer], shared: Shared, pools: DevicePools | None, table: RowTable
+) -> dict[str, int]:
     """Bytes that a cache takes on its ``device``, in ``host`` memory and on a ``second`` device.
 
     Counts its sparse layers, their shared state, their ``pools``, and the block table, which each device has a copy of.
@@ -250,7 +253,7 @@ def _covered(walks: tuple[WalkStats, ...]) -> float | None:
     return sum(w.audited_mass * w.audits for w in walks if w.audits) / audits if audits else None
 
 
-def collect(layers: list[SparseLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> CacheStats:
+def collect(layers: Sequence[FullLayer], shared: Shared, pools: DevicePools | None, table: RowTable) -> CacheStats:
     """Sum the counters of a cache's layers and of its device pools. Waits for their devices, on all streams."""
     fetched = {"needed": 0, "found": 0, "bytes": 0} if pools is None else pools.counters()
     stores = [layer.store for layer in layers if layer.store is not None]

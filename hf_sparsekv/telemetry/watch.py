@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..layers.sparse_layer import SparseLayer
+from ..layers.cache_state import FullLayer
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class BlockMap:
     length: int
 
 
-def collect_blocks(layers: list[SparseLayer]) -> BlockMap | None:
+def collect_blocks(layers: Sequence[FullLayer]) -> BlockMap | None:
     """The block map recorded by the watches of a cache's layers; None before the first token."""
     stores = [layer.store for layer in layers if layer.store is not None]
     if not stores or len(stores) < len(layers) or any(store.length == 0 for store in stores):

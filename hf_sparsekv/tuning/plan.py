@@ -14,9 +14,8 @@ from ..attention.indexer import replace_forward
 from ..attention.mla import is_mla
 from ..attention.pooled_indexer import is_pooled
 from ..cache_name import over
-from ..layers.indexed import chosen_tokens, in_blocks
 from ..policies.crossover import dense_tokens
-from ..policies.indexed import chooses, needs
+from ..policies.indexed import chooses, chosen_tokens, in_blocks, needs
 from ..policies.memory import LayerShape, Request
 from ..policies.registry import method_of
 from ..predictor.channels import first_layer

@@ -12,9 +12,9 @@ from captured import ImitatedGraphs, Imitation, imitated, same_counts, through_m
 from models import build, model, prompt, reference
 
 from hf_sparsekv import optimize, unoptimize
-from hf_sparsekv.cache_layers import ready_for_steps
 from hf_sparsekv.cuda_graph.optimize import runner_of
 from hf_sparsekv.cuda_graph.recorder import Recorder
+from hf_sparsekv.layers.kinds import ready_for_steps
 from hf_sparsekv.layers.sliding import SlidingRing
 
 

@@ -12,7 +12,7 @@ from models import build, model, prompt, reference
 from saved_files import IDS, feed, same, saved, state, steps
 
 from hf_sparsekv import OffloadConfig, SparseCache
-from hf_sparsekv.cache_layers import ready_for_steps
+from hf_sparsekv.layers.kinds import ready_for_steps
 from hf_sparsekv.tuning.channels import calibrate
 
 OFFLOAD = {True: OffloadConfig(), False: None}
