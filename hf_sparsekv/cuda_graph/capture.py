@@ -176,6 +176,8 @@ class Trial:
             for layer in self.others:
                 layer.check_capture()
             replay.join()
+            for state in self.saved:
+                state.check()
             return type(out)(**without_cache(out))
         except BaseException:
             replay.come_back()

@@ -144,6 +144,12 @@ class Saved:
             self.layer.captured = None
         self.layer.store.capturing = False
 
+    def check(self) -> None:
+        """Raise RuntimeError if the trial step has made a tensor that lives from step to step."""
+        for state, saved in self.states:
+            if made := state.made_since(saved):
+                raise RuntimeError(f"{type(state).__name__} makes {', '.join(made)} in a step: make it in start()")
+
     def put_back_device(self) -> None:
         """Restore device state."""
         for state, saved in self.states:

@@ -44,6 +44,11 @@ def _getter(names: tuple[str, ...]) -> Callable[[object], tuple]:
     return get if len(names) > 1 else lambda state: (get(state),)
 
 
+def _has_rows(part: Any) -> bool:
+    """A state, or one of a list of such, has tensors with rows."""
+    return any(one._row_dims for one in (part if isinstance(part, list) else [part]))
+
+
 class State:
     """An object whose attributes are declared, those of its base classes included.
 
@@ -148,8 +153,18 @@ class State:
         """Put back what :meth:`snapshot` kept, except the contents of tensors."""
         for name, value in saved["host"].items():
             setattr(self, name, value)
+        for name in self._made(saved):
+            setattr(self, name, None)
         for part, held in self._saved_parts(saved):
             part.restore_host(held)
+
+    def made_since(self, saved: dict) -> list[str]:
+        """Names of tensors that a trial step has made: every replay would make them again, and lose what they held."""
+        parts = [name for part, held in self._saved_parts(saved) for name in part.made_since(held)]
+        return self._made(saved) + parts
+
+    def _made(self, saved: dict) -> list[str]:
+        return [name for name, _, held in self._tensors() if held.trial and name not in saved["tensors"]]
 
     def restore_device(self, saved: dict) -> None:
         """Put back the contents of tensors."""
@@ -194,20 +209,36 @@ class State:
         return new
 
     def add_rows(self, other: State, found: list[tuple[Tensor, Tensor, int]]) -> None:
-        """Append what a row of this and one of ``other``, of the same kind, are kept in, where both have it.
+        """Append what a row of this and one of ``other``, of the same kind, are kept in, and the dimension of rows.
 
-        Each with the dimension of its rows. Runs for every layer whenever a row comes, hence no generators.
+        Runs for every layer whenever a row comes, hence no generators.
+
+        Raises:
+            ValueError: one of the two has a tensor that the other lacks, or has in another size.
         """
-        for mine, theirs, dim in zip(self._of_rows(self), self._of_rows(other), self._row_dims):
+        for nth, (mine, theirs, dim) in enumerate(zip(self._of_rows(self), self._of_rows(other), self._row_dims)):
             if mine is None or theirs is None:
-                continue
-            if dim is not None:
+                if mine is not theirs and (dim is not None or _has_rows(mine or theirs)):
+                    raise self._unlike(nth, "that of the batch has it" if theirs is None else "that of the row has it")
+            elif dim is not None:
+                if mine.numel() * theirs.shape[dim] != theirs.numel() * mine.shape[dim]:
+                    raise self._unlike(nth, f"they are {list(mine.shape)} and {list(theirs.shape)}")
                 found.append((mine, theirs, dim))
             elif type(mine) is list:
                 for part, like in zip(mine, theirs):
                     part.add_rows(like, found)
             elif mine._row_dims:
                 mine.add_rows(theirs, found)
+
+    def _unlike(self, nth: int, why: str) -> ValueError:
+        """The error of a row that would lose what the ``nth`` attribute with rows holds."""
+        names = [name for name, held in self.TENSORS.items() if held.rows is not None]
+        name = (*names, *(part for part in self.PARTS if part not in self.OWN))[nth]
+        return ValueError(
+            f"a row cannot join: of the two {type(self).__name__}, {name!r} is not alike ({why}). Make it in start() "
+            "for all rows, in a size that does not grow with the text, or set rows_join = False in the method's Shared "
+            "(docs/extending.md)"
+        )
 
     @no_inference_mode
     def copy(self):

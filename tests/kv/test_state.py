@@ -123,7 +123,7 @@ def one_row(first: int) -> Outer:
 
 
 def test_a_row_that_comes_is_copied_from_all_that_is_declared():
-    """But not from what is a cache's own, or what one of the two has not; rows of several dtypes and dimensions."""
+    """But not from what is a cache's own, or what neither has; rows of several dtypes and dimensions."""
     state, views = outer(), RowViews()
     packs = [part.limits.clone() for part in state.packs]
 
@@ -141,13 +141,43 @@ def test_a_row_that_comes_is_copied_from_all_that_is_declared():
     assert state.ids.tolist() == [[70, 71], [70, 71], [4, 5]] and state.inner.limits[:, 0].tolist() == [70, 71]
     old = state.ids
     state.ids, state.scratch = torch.zeros(3, 2, dtype=torch.int64), None  # other memory, and less
-    come(1, one_row(90))
+    new = one_row(90)
+    new.scratch = None
+    come(1, new)
     assert state.ids.tolist() == [[0, 0], [90, 91], [0, 0]] and old.tolist() == [[70, 71], [70, 71], [4, 5]]
     assert state.inner.limits[:, 1].tolist() == [90, 91] and state.replaced.tolist() == [70, 90, 2]
-    state.inner = None
-    come(2, one_row(50))
-    assert state.ids[2].tolist() == [50, 51]
+    state.inner = new.inner = None
+    come(2, new)
+    assert state.ids[2].tolist() == [90, 91]
     views.copy([], 0)
+
+
+@pytest.mark.parametrize("name", ["ids", "scratch", "inner"])
+@pytest.mark.parametrize("side", ["batch", "row"])
+def test_a_row_that_would_lose_a_tensor_does_not_join(name, side):
+    state, other = outer(), one_row(0)
+    setattr(other if side == "batch" else state, name, None)
+    with pytest.raises(ValueError, match=rf"Outer, '{name}' is not alike \(that of the {side} has it\).*rows_join"):
+        state.add_rows(other, [])
+
+
+def test_a_row_of_another_size_does_not_join():
+    state, other = outer(), one_row(0)
+    other.ids = torch.zeros(1, 1)  # which a copy would spread
+    with pytest.raises(ValueError, match=r"'ids' is not alike \(they are \[3, 2\] and \[1, 1\]\)"):
+        state.add_rows(other, [])
+
+
+def test_a_tensor_that_a_trial_makes_goes_with_it():
+    state = outer()
+    limits, state.packs[0].limits = state.packs[0].limits, None
+    saved = state.snapshot()
+    assert not state.made_since(saved)
+    state.packs[0].limits = limits
+    assert state.made_since(saved) == ["limits"]
+    state.restore_host(saved)
+    state.restore_device(saved)
+    assert state.packs[0].limits is None and state.packs[1].limits is not None
 
 
 def test_a_copy_shares_what_is_never_written():

@@ -106,8 +106,8 @@ class Foresight(State):
                 self._fit_added(shape, other.added.dtype, store)
             if other.added_at is None:
                 other.added.zero_()
-        else:
-            self.crop_row(row)  # of the row that was there before
+        elif self.added is not None:
+            other.added = torch.zeros_like(self.added[:1])
 
     def crop_row(self, row: int) -> None:
         """The last tokens of a row were removed, or another one comes in its place."""
