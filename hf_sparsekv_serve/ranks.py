@@ -188,9 +188,11 @@ class SharedWork(Work):
         notes, self._notes = self._notes, []
         self.wire.send((notes, self.rows.cache.row_table.ids.used, name, args))
 
-    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None) -> None:
-        super().begin(ids, blocks, channels and channels.here)
-        self._note("begin", np.asarray(ids, dtype=np.int32), blocks, channels and channels.number)
+    def begin(
+        self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None, told: int | None = None
+    ) -> None:
+        super().begin(ids, blocks, channels and channels.here, told)
+        self._note("begin", np.asarray(ids, dtype=np.int32), blocks, channels and channels.number, told)
 
     def read(self, n: int) -> bool:
         with _together():
@@ -334,8 +336,8 @@ class FollowedWork(Work):
             raise RanksApart(f"rank 0 asks for {name!r}, which is not known here: start all ranks with one version")
         return getattr(self, name)(*args)
 
-    def begin(self, ids: np.ndarray, blocks: np.ndarray, number: int | None) -> None:
-        super().begin(ids.tolist(), blocks, None if number is None else self._held[number])
+    def begin(self, ids: np.ndarray, blocks: np.ndarray, number: int | None, told: int | None = None) -> None:
+        super().begin(ids.tolist(), blocks, None if number is None else self._held[number], told)
 
     def read(self, n: int) -> bool:
         self.pace.settle()  # it keeps marks until they are over

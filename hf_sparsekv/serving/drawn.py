@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from .ends import Ends
 from .grammar import Grammars
 from .in_flight import Request
 from .logit_edits import Allowed
@@ -84,12 +85,13 @@ class DrawnTokens:
         work: on the model and its rows.
         vocabulary: logits of a row.
         grammars: what makes the masks of answers that follow one.
+        ends: tokens that end answers.
     """
 
-    def __init__(self, work: Work, vocabulary: int, grammars: Grammars) -> None:
+    def __init__(self, work: Work, vocabulary: int, grammars: Grammars, ends: Ends) -> None:
         self.work, self.rows, self.device, self.tokens = work, work.rows, work.device, work.tokens
         self.sampler = Sampler(self.rows.max_rows, vocabulary, self.device)
-        self.grammars = grammars
+        self.grammars, self.ends = grammars, ends
         self._records: deque[Record] = deque()
 
     def __len__(self) -> int:
@@ -132,10 +134,15 @@ class DrawnTokens:
         self.work.tokens_are_there()
         self._record([(0, request)])
 
-    def allowed(self, active: Mapping[int, Request]) -> Allowed | None:
-        """Masks for the places whose answers follow a grammar."""
-        found = {place: one.constraint for place, one in active.items() if one.constraint is not None}
-        return self.grammars.allowed(found, self.tokens.device)
+    def allowed(self, active: Mapping[int, Request], ahead: int = 0) -> Allowed | None:
+        """Masks for the places whose answers follow a grammar, or may not end yet.
+
+        ``ahead``: tokens before it that may be taken back. A grammar does not know them.
+        """
+        found = {p: one.constraint for p, one in active.items() if one.constraint is not None and not ahead}
+        early = {p: one for p, one in active.items() if one.sampling.min_tokens > one.launched + ahead}
+        barred = {place: self.ends.barred(one.sampling) for place, one in early.items()}
+        return self.grammars.allowed(found, self.tokens.device, barred)
 
     def _record(
         self,

@@ -33,7 +33,8 @@ from .grammar import Grammars
 from .in_flight import Request
 from .loop import Loop
 from .opening import opened
-from .request import Busy, Closed, Handle, Output, Piece
+from .prompt_logprobs import MOST
+from .request import Busy, Closed, Handle, Output, Piece, TooLong
 from .sampling import Sampling
 from .stats import EngineStats
 from .text import Detokenizer, eos_of
@@ -144,10 +145,18 @@ class Engine:
         ids = self._encode(prompt)
         total = len(ids) + sampling.max_tokens
         if total > self.max_length:
-            raise ValueError(
+            raise TooLong(
                 f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are {total}, more than "
-                f"the {self.max_length} that {self._limit}: shorten the prompt, or ask for fewer tokens"
+                f"the {self.max_length} that {self._limit}: shorten the prompt, or ask for fewer tokens",
+                *(len(ids), sampling.max_tokens, self.max_length),
             )
+        if (told := sampling.prompt_logprobs) is not None and len(ids) * (1 + told) > MOST:
+            raise ValueError(
+                f"prompt_logprobs must be at most {max(0, MOST // len(ids) - 1)} for a prompt of {len(ids)} tokens, "
+                f"got {told}: {MOST:,} log probabilities of a prompt are kept at most. Shorten it, or ask for fewer"
+            )
+        if (most := max(sampling.stop_token_ids, default=0)) >= self.vocabulary:
+            raise ValueError(f"stop_token_ids has token {most}, which is outside the vocabulary of {self.vocabulary}")
         if (most := max(dict(sampling.logit_bias), default=0)) >= self.vocabulary:
             raise ValueError(f"logit_bias has token {most}, which is outside the vocabulary of {self.vocabulary}")
         size = self._cache.config.block_size
@@ -176,7 +185,7 @@ class Engine:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         keys: list[bytes] = []
         index = self._loop.blocks.index
-        if index is not None:  # blocks that are full before the last tokens, which are recomputed
+        if index is not None and told is None:  # blocks that are full before the last tokens, which are recomputed
             config = self._cache.config
             last = max(2, config.window + config.max_draft)  # a single token would be a decode step
             keys = index.keys(ids, max(0, (len(ids) - last) // size))

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -365,17 +366,27 @@ class Grammars:
             self._end_program()
         self._starter.shutdown()
 
-    def allowed(self, constraints: Mapping[int, Constraint], device: torch.device) -> Allowed | None:
-        """Masks of a batch by the places that have a grammar; it waits for their last tokens. None: there are none."""
-        if not constraints:
+    def allowed(
+        self,
+        constraints: Mapping[int, Constraint],
+        device: torch.device,
+        fixed: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Allowed | None:
+        """Masks of a batch by the places that have a grammar; it waits for their last tokens. None: there are none.
+
+        ``fixed``: masks of other places, int32 ``[words]`` on the host.
+        """
+        if not constraints and not fixed:
             return None
-        pinned = device.type == "cuda"
-        words = torch.empty(len(constraints), -(-self._vocabulary // WORD), dtype=torch.int32, pin_memory=pinned)
+        pinned, count = device.type == "cuda", len(constraints) + len(fixed)
+        words = torch.empty(count, -(-self._vocabulary // WORD), dtype=torch.int32, pin_memory=pinned)
         for constraint in constraints.values():  # they compute side by side
             constraint.ask()
         for row, constraint in zip(words, constraints.values()):
             constraint.fill(row)
-        places = torch.tensor(list(constraints), pin_memory=pinned)
+        for row, mask in zip(words[len(constraints) :], fixed.values()):
+            row.copy_(mask)
+        places = torch.tensor([*constraints, *fixed], pin_memory=pinned)
         return Allowed(places.to(device, non_blocking=True), words.to(device, non_blocking=True))
 
 

@@ -46,6 +46,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # of the answer
     times: list[float] = field(default_factory=list)  # when the host received each token
     logprobs: list[Logprob] = field(default_factory=list)  # of each token, if they are asked for
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's tokens, likewise
     told: int = 0  # tokens that the output thread has delivered
     shown: list[str] = field(default_factory=list)  # text that the output thread has delivered
     candidate: Candidate = field(default_factory=Candidate)

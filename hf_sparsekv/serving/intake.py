@@ -15,6 +15,7 @@ from .in_flight import Request
 from .request import Busy, Closed
 from .stats import Counts
 
+STARTS = 64  # of prompts, whose mean interval tells how fast the queue drains
 IDLE_S = 0.5  # seconds after which the idle loop looks around, whether or not it was woken
 
 
@@ -44,7 +45,7 @@ class Intake:
         self._draining = self.closed = False
         self._looked = False  # something was cancelled, or has ended
         self.failed: BaseException | None = None
-        self._interval = 0.0  # seconds between the starts of two prompts, while some wait
+        self._intervals: deque[float] = deque(maxlen=STARTS)  # seconds between two starts, while some wait
         self._last = 0.0  # when the last prompt started
 
     # ------------------------------------------------------------------ from any thread
@@ -65,8 +66,12 @@ class Intake:
 
     @property
     def wait_s(self) -> float:
-        """Expected wait of a new request in seconds, if queued requests start as fast as the last ones did."""
-        return self.queued * self._interval
+        """Expected wait of a new request in seconds, if queued requests start as fast as the last ones did.
+
+        Rows end together, and then several requests start at once. So the rate is that of many starts.
+        """
+        taken = list(self._intervals)
+        return self.queued * sum(taken) / len(taken) if taken else 0.0
 
     def submit(self, request: Request, begins_at_once: Callable[[Request], bool]) -> None:
         """Queue a request.
@@ -163,6 +168,5 @@ class Intake:
 
     def begun(self, request: Request) -> None:
         """Note that the first request of the queue has started, for the estimate :attr:`wait_s`."""
-        waited = request.begun - max(self._last, request.arrived)
-        self._interval = 0.7 * self._interval + 0.3 * waited if self._interval else waited
+        self._intervals.append(request.begun - max(self._last, request.arrived))
         self._last = request.begun

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..telemetry.prompt_stats import PromptStats
 from .blocks import Blocks
 from .drawn import DrawnTokens
+from .ends import Ends
 from .failures import clear_frames, described
 from .grammar import Grammars
 from .in_flight import Request
@@ -52,14 +53,14 @@ class Loop:
     """
 
     def __init__(self, work: Work, blocks: int, eos: frozenset[int], vocabulary: int, grammars: Grammars) -> None:
-        self.work, self.rows, self.eos = work, work.rows, eos
+        self.work, self.rows, self.ends = work, work.rows, Ends(eos, vocabulary)
         self.counts = Counts()
         before = work.link_bytes()  # moved by trial steps
         self.link = Meter(lambda: work.link_bytes() - before, 0)
         self.prompts: Meter[tuple[PromptStats, ...]] = Meter(work.prompts, ())
         self.intake = Intake(self.counts, work.serving.max_waiting)
         self.blocks = Blocks(work, blocks)
-        self.drawn = DrawnTokens(work, vocabulary, grammars)
+        self.drawn = DrawnTokens(work, vocabulary, grammars, self.ends)
         self.room = Room(work, self.drawn.sampler)
         self.rounds = Rounds(work, self.drawn)
         self.order = ReadingOrder(work, self.intake, self.blocks, self.room)
@@ -150,7 +151,8 @@ class Loop:
     def _begin(self) -> None:
         request = self.order.begin()
         if request is not None:
-            self._try(request, self.work.begin, request.ids, request.match.ids, request.channels)
+            told = request.sampling.prompt_logprobs
+            self._try(request, self.work.begin, request.ids, request.match.ids, request.channels, told)
 
     def _read(self, beside: bool) -> None:
         """Continue the prefill whose turn it is; ``beside``: rows decode meanwhile."""
@@ -160,8 +162,11 @@ class Loop:
             self.order.has_read(request)
 
     def _read_on(self, request: Request, beside: bool) -> None:
+        reading = self.work.reading
         read = self.order.read(request, beside)
         if read is not None:
+            if request.sampling.prompt_logprobs is not None:
+                request.prompt_logprobs = reading.told.told()
             self._join(request, *read)
 
     def _join(self, request: Request, row: int, logits: Tensor) -> None:
@@ -253,7 +258,7 @@ class Loop:
             request.logprobs.append(logprob._replace(top=logprob.top[: request.sampling.logprobs]))
         self.counts.generated_tokens += 1
         how = None
-        if token in self.eos and not request.sampling.ignore_eos:
+        if self.ends.ended_by(token, request.sampling):
             how = "stop"
         elif len(request.tokens) == request.sampling.max_tokens:
             how = "length"

@@ -65,7 +65,8 @@ class Teller:
         shown = ""
         if request.text is not None and not isinstance(how, BaseException):
             for token in tokens:
-                shown += request.text.push(token)
+                if token not in request.sampling.stop_token_ids:
+                    shown += request.text.push(token)
             if request.text.stopped:
                 how = "stop"
                 if not request.ended:
@@ -111,6 +112,7 @@ class Teller:
             token_times=tuple(request.times[:n]),
             logprobs=tuple(request.logprobs[:n]),
             stopped_by=None if request.text is None else request.text.stopped_by,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
         if how == "cancelled":
             self.counts.cancelled += 1

@@ -21,6 +21,7 @@ from ..checking.clock import Clock
 from ..cuda_graph.prompts import paused_passes
 from ..row_batch import positions
 from ..untraced import untraced
+from .prompt_logprobs import PromptLogprobs, longest_pass
 
 # Least tokens of a chunk if only its length bounds its time. Reading the weights and launching the kernels dominates
 # shorter chunks. They would make tokens look slow, and so keep the next chunk short, too.
@@ -258,6 +259,10 @@ class Reading:
         segments, pace, clock: shared by the engine's prefills.
         chunk: most tokens of a forward pass.
         by_layers: pause passes between layers. False: keep passes short instead.
+        likeliest: tokens whose log probabilities are told beside those of the prompt's. None: of none.
+
+    Attributes:
+        told: the log probabilities of the prompt so far.
     """
 
     def __init__(
@@ -270,10 +275,16 @@ class Reading:
         clock: Clock,
         chunk: int,
         by_layers: bool,
+        likeliest: int | None = None,
     ) -> None:
         self.model, self.cache, self.ids = model, cache, ids
         self.segments, self.pace, self.clock = segments, pace, clock
         self.chunk, self.by_layers = chunk, by_layers
+        self.told: PromptLogprobs | None = None
+        if likeliest is not None:
+            self.told = PromptLogprobs(ids, likeliest)
+            vocabulary = model.config.get_text_config(decoder=True).vocab_size
+            self.chunk = longest_pass(chunk, vocabulary)
         self.past = cache.get_seq_length()
         self.logits: Tensor | None = None
         self._now: tuple[int, int] | None = None  # of the pass in progress: its tokens, and the layers left
@@ -327,10 +338,13 @@ class Reading:
     def _forward(self, tokens: int) -> None:
         part = self.ids[:, self.past : self.past + tokens]
         where = positions(self.past, self.past + part.shape[1], part.device)
+        keep = 1 if self.told is None else tokens
         out = self.model(
-            input_ids=part, position_ids=where, **over(self.model, self.cache), use_cache=True, logits_to_keep=1
+            input_ids=part, position_ids=where, **over(self.model, self.cache), use_cache=True, logits_to_keep=keep
         )
         self.logits = out.logits[:, -1]
+        if self.told is not None:
+            self.told.add(self.past, out.logits[0])
         self.past += tokens
 
     def cancel(self) -> None:

@@ -104,7 +104,8 @@ class ReadingOrder:
         longest = min(in_a_turn, self.serving.chunk, shorter)
         overtaken = [self.reading]
         for request in self.waiting:
-            if len(request.ids) <= longest and self._has_room(request, overtaken) and self._is_prefill(request):
+            told = request.sampling.prompt_logprobs is not None  # in passes of its own length
+            if not told and len(request.ids) <= longest and self._has_room(request, overtaken) and self._is_prefill(request):
                 return request
             overtaken.append(request)
         return None

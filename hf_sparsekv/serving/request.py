@@ -64,6 +64,7 @@ class Output:
         token_times: ``time.perf_counter()`` when the host received each token.
         logprobs: of the tokens, if they were asked for.
         stopped_by: the stop string that has ended it. ``None``: none has.
+        prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
     """
 
     text: str
@@ -77,6 +78,15 @@ class Output:
     token_times: tuple[float, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     stopped_by: str | None = None
+    prompt_logprobs: tuple[Logprob, ...] = ()
+
+
+class TooLong(ValueError):
+    """A prompt and its answer do not fit the context: ``tokens`` of the prompt, ``answer``, and ``most`` of both."""
+
+    def __init__(self, message: str, tokens: int, answer: int, most: int) -> None:
+        super().__init__(message)
+        self.tokens, self.answer, self.most = tokens, answer, most
 
 
 class Busy(RuntimeError):

@@ -161,7 +161,7 @@ class Rounds:
             sampler.count_again(counted, tokens[0][index, None], torch.zeros_like(index))
         found, told = [], []
         for i in range(drafts + 1):
-            allowed = None if i else self.drawn.allowed(dict(enumerate(requests)))
+            allowed = self.drawn.allowed(dict(enumerate(requests)), ahead=i)
             sampler(logits[:, i], places, allowed, ahead=dict.fromkeys(places, i))
             found.append(sampler.last)
             told.append(None if sampler.logprobs is None else logprobs_on_host(sampler.logprobs))

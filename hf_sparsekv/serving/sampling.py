@@ -22,8 +22,8 @@ from hf_sparsekv_config.options import (
     shown,
 )
 
-MAX_STOPS = 4  # as OpenAI's API
-MAX_TEXT_TOKENS = 128
+MAX_STOPS = 32  # OpenAI's API has 4, evaluations ask for more
+MAX_TEXT_TOKENS = 128  # special tokens that are text, and further ends
 MAX_STOP = 1024  # characters of a stop string: each character of an answer is compared, and tables are kept
 # Logits are float32 when settings are applied. Within these bounds neither overflows, and a masked token stays masked.
 MAX_TEMPERATURE = 100.0
@@ -53,12 +53,16 @@ class Sampling:
         logprobs: log probabilities of each token, and of this many likeliest ones, 0 to 20. ``None``: none. They are
             the model's own, before all that is asked of them.
         seed: seed of this request's draws, a signed 64-bit integer. ``None``: a new one for each request.
-        stop: up to four strings of up to 1,024 characters; a single string is allowed. The text ends before the first
+        prompt_logprobs: log probabilities of the prompt's tokens, and of this many likeliest ones, 0 to 20. ``None``:
+            none. Such a prompt is read whole, without the prefix cache.
+        stop: up to 32 strings of up to 1,024 characters; a single string is allowed. The text ends before the first
             one that appears. Special tokens are no text, but a string that contains a special token's text matches it.
         text_tokens: up to 128 special tokens that are text of the answer. Some models write calls of tools with them.
+        stop_token_ids: up to 128 further tokens that end the answer, and are not in its text.
+        min_tokens: tokens of the answer before one may end it; stop strings may still.
         json_schema: the answer is JSON that follows this schema: JSON itself, as text or as a mapping. Needs the extra
             ``structured``, as the next one.
-        grammar: the answer follows this grammar, in llguidance's dialect of Lark.
+        grammar: the answer follows this grammar, in llguidance's dialect of Lark, or in llama.cpp's GBNF.
         ignore_eos: continue after the end-of-sequence token, up to ``max_tokens``.
         exact: the tokens are those of full attention (docs/exact.md), of an engine with ``ServingConfig(exact=True)``.
             None: as that says.
@@ -77,9 +81,12 @@ class Sampling:
     presence_penalty: Annotated[float, COUNTED_PENALTIES] = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     logprobs: Annotated[int, Number(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Number(0, MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Number(-(2**63), 2**63 - 1, unit="64-bit")] | None = None
     stop: tuple[str, ...] = ()
     text_tokens: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: Count = 0
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     ignore_eos: bool = False
@@ -88,7 +95,8 @@ class Sampling:
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "text_tokens", _tokens("text_tokens", self.text_tokens))
+        for name in ("text_tokens", "stop_token_ids"):
+            object.__setattr__(self, name, _tokens(name, getattr(self, name)))
         object.__setattr__(self, "json_schema", _schema(self.json_schema))
         check(self)
         for name in ("json_schema", "grammar"):
@@ -98,9 +106,14 @@ class Sampling:
                 f"{name} may have {MAX_GRAMMAR:,} characters at most, got {len(given or ''):,}",
             )
         require(self.grammar is None or self.json_schema is None, "grammar and json_schema are both given: take one")
+        for name in ("ignore_eos", "min_tokens"):
+            require(
+                not getattr(self, name) or (self.grammar is None and self.json_schema is None),
+                f"{name} goes without grammar and json_schema: nothing may follow the end of what they describe",
+            )
         require(
-            not self.ignore_eos or (self.grammar is None and self.json_schema is None),
-            "ignore_eos goes without grammar and json_schema: nothing may follow the end of what they describe",
+            self.min_tokens <= self.max_tokens,
+            f"min_tokens must be at most max_tokens={shown(self.max_tokens)}, got {shown(self.min_tokens)}",
         )
 
 

@@ -96,12 +96,15 @@ class Work:
 
     # ------------------------------------------------------------------ a prompt
 
-    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> None:
+    def begin(
+        self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None, told: int | None = None
+    ) -> None:
         """Begin the prefill of a prompt of tokens ``ids``.
 
         Args:
             blocks: int32 ``[n]``, ids of full blocks with its cached prefix, which is not read again.
             channels: the label channels of these blocks, from :meth:`channels`; None if there are none.
+            told: likeliest tokens whose log probabilities are told beside those of the prompt's. None: of none.
         """
         cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
         try:
@@ -114,6 +117,7 @@ class Work:
                 self.clock,
                 self.serving.chunk,
                 self.serving.layer_segments,
+                told,
             )
         except BaseException:
             self.rows.drop(cache)

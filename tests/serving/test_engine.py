@@ -417,13 +417,14 @@ def test_what_is_kept_gives_way(expected):
 
 def test_an_answer_ends_with_its_end_of_sequence(engine, expected):
     like = expected(40, 3, 20)
-    inside(engine).loop.eos, eos = frozenset({like[5]}), inside(engine).loop.eos
+    ends = inside(engine).loop.ends
+    ends.eos, eos = frozenset({like[5]}), ends.eos
     try:
         output = engine.submit(ids_of(40, 3), greedy(20)).result(20)
         assert (list(output.token_ids), output.finish_reason) == (like[: like.index(like[5]) + 1], "stop")
         assert list(engine.submit(ids_of(40, 3), greedy(20, ignore_eos=True)).result(20).token_ids) == like
     finally:
-        inside(engine).loop.eos = eos
+        ends.eos = eos
     quiet(engine)
 
 

@@ -40,9 +40,15 @@ SAMPLING = {
     "stop": {
         "strings": (3, ("a", 3), b"ab"),
         "empty": (("a", ""), ""),
-        "4 strings at most, got 5": (tuple("abcde"),),
+        "32 strings at most, got 33": (tuple("a" * 33),),
         "1024 characters at most, got 1025": (("a", "b" * 1025),),
     },
+    "stop_token_ids": {
+        "token ids": (3, "ab", (1, "a"), (-1,), (True,), (1.5,), {1: 2}),
+        "128 tokens at most, got 129": (tuple(range(129)),),
+    },
+    "min_tokens": {">= 0": (-1, 2.0), "at most max_tokens=256, got 257": (257,)},
+    "prompt_logprobs": {r"an integer in \[0, 20\]": (-1, 21, 1.5)},
     "ignore_eos": {"True or False": (1,)},
 }
 SERVING = {
