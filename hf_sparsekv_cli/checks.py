@@ -6,6 +6,7 @@ A whole configuration or a model shows more errors (a budget that does not fit t
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import typer
 
 from .options import CacheKind, CacheOptions
 
+KEY = "HF_SPARSEKV_API_KEY"
 SEEDS = -(2**63), 2**64 - 1  # that torch takes
 
 
@@ -61,15 +63,15 @@ def prompted(prompt: object, prompt_file: object, demo: bool) -> None:
     _require(given == 1, "give either --prompt or --prompt-file, or --demo, which has a text of its own")
 
 
-def served(cache: CacheKind, options: CacheOptions, api_key: str | None, model_id: str | None) -> None:
+def served(cache: CacheKind, options: CacheOptions, api_key: Sequence[str] | None, model_id: str | None) -> None:
     """``serve``."""
     _require(cache is not CacheKind.dense, "serve has sparse caches only: leave --cache dense out")
     _require(
         "max_length" not in options.given, "--max-length has no meaning here: --context says how long requests may be"
     )
     _require(
-        api_key is None or bool(api_key.strip()),
-        "--api-key (or HF_SPARSEKV_API_KEY) is empty: give a key, or leave it out",
+        all(key.strip() for key in api_key or ()) and (not (kept := os.environ.get(KEY, "")) or bool(kept.strip())),
+        f"--api-key (or {KEY}) is empty: give a key, or leave it out",
     )
     _require(model_id is None or bool(model_id.strip()), "--model-id is empty: give a name, or leave it out")
 

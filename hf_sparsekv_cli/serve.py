@@ -31,11 +31,13 @@ def serve(
     host: Annotated[str, _of_server(help="0.0.0.0 lets other machines in: give an API key then.")] = "127.0.0.1",
     port: Annotated[int, _of_server(min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         _of_server(
+            metavar="KEY",
             envvar="HF_SPARSEKV_API_KEY",
             show_envvar=False,
-            help="Key that clients must send; better in HF_SPARSEKV_API_KEY, where other users do not see it.",
+            help="Key that clients must send, or several; better in HF_SPARSEKV_API_KEY, with spaces between them, "
+            "where other users do not see it.",
             show_default=False,
         ),
     ] = None,
@@ -51,6 +53,9 @@ def serve(
     max_connections: Annotated[
         int, _of_server(min=1, help="Most connections at a time; those without a request make room for others.")
     ] = 2048,
+    keep_alive: Annotated[
+        float, _of_server(min=1, max=3600, help="Seconds until an idle connection is closed; longer than a proxy's.")
+    ] = 75.0,
     allow_host: Annotated[
         list[str] | None,
         _of_server(

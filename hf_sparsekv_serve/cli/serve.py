@@ -80,6 +80,7 @@ def serve(
     allow_host: list[str] | None,
     cors_origin: list[str] | None,
     max_connections: int,
+    keep_alive: float,
     log_requests: bool,
     device_kv: int | None,
     host_kv: int | None,
@@ -117,23 +118,30 @@ def serve(
         torchrun.begin(place)
         if rank:
             served.follow()
+    application["api_key"] = application["api_key"] or None
     application["model_id"] = model_id or served_name(model)
     application["allowed_hosts"], application["cors_origins"] = tuple(allow_host or ()), tuple(cors_origin or ())
     listener = _listen(host, port)  # first: report a taken port before the model is loaded
     try:
-        _serve(served, listener, max_connections, application)
+        _serve(served, listener, application, max_connections=max_connections, keep_alive_s=keep_alive)
     finally:
         listener.close()
 
 
-def _serve(served: ServedModel, listener: socket.socket, max_connections: int, application: dict[str, Any]) -> None:
-    """Load the model and serve it until a signal ends that; ``application``: arguments of :func:`.create_app`."""
+def _serve(served: ServedModel, listener: socket.socket, application: dict[str, Any], **bounds: Any) -> None:
+    """Load the model and serve it until a signal ends that.
+
+    Args:
+        application: arguments of :func:`.create_app`.
+        bounds: further arguments of :class:`.Server`.
+    """
     from ..http import create_app
     from .server import Server, signals_heard
 
     with served.engine() as engine:
         warm_up(engine)
-        server = Server(create_app(engine, **application), engine, max_connections, served.serving.max_rows)
+        app = create_app(engine, **application)
+        server = Server(app, engine, max_rows=served.serving.max_rows, **bounds)
         with set_aside(), short_turns(), signals_heard(server):  # signals: before anybody is told that it listens
             if served.tensor_parallel:
                 torchrun.watch(engine, server)
@@ -154,14 +162,14 @@ def _run(server: Server, engine: Engine, listener: socket.socket, tensor_paralle
     engine.close()  # a signal may still come
 
 
-def _tell_address(listener: socket.socket, api_key: str | None) -> None:
+def _tell_address(listener: socket.socket, api_key: list[str] | None) -> None:
     from ..http.gate import is_loopback
 
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    keyed = "" if api_key is None else " (with an API key)"
+    keyed = " (with an API key)" if api_key else ""
     note(f"listening on http://{shown}:{port}/v1{keyed}; Ctrl-C ends it")
-    if api_key is None and not is_loopback(address):
+    if not api_key and not is_loopback(address):
         note("anybody who reaches this machine may ask: no API key is set")
 
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from hf_sparsekv.cli.output import note
 from hf_sparsekv.serving.grammar import MOST_BYTES, PROCESS
 
-from ..http.connections import MAX_CONNECTIONS, protocol
+from ..http.connections import KEEP_ALIVE_S, MAX_CONNECTIONS, protocol
 from ..process import SIGNALS, leave
 
 if TYPE_CHECKING:
@@ -38,25 +38,32 @@ class Server(uvicorn.Server):
         engine: the engine that it asks.
         max_connections: connections at a time, if there are files for them.
         max_rows: most answers at a time.
+        keep_alive_s: seconds that a connection may be idle after an answer.
 
     Attributes:
         signals: signals received so far.
     """
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, max_connections: int = MAX_CONNECTIONS, max_rows: int = 32
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        max_connections: int = MAX_CONNECTIONS,
+        max_rows: int = 32,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         # Hides errors of clients that were cut off: their tasks are cancelled, and uvicorn would show where.
         logging.getLogger("uvicorn.error").addFilter(_no_cancellation)
         config = uvicorn.Config(
             app,
-            http=protocol(affordable_connections(max_connections, max_rows)),
+            http=protocol(affordable_connections(max_connections, max_rows), keep_alive_s=keep_alive_s),
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            headers=[("Keep-Alive", f"timeout={int(keep_alive_s)}")],  # clients that read it leave before the server does
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)

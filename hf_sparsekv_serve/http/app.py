@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 def create_app(
     engine: Engine,
     model_id: str,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     max_body: int = MAX_BODY,
     max_answer: int | None = MAX_ANSWER,
     allowed_hosts: Sequence[str] = (),
@@ -64,8 +64,8 @@ def create_app(
     Args:
         engine: serves the requests.
         model_id: the model name for clients.
-        api_key: key that clients send as ``Authorization: Bearer ...``; surrounding whitespace is ignored. ``None``:
-            no key is needed.
+        api_key: key, or keys, that clients send as ``Authorization: Bearer ...`` or ``x-api-key``; surrounding
+            whitespace is ignored. ``None``: no key is needed.
         max_body: most bytes of a request's body.
         max_answer: most tokens of a chat's answer if the client sets no limit. ``None``: the rest of the context.
         allowed_hosts: host names, besides ``localhost`` and IP addresses, that requests to a loopback address may use
@@ -82,7 +82,8 @@ def create_app(
         ValueError: ``api_key`` is empty, an origin is none, or there is no such form.
     """
     origins = [origin(one) for one in cors_origins]
-    if api_key is not None and not api_key.strip():
+    keys = [] if api_key is None else [api_key] if isinstance(api_key, str) else list(api_key)
+    if api_key is not None and not (keys and all(key.strip() for key in keys)):
         raise ValueError("api_key is empty: give one, or None to let everybody in")
     if tool_format not in (None, TEMPLATE, *FORMS):
         raise ValueError(f"tool_format must be one of {', '.join([*FORMS, TEMPLATE])}, got {shown(tool_format)}")
@@ -106,7 +107,7 @@ def create_app(
     app.exception_handler(ApiError)(_tell)
     app.exception_handler(HTTPException)(_tell_http)
     app.exception_handler(Exception)(_tell_any)
-    app.add_middleware(Gate, api_key=api_key, allowed_hosts=allowed_hosts, count=api.count)
+    app.add_middleware(Gate, api_keys=keys, allowed_hosts=allowed_hosts, count=api.count)
     if origins:  # around the gate: a browser asks without a key whether it may ask
         told = [ID, IGNORED, "retry-after"]
         app.add_middleware(

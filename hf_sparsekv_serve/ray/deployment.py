@@ -188,7 +188,7 @@ class Replica:
         args = self._args
         path = Path(args.model).expanduser()
         name = args.model_id or (path.resolve().name if path.is_dir() else args.model)
-        key = os.environ.get(KEY)
+        key = os.environ[KEY].split() if KEY in os.environ else None
         return create_app(self._engine, name, key, args.max_body, args.max_answer, args.allowed_hosts)
 
     async def check_health(self) -> None:

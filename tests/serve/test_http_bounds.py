@@ -243,7 +243,7 @@ def closed_after(connection: socket.socket) -> tuple[float, bytes]:
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["silent", "half"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_head_has_a_time(engine, sent, first):
-    with serving(create_app(engine, "m"), head_s=0.3) as url:
+    with serving(create_app(engine, "m"), head_s=0.3, keep_alive_s=0.3) as url:
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
             if not first:
@@ -358,7 +358,7 @@ def status_at(server: str | None, *headers: tuple[bytes, bytes], **options) -> i
         async def send(message: dict) -> None:
             sent.append(message)
 
-        await Gate(app, None, options.get("allowed_hosts", ()), lambda path, status: None)(scope, None, send)
+        await Gate(app, (), options.get("allowed_hosts", ()), lambda path, status: None)(scope, None, send)
 
     asyncio.run(ask())
     return sent[0]["status"]

@@ -202,20 +202,20 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     """Options by their names; the key from the environment."""
     given = {}
 
-    def serve(*args) -> None:
-        given.update(zip(("served", "listener", "connections", "application"), args))
+    def serve(*args, **bounds) -> None:
+        given.update(zip(("served", "listener", "application"), args), bounds=bounds)
 
     monkeypatch.setattr(module, "_serve", serve)
     args = ["--port", "0", "--max-rows", "3", "--context", "2k", "--batch-tokens", "8k", "--max-waiting", "5"]
     args += ["--max-wait-s", "1.5", "--prefill-ms", "7", "--device-kv", "1GiB", "--host-kv", "2GB", "--max-body", "1kB"]
     done = run(
-        str(tiny), *args, "--no-prefix-cache", "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k"
+        str(tiny), *args, "--no-prefix-cache", "--token-budget", "64", "--num-blocks", "4", HF_SPARSEKV_API_KEY="k l"
     )
     assert done.exit_code == 0, done.output
-    assert given["connections"] == 2048
+    assert given["bounds"] == {"max_connections": 2048, "keep_alive_s": 75}
     assert given["application"] == {
         "model_id": "tiny-llama",
-        "api_key": "k",
+        "api_key": ["k", "l"],
         "max_body": 1000,
         "max_answer": 4096,
         "allowed_hosts": (),
@@ -233,10 +233,11 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     run(str(tiny), "--port", "0", "--flash-attention-4")
     assert given["served"].serving.flash_attention_4
     names = ("--allow-host", "a.example", "--allow-host", "b.example")
-    run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", *names)
+    run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", "--keep-alive", "9", *names)
     application = given["application"]
     assert (application["model_id"], application["api_key"], given["served"].offload) == ("mine", None, None)
-    assert (given["connections"], application["allowed_hosts"]) == (7, ("a.example", "b.example"))
+    assert given["bounds"] == {"max_connections": 7, "keep_alive_s": 9}
+    assert application["allowed_hosts"] == ("a.example", "b.example")
     assert module.served_name("small") == "small" and module.served_name("org/model") == "org/model"
 
 
@@ -265,7 +266,7 @@ def test_what_is_there_when_it_listens_is_left_out_of_collections(tiny, monkeypa
         def run(self, sockets) -> None:
             found.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(server_module, "Server", lambda *_: Standing())
+    monkeypatch.setattr(server_module, "Server", lambda *_, **__: Standing())
     done = run(str(tiny), "--port", "0", "--device", "cpu", "--max-rows", "2", "--context", "1k", "--no-offload")
     assert done.exit_code == 0, done.output
     assert found[0] > 100_000 and gc.get_freeze_count() == 0
