@@ -188,9 +188,7 @@ class SharedWork(Work):
         notes, self._notes = self._notes, []
         self.wire.send((notes, self.rows.cache.row_table.ids.used, name, args))
 
-    def begin(
-        self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None, told: int | None = None
-    ) -> None:
+    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Shared | None, told: int | None = None) -> None:
         super().begin(ids, blocks, channels and channels.here, told)
         self._note("begin", np.asarray(ids, dtype=np.int32), blocks, channels and channels.number, told)
 

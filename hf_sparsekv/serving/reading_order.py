@@ -104,8 +104,8 @@ class ReadingOrder:
         longest = min(in_a_turn, self.serving.chunk, shorter)
         overtaken = [self.reading]
         for request in self.waiting:
-            told = request.sampling.prompt_logprobs is not None  # in passes of its own length
-            if not told and len(request.ids) <= longest and self._has_room(request, overtaken) and self._is_prefill(request):
+            short = len(request.ids) <= longest and request.sampling.prompt_logprobs is None  # those have own passes
+            if short and self._has_room(request, overtaken) and self._is_prefill(request):
                 return request
             overtaken.append(request)
         return None

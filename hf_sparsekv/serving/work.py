@@ -96,9 +96,7 @@ class Work:
 
     # ------------------------------------------------------------------ a prompt
 
-    def begin(
-        self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None, told: int | None = None
-    ) -> None:
+    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None, told: int | None = None) -> None:
         """Begin the prefill of a prompt of tokens ``ids``.
 
         Args:

@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            headers=[("Keep-Alive", f"timeout={int(keep_alive_s)}")],  # clients that read it leave before the server does
+            headers=[("Keep-Alive", f"timeout={int(keep_alive_s)}")],  # some clients leave before that
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)

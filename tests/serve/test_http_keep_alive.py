@@ -18,9 +18,9 @@ from hf_sparsekv_serve.http import connections, create_app
 
 @pytest.fixture(scope="module")
 def url():
-    with FakeEngine(byte_level(), step_s=0) as engine:
-        with serving(create_app(engine, "m"), head_s=0.5, keep_alive_s=1.5) as url:
-            yield url
+    bounds = {"head_s": 0.5, "keep_alive_s": 1.5}
+    with FakeEngine(byte_level(), step_s=0) as engine, serving(create_app(engine, "m"), **bounds) as url:
+        yield url
 
 
 def connected(url: str) -> socket.socket:

@@ -233,7 +233,8 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
     run(str(tiny), "--port", "0", "--flash-attention-4")
     assert given["served"].serving.flash_attention_4
     names = ("--allow-host", "a.example", "--allow-host", "b.example")
-    run("small", "--port", "0", "--no-offload", "--model-id", "mine", "--max-connections", "7", "--keep-alive", "9", *names)
+    names += ("--max-connections", "7", "--keep-alive", "9")
+    run("small", "--port", "0", "--no-offload", "--model-id", "mine", *names)
     application = given["application"]
     assert (application["model_id"], application["api_key"], given["served"].offload) == ("mine", None, None)
     assert given["bounds"] == {"max_connections": 7, "keep_alive_s": 9}

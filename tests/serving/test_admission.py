@@ -10,6 +10,7 @@ import pytest
 from hf_sparsekv.serving.admission import OVERTAKEN, READMIT, SPARE, Candidate, admit, room_for
 from hf_sparsekv.serving.reading_order import ReadingOrder
 from hf_sparsekv.serving.room import Room
+from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv_config.serving import ServingConfig
 
 
@@ -91,6 +92,7 @@ def test_only_a_prompt_that_is_read_in_one_turn_and_shorter_than_what_is_left_ov
     longest = min(left - 1, in_a_turn, 64)
     for tokens in (longest, longest + 1):
         request = SimpleNamespace(ids=range(tokens), blocks=1, known=(0, 0, 0), arrived=0.0, begun=0.0)
+        request.sampling = Sampling()
         pace = SimpleNamespace(tokens_in=lambda ms, at: in_a_turn)
         rows = SimpleNamespace(cache=SimpleNamespace(config=SimpleNamespace(block_size=16)))
         work = SimpleNamespace(
