@@ -33,12 +33,13 @@ log = logging.getLogger(__name__)
 
 
 class News(NamedTuple):
-    """News of one request: text, log probabilities of tokens, and its end if it has ended."""
+    """News of one request: text, log probabilities of tokens, its end if it has ended, and its tokens so far."""
 
     which: int
     text: str
     end: Output | BaseException | None
     logprobs: tuple[Logprob, ...] = ()
+    tokens: int = 0
 
 
 class Answers:
@@ -59,6 +60,7 @@ class Answers:
         self._texts: list[list[str]] = [[] for _ in handles]
         self._logprobs: list[list[Logprob]] = [[] for _ in handles]
         self._ends: list[Output | BaseException | None] = [None] * len(self.handles)
+        self._tokens = [0] * len(self.handles)  # so far
         self._woken = False
         self._event = asyncio.Event()
         for which, handle in enumerate(self.handles):
@@ -67,6 +69,8 @@ class Answers:
     def _hear(self, which: int, news: Piece | Output | BaseException) -> None:
         """Take news on the engine's thread, and wake the event loop unless that is pending already."""
         with self._lock:
+            if isinstance(news, Piece):
+                self._tokens[which] += len(news.token_ids)
             if not isinstance(news, Piece):
                 self._ends[which] = news
             elif self._text and (news.text or news.logprobs):
@@ -93,7 +97,7 @@ class Answers:
         with self._lock:
             self._woken = False
             found = [
-                News(which, "".join(texts), end, tuple(logprobs))
+                News(which, "".join(texts), end, tuple(logprobs), self._tokens[which])
                 for which, (texts, end, logprobs) in enumerate(zip(self._texts, self._ends, self._logprobs))
                 if texts or end is not None
             ]
@@ -184,6 +188,9 @@ class Format:
         """Events at the end of a stream that fails."""
         return [error.body()]
 
+    def counted(self, which: int, handle: Handle, tokens: int) -> None:
+        """Hear how many tokens an answer has so far, before the events of its last ones are made."""
+
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
         """Events for new text, and for log probabilities of new tokens."""
         raise NotImplementedError
@@ -258,7 +265,8 @@ class EventStream(Response):
         try:
             while len(outputs) < count:
                 events = []
-                for which, text, end, logprobs in await self._answers.news():
+                for which, text, end, logprobs, tokens in await self._answers.news():
+                    form.counted(which, self._answers.handles[which], tokens)
                     if text or logprobs:
                         new = partial(form.text, which, text, logprobs)
                         long = form.reads and len(text) > LONG

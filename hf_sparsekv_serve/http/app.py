@@ -37,6 +37,7 @@ from .metrics import PREFIX, registry
 from .prompts import LARGE, Prompts
 from .scan import Scan
 from .shapes import Chat, Completion, Shape
+from .tokenizing import Tokenizing
 from .tools import TEMPLATE, Reading
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
@@ -99,6 +100,8 @@ def create_app(
     app.post("/v1/completions")(api.completions)
     app.post("/v1/messages")(api.messages)
     app.post("/v1/messages/count_tokens")(api.count_tokens)
+    app.post("/tokenize")(api.tokenize)
+    app.post("/detokenize")(api.detokenize)
     seen("/v1/models")(api.models)
     seen("/v1/models/{name:path}")(api.model)
     seen("/health")(api.health)
@@ -160,6 +163,7 @@ class _Api:
         self._model_id = model_id
         self._bodies = bodies
         self._prompts = prompts
+        self._tokenizing = Tokenizing(engine, prompts)
         self._texts = TokenTexts(engine.tokenizer, engine.eos)
         self._created = int(time.time())
         self._threads = anyio.CapacityLimiter(SUBMITTING), anyio.CapacityLimiter(SUBMITTING)
@@ -239,6 +243,21 @@ class _Api:
             limiter, count = self._threads[len(body) > LARGE], self._prompts.count
             tokens = await anyio.to_thread.run_sync(count, body, scan, messages_api.counted, limiter=limiter)
         return json_response({"input_tokens": tokens})
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/tokenize``."""
+        return await self._told(request, self._tokenizing.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/detokenize``."""
+        return await self._told(request, self._tokenizing.detokenize)
+
+    async def _told(self, request: Request, tell: Callable[[bytes, Scan], dict[str, Any]]) -> Response:
+        """What a body asks for that the engine need not answer."""
+        scan = Scan(self._engine.max_length)
+        async with self._bodies.read(request, scan) as body:
+            limiter = self._threads[len(body) > LARGE]
+            return json_response(await anyio.to_thread.run_sync(tell, body, scan, limiter=limiter))
 
     async def _submitted(
         self, request: Request, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]

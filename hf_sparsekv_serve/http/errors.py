@@ -9,9 +9,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hf_sparsekv.serving.request import Busy, Closed, NotFollowed
+from hf_sparsekv.serving.request import Busy, Closed, NotFollowed, TooLong
 
 MOST = 800  # characters of a message, which may quote the client's input
+TOO_LONG = "context_length_exceeded"
+CONTEXT = "This model's maximum context length is {} tokens."
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -75,6 +77,13 @@ class ApiError(Exception):
         """The whole answer, to a request for an address."""
         body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
         return json_response(body, self.status, self.headers)
+
+
+def too_long(error: TooLong, param: str) -> ApiError:
+    """Of a prompt that does not fit the context, as OpenAI's API and vLLM say it: clients look for these words."""
+    asked = f"{error.tokens + error.answer} tokens ({error.tokens} in the {param}, {error.answer} in the answer)"
+    why = f"However, you requested {asked}. Shorten the {param}, or ask for fewer tokens."
+    return ApiError(400, f"{CONTEXT.format(error.most)} {why}", param, TOO_LONG)
 
 
 def dumped(content: object) -> bytes:

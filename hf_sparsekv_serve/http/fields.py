@@ -53,20 +53,28 @@ def false(value: object) -> bool:
     return value is False
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def never(value: object) -> bool:
+    return False
+
+
 # ---------------------------------------------------------------------- the body itself
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("seed", "stop", "ignore_eos", "exact"),
+    *("seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "exact"),
 )
 # User, purpose and prefix hints: accepted, and not used. Nothing is kept, whatever `store` says.
 LABELS = {"user", "safety_identifier", "metadata", "prompt_cache_key", "store"}
 BOTH = {"model", "max_tokens", "stream", "stream_options", "n", "logit_bias", "logprobs", "response_format"}
-BOTH |= {*LABELS, *SAMPLING}
+BOTH |= {*LABELS, *SAMPLING, "structured_outputs"}
+BOTH |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # vLLM's older names
 EFFORT = "reasoning_effort"  # a variable of some templates
 REFUSED = {
     "best_of": Refused(one, "is not there: give n, and choose among the answers"),
-    "echo": Refused(false, "is not there: the answer is what follows the prompt"),
     "top_logprobs": Refused(zero, "is of chats: give logprobs, how many"),  # of completions
     "suffix": Refused(empty, "is not there: text is continued, not filled in"),
     "functions": Refused(empty, "are not there: give tools"),
@@ -74,8 +82,8 @@ REFUSED = {
     "modalities": Refused(lambda value: value == ["text"], "other than text are not there"),
     "service_tier": Refused(lambda value: value in ("auto", "default"), "is not there: requests are all alike"),
     # vLLM's, which clients of its server send as they are by themselves.
-    "min_tokens": Refused(zero, "is not there: ignore_eos and max_tokens make answers of a known length"),
-    "stop_token_ids": Refused(empty, "is not there: give their texts in stop"),
+    "guided_decoding_backend": Refused(is_text, "must be a name; llguidance follows them all here"),
+    "guided_whitespace_pattern": Refused(never, "is not there: give a regex or a grammar"),
     "skip_special_tokens": Refused(lambda value: value is True, "cannot be turned off: text has no special tokens"),
     "include_stop_str_in_output": Refused(false, "is not there: the text ends before the stop string"),
     "use_beam_search": Refused(false, "is not there: a request gives one answer"),
@@ -87,16 +95,34 @@ INSTEAD = {
     "thinking": 'give chat_template_kwargs, as {"thinking": false}',
     "verbosity": "say in the prompt how long the answer should be",
 }
-COMPLETION = Kind(frozenset(BOTH | {"prompt"}), REFUSED)
+# SGLang's and llama.cpp's.
+INSTEAD_OF_BOTH = {
+    "regex": 'give structured_outputs, as {"regex": ...}',
+    "choice": 'give structured_outputs, as {"choice": [...]}',
+    "ebnf": 'give structured_outputs, as {"grammar": ...}',
+    "grammar": 'give structured_outputs, as {"grammar": ...}',
+    "json_schema": 'give response_format, or structured_outputs as {"json": ...}',
+    "n_predict": "give max_tokens",
+    "repeat_penalty": "give repetition_penalty",
+}
+COMPLETION = Kind(frozenset(BOTH | {"prompt", "echo"}), REFUSED, INSTEAD_OF_BOTH)
 CHAT = Kind(
     frozenset(
         BOTH
         | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
-        | {"chat_template_kwargs", EFFORT}
+        | {"chat_template_kwargs", EFFORT, "add_generation_prompt", "continue_final_message"}
     ),
-    REFUSED,
-    INSTEAD,
+    {**REFUSED, "echo": Refused(false, "is of completions: the answer is what follows the messages")},
+    {**INSTEAD_OF_BOTH, **INSTEAD},
 )
+
+OF_CONVERSATIONS = {"messages", "tools", "chat_template_kwargs", EFFORT, "add_generation_prompt"}
+TOKENIZED = Kind(frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"}))
+TOKENIZED_CHAT = Kind(
+    frozenset(OF_CONVERSATIONS | {"model", "continue_final_message", "return_token_strs"}),
+    {"add_special_tokens": Refused(false, "is of prompts: the chat template has them")},
+)
+DETOKENIZED = Kind(frozenset({"model", "tokens"}))
 
 # ---------------------------------------------------------------------- objects in it
 
@@ -107,15 +133,22 @@ def _kind(*known: str, **refused: Refused) -> Kind:
 
 STREAM_OPTIONS = _kind(
     "include_usage",
-    # OpenAI's padding, and vLLM's counts in each chunk.
+    "continuous_usage_stats",  # vLLM's
     include_obfuscation=Refused(false, "is not there: chunks are as long as their text"),
-    continuous_usage_stats=Refused(false, "is not there: include_usage counts at the end"),
 )
 FORMATS = {  # by the type of a response_format; the schema of a json_object is llama.cpp's
     "text": _kind("type"),
     "json_object": _kind("type", "schema"),
     "json_schema": _kind("type", "json_schema"),
 }
+STRUCTURED = _kind(
+    *("json", "regex", "choice", "grammar", "json_object"),
+    structural_tag=Refused(never, "is not there: give tools, or a grammar"),
+    whitespace_pattern=Refused(never, "is not there: give a regex or a grammar"),
+    disable_fallback=Refused(lambda value: isinstance(value, bool), "must be true or false"),
+    disable_any_whitespace=Refused(false, "is not there: give a regex or a grammar"),
+    disable_additional_properties=Refused(false, 'is not there: write "additionalProperties": false into the schema'),
+)
 JSON_SCHEMA = _kind("name", "description", "schema", "strict")
 TOOL = _kind("type", "function")
 # Templates get these; `return` is of transformers' own get_json_schema(). Arguments follow their schema, strict or not.
@@ -161,22 +194,24 @@ class Fields:
                 continue
             if name in kind.known:
                 found[name] = given
-            elif name in kind.refused:
-                if not kind.refused[name].neutral(given):
-                    message = f"{where}{'.' * bool(where)}{name} {kind.refused[name].why}"
-                    raise ApiError(400, message, field or name, "unsupported_parameter")
-            elif self._ignore_unknown:
-                if len(self.ignored) == MOST_TOLD:
-                    continue
-                way = where.replace("[", ".").replace("]", "")  # as a header may have it
-                self.ignored.append(f"{way}{'.' * bool(where)}{name[:MAX_NAME]}")
-            else:
-                self._unknown(name, kind, where, field)
+            elif not (name in kind.refused and kind.refused[name].neutral(given)) and not self.leaves_out(where, name):
+                self._wrong(name, kind, where, field)
         return found
 
+    def leaves_out(self, where: str, name: str) -> bool:
+        """Whether a field that is unknown or refused is left out, and then notes it; ``where``: as in :meth:`of`."""
+        if self._ignore_unknown and len(self.ignored) < MOST_TOLD:
+            way = where.replace("[", ".").replace("]", "")  # as a header may have it
+            self.ignored.append(f"{way}{'.' * bool(where)}{name[:MAX_NAME]}")
+        return self._ignore_unknown
+
     @staticmethod
-    def _unknown(name: str, kind: Kind, where: str, field: str) -> None:
-        near = difflib.get_close_matches(name, kind.known | kind.refused.keys(), n=1) if len(name) <= MAX_NAME else []
+    def _wrong(name: str, kind: Kind, where: str, field: str) -> None:
+        if name in kind.refused:
+            message = f"{where}{'.' * bool(where)}{name} {kind.refused[name].why}"
+            raise ApiError(400, message, field or name, "unsupported_parameter")
+        # Fields that are refused are no hints.
+        near = difflib.get_close_matches(name, kind.known, n=1) if len(name) <= MAX_NAME else []
         if name in kind.instead:
             hint = kind.instead[name]
         else:

@@ -20,6 +20,8 @@ ENDPOINTS = {
     "POST /v1/completions": "a continuation, as OpenAI's API",
     "POST /v1/messages": "a conversation, as Anthropic's API",
     "POST /v1/messages/count_tokens": "the tokens of a conversation",
+    "POST /tokenize": "the tokens of a prompt or a conversation, as vLLM's",
+    "POST /detokenize": "the text of tokens, as vLLM's",
     "GET /v1/models": "the served model",
     "GET /health": "the process answers, and its engine has not failed",
     "GET /ready": "requests are taken",

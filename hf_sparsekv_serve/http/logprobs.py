@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,7 +31,7 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, eos: Iterable[int] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.eos = tokenizer, frozenset(eos)
         self._spelled = None if tokenizer is None else spelling(tokenizer)
         self._added = frozenset() if tokenizer is None else frozenset(tokenizer.added_tokens_decoder)
         self._hidden = frozenset() if tokenizer is None else Detokenizer(tokenizer, eos).hidden
@@ -61,7 +62,9 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": None if raw is None else list(raw)}
 
     def in_lists(self, logprobs: Sequence[Logprob], begun: int) -> tuple[dict[str, Any], int]:
-        """Lists of a completion; ``begun``: characters of the answer's text that begin in the tokens before.
+        """Lists of a completion, with null for a prompt's first token, whose log probability is NaN.
+
+        ``begun``: characters of the answer's text that begin in the tokens before.
 
         Returns:
             The lists, and the characters that begin up to the last of these tokens.
@@ -73,8 +76,8 @@ class TokenTexts:
             begun += begins
         told = {
             "tokens": [self._read(one.token_id)[0] for one in logprobs],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._best(one) for one in logprobs],
+            "token_logprobs": [None if math.isnan(one.logprob) else _finite(one.logprob) for one in logprobs],
+            "top_logprobs": [None if math.isnan(one.logprob) else self._best(one) for one in logprobs],
             "text_offset": offsets,
         }
         return told, begun

@@ -49,7 +49,7 @@ def _message(message: object, where: str, scan: Scan, fields: Fields) -> dict[st
     if role == "developer":
         message["role"] = "system"  # the name that templates know
     if "content" in message:
-        message["content"] = _content(message["content"], f"{where}.content")
+        message["content"] = _content(message["content"], f"{where}.content", fields)
     elif role == "assistant" and message.get("tool_calls"):
         message["content"] = ""
     else:
@@ -57,6 +57,16 @@ def _message(message: object, where: str, scan: Scan, fields: Fields) -> dict[st
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", scan, fields)
     return {name: value for name, value in message.items() if not (name in EMPTY_OF_ANSWERS and empty(value))}
+
+
+def without_unknown(messages: list[dict[str, Any]], template: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """A conversation without fields that its template does not know, and their names, as ``messages.0.mood``."""
+    made, names = [], []
+    for i, message in enumerate(messages):
+        left_out = {name for name in message if name not in MESSAGE_LABELS and name not in template}
+        made.append({name: value for name, value in message.items() if name not in left_out} if left_out else message)
+        names += [f"messages.{i}.{name}" for name in message if name in left_out]
+    return made, names
 
 
 def check_history(messages: list[dict[str, Any]], template: str) -> None:
@@ -116,13 +126,13 @@ def _as_text(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _content(content: object, where: str) -> str:
+def _content(content: object, where: str, fields: Fields) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{where} must be text or a list of parts, got {json_kind(content)}", "messages")
     texts = []
-    for part in content:
+    for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             what = f"a part of type {shown(kind)}" if isinstance(kind, str) else "a part without a type"
@@ -130,7 +140,9 @@ def _content(content: object, where: str) -> str:
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{where}: text must be a string, got {json_kind(part.get('text'))}", "messages")
         for name, value in part.items():
-            if name not in PART_LABELS and value is not None and not empty(value):
+            if name in PART_LABELS or value is None or empty(value):
+                continue
+            if not fields.leaves_out(f"{where}[{i}]", name):
                 why = f"{where} has a part with a field {shown(name)}, which no template gets: leave it out"
                 raise ApiError(400, why, "messages", "unsupported_parameter")
         texts.append(part["text"])
@@ -150,7 +162,7 @@ def _tool_calls(calls: object, where: str, scan: Scan, fields: Fields) -> list[d
         try:
             if isinstance(arguments, str):
                 scan.text(arguments.encode())
-                arguments = parsed(arguments)
+                arguments = parsed(arguments) if arguments.strip() else {}  # of a function without parameters
         except (ValueError, RecursionError):
             raise ApiError(400, f"{where}: arguments of {shown(function['name'])} are not JSON", "messages") from None
         made.append({**call, "function": {**function, "arguments": arguments}})

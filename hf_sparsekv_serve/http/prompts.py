@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from hf_sparsekv.serving.request import Handle
+from hf_sparsekv.serving.request import Handle, TooLong
 from hf_sparsekv.serving.sampling import shown
 
 from ..process import step_aside
 from . import schema
 from .engine import Engine
-from .errors import ApiError, told
+from .errors import CONTEXT, TOO_LONG, ApiError, told, too_long
 from .fields import EFFORT, MAX_NAME, MOST_TOLD
-from .messages import applied, check_history, with_reasoning
+from .messages import applied, check_history, with_reasoning, without_unknown
 from .scan import Scan
 from .tools import Reading, Style
 
@@ -30,11 +30,12 @@ LIKELY = 8  # bytes a token: a text of more than this times the context is token
 COUNTED = 1 << 16  # characters of a piece: some tokenizers make four tokens of one
 # Settings that an engine refuses, and the fields that clients have for them.
 FIELDS = {
-    "logit_bias": "logit_bias",
+    **{name: name for name in ("logit_bias", "exact", "min_tokens", "stop_token_ids", "ignore_eos")},
     "json_schema": "response_format",
     "grammar": "tool_choice",
-    "exact": "exact",
+    "prompt_logprobs": "logprobs",
 }
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 CUT = 16  # tokens that a piece may have more because it is cut out
 
 
@@ -60,7 +61,7 @@ class Prompts:
         self._engine = engine
         self._model_id = model_id
         self._max_answer = max_answer
-        self._ignore_unknown = ignore_unknown
+        self.ignore_unknown = ignore_unknown
         self._tool_format = tool_format
         self._styles: dict[str, Style] = {}
         # Both are free while a schema is compiled: others need not wait for it.
@@ -80,7 +81,7 @@ class Prompts:
             they are text.
         """
         step_aside()
-        with self._turn(body) as turn:
+        with self.turn(body) as turn:
             asked, reading = self._parsed(body, scan, parse), None
             self._check_count(len(asked.prompts or (None,)), asked.n)
             with _told(asked):
@@ -89,6 +90,8 @@ class Prompts:
                     prompts, default = [prompt], self._max_answer
                 else:
                     prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
+                    if asked.echo:
+                        asked = replace(asked, echoed=tuple(map(self._echoed, asked.prompts, prompts)))
                 turn.close()
                 for prompt in prompts:
                     for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
@@ -98,13 +101,13 @@ class Prompts:
     def count(self, body: bytes, scan: Scan, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]) -> int:
         """Tokens of a conversation, on a thread."""
         step_aside()
-        with self._turn(body):
+        with self.turn(body):
             asked = self._parsed(body, scan, parse)
             with _told(asked):
                 return len(self._conversation(asked)[2])
 
     @contextlib.contextmanager
-    def _turn(self, body: bytes) -> Iterator[contextlib.ExitStack]:
+    def turn(self, body: bytes) -> Iterator[contextlib.ExitStack]:
         """Wait for a turn to read, which ends with this context or its stack."""
         with contextlib.ExitStack() as turn:
             if len(body) > LARGE:
@@ -115,9 +118,7 @@ class Prompts:
     def _parsed(
         self, body: bytes, scan: Scan, parse: Callable[[dict[str, Any], Scan, bool], schema.Asked]
     ) -> schema.Asked:
-        fields = schema.loads(body)
-        schema.check_model(fields, self._model_id)
-        return parse(fields, scan, self._ignore_unknown)
+        return parse(self.loaded(body), scan, self.ignore_unknown)
 
     def _conversation(self, asked: schema.Asked) -> tuple[schema.Asked, Reading | None, list[int]]:
         """What a conversation asks of the engine, how its answers are read, and its tokens."""
@@ -126,17 +127,31 @@ class Prompts:
         asked, reading = self._with_reading(asked, prompt)
         return asked, reading, prompt
 
+    def loaded(self, body: bytes) -> dict[str, Any]:
+        """A body's fields, if it asks for the model that is served."""
+        fields = schema.loads(body)
+        schema.check_model(fields, self._model_id)
+        return fields
+
+    def of_conversation(self, asked: schema.Asked) -> list[int]:
+        """The tokens of a conversation. Raises ApiError if the template refuses it."""
+        return self._rendered(self._with_known(asked))
+
+    def of_text(self, text: str, **options: Any) -> list[int]:
+        """The tokens of a prompt; ``options``: of the tokenizer."""
+        if self._engine.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
+        return self._tokens(text, "prompt", **options)
+
     def _with_reading(self, asked: schema.Asked, prompt: list[int]) -> tuple[schema.Asked, Reading | None]:
         """How answers to a conversation are read, and what that asks of the engine."""
         tokenizer, tools, sampling = self._engine.tokenizer, asked.template.get("tools"), asked.sampling
         template = tokenizer.get_chat_template(tools=tools)
         if tools and "tools" not in template:
             raise ApiError(400, "this model's chat template knows no tools", "tools", "unsupported_parameter")
-        free = asked.calls is None and sampling.json_schema is None and sampling.grammar is None
-        reading = Reading(tokenizer, self._style(template), tools, prompt, free, asked.first_only)
-        if asked.calls is not None:
-            sampling = replace(sampling, grammar=reading.grammar(*asked.calls))
-        asked = replace(asked, sampling=replace(sampling, text_tokens=reading.text_tokens))
+        reading = Reading(tokenizer, self._style(template), tools, prompt, asked.first_only)
+        settings = reading.settings(asked.form, asked.calls)
+        asked = replace(asked, sampling=replace(sampling, **settings, text_tokens=reading.text_tokens))
         return asked, reading if reading.needed else None
 
     def _style(self, template: str) -> Style:
@@ -153,12 +168,18 @@ class Prompts:
             message = f"{name} asks for {what}: {most:,} may wait here at a time. Send them in several requests"
             raise ApiError(400, message, name)
 
+    def _echoed(self, prompt: str | list[int], ids: list[int]) -> tuple[str, int]:
+        """The text of a prompt, and its first token."""
+        if isinstance(prompt, str):
+            return prompt, ids[0] if ids else 0
+        tokenizer = self._engine.tokenizer
+        known = range(len(tokenizer) if tokenizer is not None else 0)
+        if tokenizer is None or not all(one in known for one in ids):  # the engine says what is wrong
+            return "", ids[0]
+        return str(tokenizer.decode(ids, skip_special_tokens=True)), ids[0]
+
     def _ids(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self._engine.tokenizer is None:
-            raise ApiError(400, "this server has no tokenizer: give the prompt as token ids", "prompt")
-        return self._tokens(prompt, "prompt")
+        return self.of_text(prompt) if isinstance(prompt, str) else prompt
 
     def _tokens(self, text: str, field: str, **options: Any) -> list[int]:
         """The ids of a text, which is made of ``field``. All tokenising is here, so that no text is too long for it."""
@@ -178,7 +199,7 @@ class Prompts:
             tokens += max(0, len(ids) - CUT)
             if tokens > most:
                 why = f"a prompt of {len(text):,} characters has more tokens than max_length={most}: shorten it"
-                raise ApiError(400, why, field)
+                raise ApiError(400, f"{CONTEXT.format(most)} However, {why}", field, TOO_LONG)
 
     def _with_known(self, asked: schema.Asked) -> schema.Asked:
         """A conversation without the variables that its template does not know, if that may be; or 400."""
@@ -190,10 +211,14 @@ class Prompts:
             known = {name: value for name, value in variables.items() if name in source}
             template, ignored = {**known, **asked.template}, () if known else (field,)
             asked = replace(asked, template=template, ignored=(*asked.ignored, *ignored)[:MOST_TOLD])
+        if self.ignore_unknown and asked.messages is not None:
+            messages, where = without_unknown(asked.messages, source)
+            ignored = (*asked.ignored, *(one[: 2 * MAX_NAME] for one in where))[:MOST_TOLD]
+            asked = replace(asked, messages=messages, ignored=ignored)
         unknown = [name for name in asked.template if name != "tools" and name not in source]
         if not unknown:
             return asked
-        if self._ignore_unknown:
+        if self.ignore_unknown:
             left_out = set(unknown)  # there may be thousands
             template = {name: value for name, value in asked.template.items() if name not in left_out}
             first = unknown[: max(0, MOST_TOLD - len(asked.ignored))]
@@ -201,8 +226,9 @@ class Prompts:
             return replace(asked, template=template, ignored=(*asked.ignored, *where))
         why = "is not known to this model's chat template, which would leave it out"
         if EFFORT in unknown:
-            instead = 'have a variable to turn reasoning off: chat_template_kwargs {"enable_thinking": false}'
-            raise ApiError(400, f"{EFFORT} {why}. Some templates {instead}", EFFORT, "unsupported_parameter")
+            switch = next((name for name in SWITCHES if name in source), None)
+            instead = f'. It turns reasoning off by chat_template_kwargs {{"{switch}": false}}' if switch else ""
+            raise ApiError(400, f"{EFFORT} {why}{instead}", EFFORT, "unsupported_parameter")
         message = f"chat_template_kwargs: {shown(unknown[0])} {why}"
         raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
 
@@ -216,7 +242,8 @@ class Prompts:
         if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
             self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
         try:
-            options = {"add_generation_prompt": True, "tokenize": False}
+            options = {"add_generation_prompt": asked.generation_prompt, "tokenize": False}
+            options |= {} if asked.whole_message else {"continue_final_message": True}
             text = applied(messages, lambda given: tokenizer.apply_chat_template(given, **asked.template, **options))
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
@@ -228,10 +255,14 @@ def _told(asked: schema.Asked) -> Iterator[None]:
     """The engine's errors as clients get them."""
     try:
         yield
+    except TooLong as error:
+        raise too_long(error, "prompt" if asked.messages is None else "messages") from error
     except ValueError as error:
         usual = "messages" if asked.messages is not None else "prompt"
         name, _, rest = str(error).partition(" ")
         field = FIELDS.get(name)
+        if asked.form is not None and name in ("json_schema", "grammar"):
+            field = asked.form.field
         raise ApiError(400, str(error) if field is None else f"{field} {rest}", field or usual) from error
     except RuntimeError as error:
         raise told(error) from error

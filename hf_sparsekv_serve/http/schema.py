@@ -18,6 +18,7 @@ from hf_sparsekv.serving.sampling import Sampling, shown
 from . import fields as fields_of
 from .errors import ApiError
 from .fields import EFFORT, SAMPLING, Fields, must_be
+from .formats import Form, form_of
 from .messages import messages_of
 from .scan import Scan
 from .values import all_whole, json_kind, parsed, whole
@@ -25,6 +26,7 @@ from .values import all_whole, json_kind, parsed, whole
 MAX_N = 128  # answers to a prompt, as OpenAI's API
 MAX_PROMPTS = 1024  # prompts of one request
 MAX_TOOLS = 128  # as OpenAI's API
+UNLIMITED = 1 << 62  # tokens, until the prompt is known
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
 
 
@@ -52,6 +54,13 @@ class Asked:
         ignored: names of fields that are not known, the first of them.
         stream: pieces as they come.
         include_usage: a last piece with the counts of tokens.
+        counts_each: each piece has the counts so far.
+        form: what answers have to follow; None: they are free, or calls.
+        echo: answers begin with their prompts.
+        echoed: text and first token of each prompt, once they are known.
+        answers_nothing: of an echo; only the prompt is told.
+        whole_message: an answer begins a message of its own. False: it goes on with the last one, as it is.
+        generation_prompt: the template begins the answer.
     """
 
     prompts: tuple[str | list[int], ...] | None
@@ -66,6 +75,13 @@ class Asked:
     ignored: tuple[str, ...] = ()
     first_only: bool = False
     hints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    counts_each: bool = False
+    form: Form | None = None
+    echo: bool = False
+    echoed: tuple[tuple[str, int], ...] = ()
+    answers_nothing: bool = False
+    whole_message: bool = True
+    generation_prompt: bool = True
 
     def sampled(self, prompt_tokens: int, most: int, default: int | None) -> list[Sampling]:
         """Its settings for a prompt of so many tokens, for each of its answers.
@@ -132,8 +148,15 @@ def completion(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown
         raise ApiError(400, "prompt is missing: give text, token ids, or a list of either", "prompt")
     prompts = _prompts(body["prompt"])
     logprobs = body.get("logprobs")
-    asked = _common(body, fields, "max_tokens", None if logprobs is False else logprobs)
-    return replace(asked, prompts=prompts, ignored=tuple(fields.ignored))
+    logprobs = None if logprobs is False else logprobs
+    echo = flag(body, "echo")
+    nothing = echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
+    asked = _common({**body, "max_tokens": 1} if nothing else body, fields, "max_tokens", logprobs)
+    if echo and asked.stream:
+        raise ApiError(400, "echo goes without stream: the prompt is known", "echo", "unsupported_parameter")
+    sampling = replace(asked.sampling, prompt_logprobs=logprobs) if echo else asked.sampling
+    told = {"echo": echo, "answers_nothing": nothing, "ignored": tuple(fields.ignored)}
+    return replace(asked, prompts=prompts, sampling=sampling, **told)
 
 
 def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool = False) -> Asked:
@@ -154,71 +177,54 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
         raise ApiError(400, "max_tokens and max_completion_tokens say different things: give one", "max_tokens")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     messages, template = messages_of(body["messages"], scan or Scan(0), fields), _template(body, fields)
-    logprobs, top = _flag(body, "logprobs"), body.get("top_logprobs", 0)
+    logprobs, top = flag(body, "logprobs"), body.get("top_logprobs", 0)
     if top and not logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true only", "top_logprobs")
     asked = replace(_common(body, fields, limit, top if logprobs else None, "top_logprobs"), messages=messages)
-    if "tools" in template and asked.sampling.json_schema is not None:
-        raise ApiError(
-            400,
-            "response_format and tools do not go together here: leave one out, or give tool_choice none",
-            "response_format",
-            "unsupported_parameter",
-        )
+    begins = {"generation_prompt": flag(body, "add_generation_prompt", True)}
+    begins["whole_message"] = not flag(body, "continue_final_message")
+    if not begins["whole_message"]:
+        if body.get("add_generation_prompt"):
+            why = "continue_final_message goes without add_generation_prompt: the answer goes on with the last message"
+            raise ApiError(400, why, "continue_final_message")
+        begins["generation_prompt"] = False
     calls = _calls(body, template.get("tools", ()), fields)
     first_only = calls is None and body.get("parallel_tool_calls") is False
-    return replace(asked, template=template, calls=calls, first_only=first_only, ignored=tuple(fields.ignored))
+    made = replace(asked, template=template, calls=calls, first_only=first_only, ignored=tuple(fields.ignored))
+    return replace(made, **begins)
 
 
 def _common(body: Mapping[str, Any], fields: Fields, limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
     given = {name: body[name] for name in SAMPLING if name in body}
     given |= {"logprobs": logprobs, "logit_bias": _biases(body.get("logit_bias", {}))}
-    given["json_schema"] = _json_schema(body.get("response_format", {"type": "text"}), fields)
+    form = form_of(body, fields)
+    if form is not None:
+        given |= {"json_schema": form.json_schema, "grammar": form.grammar}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # as vLLM: all
     stop = given.get("stop", ())
     if not isinstance(stop, str | list | tuple):
         raise ApiError(400, f"stop must be strings, got {json_kind(stop)}", "stop")
     all_whole(stop, "stop")
-    if limit in body:
-        given["max_tokens"] = body[limit]
+    given["max_tokens"] = body.get(limit, UNLIMITED)
     try:
         sampling = Sampling(**given)
     except (ValueError, TypeError) as error:
         name = str(error).split(maxsplit=1)[0]
-        field = {"max_tokens": limit, "logprobs": their_name, "json_schema": "response_format"}.get(name, name)
+        names = {"max_tokens": limit, "logprobs": their_name}
+        if form is not None:
+            names |= dict.fromkeys(("json_schema", "grammar"), form.field)
+        field = names.get(name, name)
         raise ApiError(400, str(error).replace(name, field, 1), field) from None
     n = body.get("n", 1)
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
         raise ApiError(400, f"n must be an integer from 1 to {MAX_N}, got {shown(n)}", "n")
     options = fields.of(body.get("stream_options", {}), fields_of.STREAM_OPTIONS, "stream_options")
-    stream = _flag(body, "stream")
+    stream = flag(body, "stream")
     if options and not stream:
         raise ApiError(400, "stream_options goes with stream: true only", "stream_options")
-    return Asked(None, None, {}, None, sampling, limit in body, n, stream, _flag(options, "include_usage"))
-
-
-def _json_schema(form: Any, fields: Fields) -> dict[str, Any] | None:
-    """The schema of ``response_format``; None: any text."""
-    wrong = must_be(
-        "{type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}}", form, "response_format"
-    )
-    kind = form.get("type") if isinstance(form, dict) else None
-    if not isinstance(kind, str) or kind not in fields_of.FORMATS:
-        raise wrong
-    form = fields.of(form, fields_of.FORMATS[kind], "response_format")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        found = form.get("schema", {"type": "object"})
-    elif not isinstance(form.get("json_schema"), dict):
-        raise wrong
-    else:
-        found = fields.of(form["json_schema"], fields_of.JSON_SCHEMA, "response_format.json_schema").get("schema")
-    if not isinstance(found, dict):
-        raise wrong
-    all_whole(found, "response_format")
-    return found
+    asked = Asked(None, None, {}, None, sampling, limit in body, n, stream, flag(options, "include_usage"))
+    return replace(asked, counts_each=flag(options, "continuous_usage_stats"), form=form)
 
 
 def _calls(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], fields: Fields) -> Calls | None:
@@ -263,11 +269,12 @@ def _biases(given: object) -> dict[int, Any]:
     return found
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if not isinstance(value, bool | None):
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false."""
+    value = body.get(name, default)
+    if not isinstance(value, bool):
         raise ApiError(400, f"{name} must be true or false, got {json_kind(value)}", name)
-    return bool(value)
+    return value
 
 
 def _prompts(prompt: object) -> tuple[str | list[int], ...]:

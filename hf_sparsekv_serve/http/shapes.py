@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hf_sparsekv.serving.request import Logprob, Output
+from hf_sparsekv.serving.request import Handle, Logprob, Output
 
 from ..forms.events import Arguments, Begin, Broken, End, Event, Text, Thought
 from ..forms.message import Message
@@ -31,12 +32,19 @@ class Shape(Format):
     ) -> None:
         self._about = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model_id}
         self._include_usage = asked.include_usage
-        self._null = {"usage": None} if asked.include_usage else {}
+        self._null: dict[str, Any] = {"usage": None} if asked.include_usage else {}
+        self._counts: dict[int, tuple[int, int]] | None = {} if asked.counts_each else None  # tokens, by answer
+        self._echoed = asked.echoed if asked.echo else ()
+        self._answers_nothing = asked.answers_nothing
         self._reading = reading
         self.reads = reading is not None
         self._readers: dict[int, AnswerReader] = {}  # by answer, of a stream
         self._each = asked.n  # answers to a prompt
         self._logprobs = logprobs if asked.sampling.logprobs is not None else None
+        # Tokens that end an answer are not in it, nor in the log probabilities of a chat.
+        self._ends = frozenset(asked.sampling.stop_token_ids)
+        if logprobs is not None and not asked.sampling.ignore_eos:
+            self._ends |= logprobs.eos
 
     def message(self, output: Output) -> Message:
         """What a whole answer consists of."""
@@ -65,7 +73,14 @@ class Shape(Format):
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One chunk of a stream."""
-        return {**self._about, "object": self.chunk_name, "choices": choices, **self._null}
+        null = self._null
+        if self._counts is not None and choices:
+            null = {"usage": self._counted(*self._counts.get(choices[0]["index"], (0, 0)))}
+        return {**self._about, "object": self.chunk_name, "choices": choices, **null}
+
+    def counted(self, which: int, handle: Handle, tokens: int) -> None:
+        if self._counts is not None:
+            self._counts[which] = handle.prompt_tokens, tokens
 
     def usage(self, outputs: Sequence[Output]) -> list[object]:
         return [{**self.chunk([]), "usage": self._usage(outputs)}] if self._include_usage else []
@@ -74,13 +89,12 @@ class Shape(Format):
         """Counts of tokens; a prompt with several answers counts once."""
         first = outputs[:: self._each]
         prompt, cached = sum(one.prompt_tokens for one in first), sum(one.cached_tokens for one in first)
-        answer = sum(len(one.token_ids) for one in outputs)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        answer = 0 if self._answers_nothing else sum(len(one.token_ids) for one in outputs)
+        return {**self._counted(prompt, answer), "prompt_tokens_details": {"cached_tokens": cached}}
+
+    @staticmethod
+    def _counted(prompt: int, answer: int) -> dict[str, Any]:
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 class Completion(Shape):
@@ -93,7 +107,13 @@ class Completion(Shape):
         self._begun: Counter[int] = Counter()  # by answer: characters that begin in the tokens so far
 
     def answer(self, which: int, output: Output) -> dict[str, Any]:
-        return self._choice(which, output.text, output.finish_reason, output.logprobs)
+        if not self._echoed:
+            return self._choice(which, output.text, output.finish_reason, output.logprobs)
+        prompt, first = self._echoed[which // self._each]
+        logprobs = (Logprob(first, math.nan), *output.prompt_logprobs)  # of the first token nothing is known
+        if self._answers_nothing:
+            return self._choice(which, prompt, "length", logprobs)
+        return self._choice(which, prompt + output.text, output.finish_reason, (*logprobs, *output.logprobs))
 
     def text(self, which: int, text: str, logprobs: Sequence[Logprob] = ()) -> list[object]:
         return [self.chunk([self._choice(which, text, None, logprobs)])]
@@ -189,7 +209,9 @@ class Chat(Shape):
         return self.chunk([{"index": which, "delta": delta, "logprobs": told, "finish_reason": reason}])
 
     def _told(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
-        return self._logprobs.in_objects(logprobs) if self._logprobs is not None and logprobs else None
+        if self._logprobs is None or not logprobs:
+            return None
+        return self._logprobs.in_objects([one for one in logprobs if one.token_id not in self._ends])
 
 
 def _reason(calls: bool, output: Output) -> str:

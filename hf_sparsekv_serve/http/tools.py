@@ -21,6 +21,7 @@ from ..forms.events import Arguments, Begin, Broken, End, Event
 from ..forms.message import Message
 from ..forms.template import TemplateReader
 from .errors import ApiError
+from .formats import Form, composed, thought_of
 
 PROMPT_END = 512  # tokens in which the template may have begun the message
 TEMPLATE = "template"  # the form that a tokenizer defines itself, as its response_template
@@ -88,11 +89,7 @@ class Reading:
         style: of the model.
         tools: as clients give them; None: none.
         prompt: ids, in which the template may have begun the reasoning.
-        thinks: False if nothing but the answer itself may come, as a grammar has it.
         first_only: calls after the first one are left out.
-
-    Attributes:
-        text_tokens: special tokens that it has to see.
 
     Raises:
         ApiError: there are tools, and how the model writes calls is not known.
@@ -104,7 +101,6 @@ class Reading:
         style: Style,
         tools: list[dict[str, Any]] | None,
         prompt: Sequence[int],
-        thinks: bool = True,
         first_only: bool = False,
     ) -> None:
         if tools is not None and style.form is None:
@@ -113,13 +109,57 @@ class Reading:
         self._tokenizer, self._style, self._tools = tokenizer, style, tools
         self._form = known.FORMS.get(style.form or "")
         self._by_template = style.form == TEMPLATE and tools is not None
-        self._marks = style.marks if thinks else None
+        self._marks = style.marks
         self._prompt = tokenizer.decode(list(prompt[-PROMPT_END:]))
         self._begun = self._marks is not None and thinking.begun(self._prompt, self._marks)
         self._named = None if tools is None else Tools.of(tools)
         self._first_only = first_only
-        of_form = tools is not None or (self._form is not None and self._form.thinks)
-        self.text_tokens = (style.form_tokens if of_form else ()) + (style.marks_tokens if self._marks else ())
+
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """Special tokens that it has to see."""
+        of_form = self._tools is not None or (self._form is not None and self._form.thinks)
+        return (self._style.form_tokens if of_form else ()) + (self._style.marks_tokens if self._marks else ())
+
+    def settings(self, form: Form | None, calls: tuple[Sequence[str], bool] | None) -> dict[str, Any]:
+        """What the engine has to follow, as fields of :class:`.Sampling`.
+
+        Reasoning may come first, if a grammar can say how it is written. Otherwise the answer has none.
+
+        Args:
+            form: that an answer without calls follows.
+            calls: arguments of :meth:`grammar`, if the answer must be calls; then ``form`` says nothing.
+
+        Raises:
+            ApiError: it cannot be followed.
+        """
+        if form is None and calls is None:
+            return {}
+        written = None
+        if calls is not None:
+            form, written = None, self.grammar(*calls)
+        elif form is not None and self._tools is not None:
+            if self._style.form != "hermes":
+                why = "and tools do not go together here: this model's calls are known for reading only. Leave one out"
+                raise ApiError(400, f"{form.field} {why}", form.field, "unsupported_parameter")
+            written = self.grammar([tool["function"]["name"] for tool in self._tools], not self._first_only)
+        thought = self._thought()
+        if form is not None and written is None and (thought is None or (form.rule is None and not self._begun)):
+            thought = None
+        if thought is None:
+            self._marks = None
+        if form is not None and written is None and thought is None:
+            return {"json_schema": form.json_schema, "grammar": form.grammar}
+        grammar = written if form is None and thought is None else composed(form, written, thought)
+        return {"json_schema": None, "grammar": grammar}
+
+    def _thought(self) -> str | None:
+        """The rule of the reasoning that may come; None: none may."""
+        if self._marks is None or self._prompt.rstrip().endswith(self._marks.close.rstrip()):
+            return None
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {token.content: id for id, token in added if token.special}
+        return thought_of(self._marks, self._begun, special)
 
     @property
     def needed(self) -> bool:

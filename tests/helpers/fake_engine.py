@@ -9,9 +9,9 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from hf_sparsekv.serving.request import Busy, Closed, Handle, Output, Piece
+from hf_sparsekv.serving.request import Busy, Closed, Handle, Logprob, Output, Piece, TooLong
 from hf_sparsekv.serving.sampling import Sampling
 from hf_sparsekv.serving.stats import EngineStats, SampleCounter
 from hf_sparsekv.serving.text import Detokenizer, TextStream
@@ -31,6 +31,7 @@ class Row:
     shown: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 class FakeEngine:
@@ -93,9 +94,10 @@ class FakeEngine:
         if wrong := [one for one in ids if not 0 <= one < len(self.tokenizer)]:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {len(self.tokenizer)}")
         if len(ids) + sampling.max_tokens > self.max_length:
-            raise ValueError(
+            raise TooLong(
                 f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are more than "
-                f"max_length={self.max_length}"
+                f"max_length={self.max_length}",
+                *(len(ids), sampling.max_tokens, self.max_length),
             )
         with self._lock:
             if len(self._waiting) >= self.max_waiting:
@@ -147,8 +149,9 @@ class FakeEngine:
             row.tokens.append(token)
             row.times.append(now)
             added.append(token)
-            text += row.text.push(token)
             eos = token == self.tokenizer.eos_token_id and not sampling.ignore_eos
+            eos = len(row.tokens) > sampling.min_tokens and (eos or token in sampling.stop_token_ids)
+            text += "" if token in sampling.stop_token_ids else row.text.push(token)
             if eos or row.text.stopped or len(row.tokens) == sampling.max_tokens:
                 self._push(row, text, added)
                 return self._end(row, "stop" if eos or row.text.stopped else "length")
@@ -158,7 +161,9 @@ class FakeEngine:
     def _push(self, row: Row, text: str, added: list[int]) -> None:
         row.shown.append(text)
         self.counts["generated_tokens"] += len(added)
-        row.handle.push(Piece(text, tuple(added)))
+        told = tuple(Logprob(token, -1.0) for token in added) if row.sampling.logprobs is not None else ()
+        row.logprobs += told
+        row.handle.push(Piece(text, tuple(added), told))
 
     def _end(self, row: Row, reason: str) -> bool:
         if rest := row.text.end():
@@ -173,6 +178,9 @@ class FakeEngine:
             *("".join(row.shown), tuple(row.tokens), reason, len(row.prompt), 0, 0.0, ttft, total, tuple(row.times)),
             stopped_by=row.text.stopped_by,
         )
+        told = row.sampling.prompt_logprobs
+        known = () if told is None else tuple(Logprob(token, -0.5, ((token, -0.5),) * told) for token in row.prompt[1:])
+        output = replace(output, logprobs=tuple(row.logprobs), prompt_logprobs=known)
         row.handle.finish(output)
         return True
 

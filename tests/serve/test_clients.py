@@ -53,6 +53,14 @@ ANSWERED = {
     "vLLM: with token ids and log probabilities": {
         **{"prompt": [65, 66], "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": 5, "stream": True, **USAGE},
     },
+    "Open WebUI: llama.cpp continues": {
+        "stream": False,
+        "messages": [*HI, {"role": "assistant", "content": "Os"}],
+        "continue_final_message": True,
+    },
+    "vLLM: at least so many tokens": {"prompt": "a", "min_tokens": 4, "stream": True},
+    "vLLM: stop ids": {"prompt": "a", "stop_token_ids": [1], "stream": True},
+    "vLLM: a schema": {"messages": HI, "guided_json": {}, "stream": False},
     "vLLM: bench serve, chats": {
         **{"messages": PARTS, "max_completion_tokens": 8, "stream": True, **USAGE, "ignore_eos": True},
     },
@@ -61,14 +69,8 @@ REFUSED = {
     "Open WebUI: an image": ({"messages": IMAGE}, "messages", False),
     "Open WebUI: Ollama's penalty": ({"messages": HI, "repeat_penalty": 1.1}, "repeat_penalty", True),
     "Open WebUI: reasoning": ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort", True),
-    "Open WebUI: llama.cpp continues": (
-        {"messages": HI, "continue_final_message": True},
-        "continue_final_message",
-        True,
-    ),
-    "vLLM: at least so many tokens": ({"prompt": "a", "min_tokens": 4}, "min_tokens", False),
-    "vLLM: stop ids": ({"prompt": "a", "stop_token_ids": [1]}, "stop_token_ids", False),
-    "vLLM: a grammar": ({"messages": HI, "guided_json": {}}, "guided_json", True),
+    "vLLM: beams": ({"prompt": "a", "use_beam_search": True}, "use_beam_search", True),
+    "vLLM: tags": ({"messages": HI, "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", False),
     "llama.cpp: progress": ({"messages": HI, "stream": True, "return_progress": True}, "return_progress", True),
     "llama.cpp: reasoning": ({"messages": HI, "reasoning_format": "auto"}, "reasoning_format", True),
     "llama.cpp: samplers": ({"messages": HI, "samplers": ["top_k"]}, "samplers", True),

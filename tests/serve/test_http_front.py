@@ -118,7 +118,7 @@ def test_openais_client_knows_the_id(url):
 
 
 def test_fields_that_nobody_knows_are_left_out_and_named(client, engine):
-    """As llama.cpp's clients send them; what would change an answer is refused as ever."""
+    """As llama.cpp's clients send them; also those that are refused, and those of messages and their parts."""
     unknown = {"chat_id": "7", "cache_prompt": True, "odd näme\n": 1}
     for more in ({}, {"stream": True}):
         body = {"messages": HI, "max_tokens": 2, **unknown, **more}
@@ -126,8 +126,17 @@ def test_fields_that_nobody_knows_are_left_out_and_named(client, engine):
         assert answer.status_code == 200
         assert answer.headers["x-ignored-fields"] == "chat_id, cache_prompt, odd?n?me?"
     assert "x-ignored-fields" not in client.post("/v1/completions", json={"prompt": "a"}).headers
-    refused = client.post("/v1/completions", json={"prompt": "a", "best_of": 3})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "best_of"
+    left_out = client.post("/v1/completions", json={"prompt": "a", "best_of": 3})
+    assert left_out.status_code == 200 and left_out.headers["x-ignored-fields"] == "best_of"
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    parts = [{"type": "text", "text": "hi", "mood": "good"}]
+    messages = [{"role": "user", "content": parts, "mood": 1}]
+    left_out = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **options})
+    named = "messages.0.content.0.mood, stream_options.include_obfuscation, messages.0.mood"
+    assert left_out.headers["x-ignored-fields"] == named, left_out.text
+    assert engine.prompts[-1] == engine.prompts[0]
+    wrong = client.post("/v1/completions", json={"prompt": "a", "n": 0})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
 
 
 def test_pages_of_a_named_origin_may_ask(client, url):
