@@ -94,15 +94,16 @@ class Worker:
 
     def _compile(self, kind: bytes, text: str) -> bytes:
         from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark  # of quadratic time
 
         before = _resident()
         signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
         try:
             if kind == LARK:
-                grammar = LLMatcher.grammar_from_lark(text)
+                grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
             else:
                 grammar = LLMatcher.grammar_from_json_schema(text, defaults=self._schemas)
-        except ValueError as error:  # nested too deeply
+        except Exception as error:  # nested too deeply, or no grammar; an exception of GBNF has no better type
             return str(error).encode() + WRONG
         self._matcher = LLMatcher(self._tokens, grammar, log_level=0)
         answer = self._filled()  # its answers begin with what this has computed

@@ -93,6 +93,10 @@ class FakeEngine:
             raise ValueError("the prompt is empty: give it at least one token")
         if wrong := [one for one in ids if not 0 <= one < len(self.tokenizer)]:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {len(self.tokenizer)}")
+        if (most := max(sampling.stop_token_ids, default=0)) >= len(self.tokenizer):
+            raise ValueError(
+                f"stop_token_ids has token {most}, which is outside the vocabulary of {len(self.tokenizer)}"
+            )
         if len(ids) + sampling.max_tokens > self.max_length:
             raise TooLong(
                 f"a prompt of {len(ids)} tokens and an answer of up to {sampling.max_tokens} are more than "

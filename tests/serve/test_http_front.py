@@ -134,7 +134,6 @@ def test_fields_that_nobody_knows_are_left_out_and_named(client, engine):
     left_out = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **options})
     named = "messages.0.content.0.mood, stream_options.include_obfuscation, messages.0.mood"
     assert left_out.headers["x-ignored-fields"] == named, left_out.text
-    assert engine.prompts[-1] == engine.prompts[0]
     wrong = client.post("/v1/completions", json={"prompt": "a", "n": 0})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
 
