@@ -162,7 +162,7 @@ def test_options_of_a_stream(client):
     for neutral in ({"include_obfuscation": False}, {"continuous_usage_stats": False}, {"include_usage": None}):
         chunks = list(client.chat.completions.create(**options, stream_options=neutral))
         assert chunks[-1].choices and all(chunk.usage is None for chunk in chunks)
-    with pytest.raises(openai.BadRequestError, match="stream_options.include_obfuscation is not there"):
+    with pytest.raises(openai.BadRequestError, match=r"stream_options\.include_obfuscation is not there"):
         client.chat.completions.create(**options, stream_options={"include_obfuscation": True})
     chunks = list(
         client.completions.create(
