@@ -11,8 +11,6 @@ import yaml
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-ROOT = Path(__file__).parents[2]
-
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families as families
 from starlette.testclient import TestClient
@@ -20,7 +18,7 @@ from tokenizers_made import byte_level
 
 from hf_sparsekv_serve.http import create_app
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 OF_LABELS = {"instance", "job"}  # that Prometheus adds
 WORDS = re.compile(r"[a-z_]\w*")
 FUNCTIONS = {"sum", "by", "rate", "increase", "histogram_quantile", "min", "label_values", "without"}
