@@ -80,10 +80,8 @@ class ApiError(Exception):
 
 
 def too_long(error: TooLong, param: str) -> ApiError:
-    """Of a prompt that does not fit the context, as OpenAI's API and vLLM say it: clients look for these words."""
-    asked = f"{error.tokens + error.answer} tokens ({error.tokens} in the {param}, {error.answer} in the answer)"
-    why = f"However, you requested {asked}. Shorten the {param}, or ask for fewer tokens."
-    return ApiError(400, f"{CONTEXT.format(error.most)} {why}", param, TOO_LONG)
+    """Of a prompt that does not fit the context, as OpenAI's API and vLLM begin it: clients look for these words."""
+    return ApiError(400, f"{CONTEXT.format(error.most)} However, {error}", param, TOO_LONG)
 
 
 def dumped(content: object) -> bytes:

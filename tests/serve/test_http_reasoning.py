@@ -67,12 +67,22 @@ def test_reasoning_is_split_with_and_without_tools(stream, tools, begun):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_after_a_schema_is_no_reasoning(stream):
-    """The template has begun the reasoning, and the schema has barred it."""
+    """The template has begun the reasoning and ended it, so that the schema bars it."""
     tokenizer = byte_level()
-    tokenizer.chat_template = SHOWS + "{# </think> #}{% if add_generation_prompt %}<think>\n{% endif %}"
+    tokenizer.chat_template = SHOWS + "{% if add_generation_prompt %}<think>\n\n</think>\n\n{% endif %}"
     with FakeEngine(tokenizer, answer='{"a": 1}') as engine, serving(create_app(engine, "m")) as url:
         message, _ = asked(url, stream, response_format={"type": "json_object"})
-        assert message["content"] == '{"a": 1}'
+        assert message["content"] == '{"a": 1}' and "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_begins_after_the_reasoning(stream):
+    tokenizer = byte_level()
+    tokenizer.chat_template = SHOWS + "{# </think> #}{% if add_generation_prompt %}<think>\n{% endif %}"
+    answer = 'Hm.\n</think>\n\n{"a": 1}'
+    with FakeEngine(tokenizer, answer=answer) as engine, serving(create_app(engine, "m")) as url:
+        message, _ = asked(url, stream, response_format={"type": "json_object"})
+        assert (message["content"], message["reasoning_content"]) == ('{"a": 1}', "Hm.")
 
 
 @pytest.mark.parametrize("stream", [False, True])
