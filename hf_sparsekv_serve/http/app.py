@@ -25,7 +25,7 @@ from hf_sparsekv.serving.request import Handle
 from hf_sparsekv.serving.sampling import shown
 
 from ..forms.known import FORMS
-from . import front, messages_api, schema
+from . import front, messages_api, responses_api, schema
 from .answers import Answers, EventStream, on_thread, while_there
 from .bodies import Bodies
 from .engine import Engine
@@ -35,6 +35,7 @@ from .logprobs import TokenTexts
 from .messages_shape import Messages
 from .metrics import PREFIX, registry
 from .prompts import LARGE, Prompts
+from .responses_shape import Responses
 from .scan import Scan
 from .shapes import Chat, Completion, Shape
 from .tokenizing import Tokenizing
@@ -98,6 +99,7 @@ def create_app(
     seen("/docs")(api.docs)
     app.post("/v1/chat/completions")(api.chat)
     app.post("/v1/completions")(api.completions)
+    app.post("/v1/responses")(api.responses)
     app.post("/v1/messages")(api.messages)
     app.post("/v1/messages/count_tokens")(api.count_tokens)
     app.post("/tokenize")(api.tokenize)
@@ -231,6 +233,10 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
         return await self._answer(request, schema.completion, Completion)
+
+    async def responses(self, request: Request) -> Response:
+        """``/v1/responses``."""
+        return await self._answer(request, responses_api.responses, Responses)
 
     async def messages(self, request: Request) -> Response:
         """``/v1/messages``, as Anthropic's API."""

@@ -12,12 +12,13 @@ from starlette.responses import HTMLResponse, Response
 
 from hf_sparsekv.version import __version__
 
-from . import fields, messages_api
+from . import fields, messages_api, responses_api
 from .errors import ApiError, json_response
 
 ENDPOINTS = {
     "POST /v1/chat/completions": "a conversation, as OpenAI's API",
     "POST /v1/completions": "a continuation, as OpenAI's API",
+    "POST /v1/responses": "a conversation, as OpenAI's newer API",
     "POST /v1/messages": "a conversation, as Anthropic's API",
     "POST /v1/messages/count_tokens": "the tokens of a conversation",
     "POST /tokenize": "the tokens of a prompt or a conversation, as vLLM's",
@@ -32,12 +33,12 @@ ANSWERING = tuple(name.removeprefix("POST ") for name in ENDPOINTS if name.start
 FIELDS = {
     "/v1/chat/completions": fields.CHAT,
     "/v1/completions": fields.COMPLETION,
+    "/v1/responses": responses_api.RESPONSES,
     "/v1/messages": messages_api.MESSAGES,
 }
 # Endpoints that clients of OpenAI's API ask for and this server lacks, each with the reason.
 UNSERVED = {
     "/v1/embeddings": "this server makes no embeddings: it serves /v1/chat/completions and /v1/completions",
-    "/v1/responses": "the responses API is not there: use /v1/chat/completions",
     "/v1/moderations": "this server moderates nothing: it serves /v1/chat/completions and /v1/completions",
     "/v1/audio/speech": "this server makes no sound: it serves /v1/chat/completions and /v1/completions",
     "/v1/audio/transcriptions": "this server reads no sound: it serves /v1/chat/completions and /v1/completions",
@@ -76,6 +77,8 @@ def page() -> Response:
 def nothing(path: str) -> ApiError:
     """404, with the reason where one is known."""
     why = UNSERVED.get(path.rstrip("/"))
+    if path.startswith("/v1/responses/"):
+        why = "this server stores no responses: POST /v1/responses has the whole answer"
     if why is None:
         why = f"there is nothing at {path}: GET / lists what there is"
     return ApiError(404, why, code="not_found")

@@ -6,6 +6,7 @@ Field by field: https://docs.anthropic.com/en/api/messages, and the types of its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hf_sparsekv.serving.sampling import shown
@@ -14,7 +15,7 @@ from . import schema
 from .errors import ApiError
 from .fields import EFFORT, Fields, Kind, Refused, false
 from .scan import Scan
-from .translated import Hint, asked_of, blocks_of, flag, one_of, text_of, thinks, wrong
+from .translated import Hint, asked_of, blocks_of, few, flag, one_of, text_of, thinks, wrong
 from .values import empty, json_kind
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config", "parallel_tool_calls": "tool_choice"}
@@ -57,6 +58,8 @@ THOUGHT = Kind(frozenset({"type", "budget_tokens", "display"}))
 OUTPUT = Kind(frozenset({"effort", "format"}))
 FORMAT = Kind(frozenset({"type", "schema"}))
 SYSTEM = {"text": TEXT}
+# What the system says in a conversation, as Claude Code shows it where it may not: most templates know it first only.
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 FAILED = "Error: "  # before what a tool said that has failed: chat templates have no field for that
 
 
@@ -94,7 +97,7 @@ def _asked(body: Mapping[str, Any], kind: Kind, scan: Scan | None, ignore_unknow
         form = fields.of(output["format"], FORMAT, "output_config.format")
         one_of(form.get("type"), ("json_schema",), "output_config.format.type")
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    return asked_of(chat, NAMES, scan, fields, hints, ignored)
+    return replace(asked_of(chat, NAMES, scan, fields, hints, ignored), fits=True)
 
 
 def _messages(body: Mapping[str, Any], fields: Fields) -> object:
@@ -104,23 +107,33 @@ def _messages(body: Mapping[str, Any], fields: Fields) -> object:
     made = []
     if "system" in body:
         made.append({"role": "system", "content": _texts(body["system"], "system", fields)})
-    for i, message in enumerate(given):
+    for i, message in enumerate(few(given, "messages")):
         where = f"messages[{i}]"
         message = fields.of(message, MESSAGE, where)
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise wrong(f"{where}.role must be one of user, assistant, got {shown(role)}", where)
         content = message.get("content")
-        if role == "system":
+        if role == "system" and not made:
             made.append({"role": role, "content": _texts(content, f"{where}.content", fields)})
+        elif role == "system":
+            said = "\n".join(one["text"] for one in _texts(content, f"{where}.content", fields))
+            _add(made, [{"role": "user", "content": [{"type": "text", "text": REMINDER.format(said)}]}])
         elif role == "user":
-            made += _of_user(content, f"{where}.content", fields)
+            _add(made, _of_user(content, f"{where}.content", fields))
         else:
             made.append(_of_assistant(content, f"{where}.content", fields))
     if made[-1]["role"] == "assistant":
         why = "messages ends with one of the assistant, which this server does not continue: end with the user's"
         raise ApiError(400, why, "messages")
     return made
+
+
+def _add(made: list[dict[str, Any]], messages: list[dict[str, Any]]) -> None:
+    """Add messages. One of the user after another of hers goes on with it."""
+    if made and made[-1]["role"] == messages[0]["role"] == "user":
+        made[-1]["content"] += messages.pop(0)["content"]
+    made += messages
 
 
 def _texts(content: object, where: str, fields: Fields) -> list[dict[str, Any]]:

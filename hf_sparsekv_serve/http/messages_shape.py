@@ -30,6 +30,7 @@ class Messages(Shape):
         self._index = -1  # of the last block
         self._open: str | None = None  # its type, until it ends
         self._whole = False  # a call has come whole
+        self._most = args[1].sampling.max_tokens if args[1].limited else 0
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int], **end: Any) -> dict[str, Any]:
         about = {"id": self._about["id"], "type": "message", "role": "assistant", "model": self._about["model"]}
@@ -43,7 +44,16 @@ class Messages(Shape):
         for call in read.calls:
             about = {"type": "tool_use", "id": call.id, "name": call.name}
             content.append({**about, "input": json.loads(call.arguments)})
-        return self._message(content, _usage(output), **_end(bool(read.calls), output))
+        return self._message(content, _usage(output), **self._end(bool(read.calls), output))
+
+    def _end(self, calls: bool, output: Output) -> dict[str, Any]:
+        """Why it has ended. The context may have had less room than the client asked for."""
+        if output.finish_reason == "length":
+            full = len(output.token_ids) < self._most
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        else:
+            reason = "tool_use" if calls else "end_turn" if output.stopped_by is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": output.stopped_by if reason == "stop_sequence" else None}
 
     # A stream.
 
@@ -67,7 +77,7 @@ class Messages(Shape):
     def last(self, which: int, output: Output) -> list[object]:
         told = [one for found in self.last_events(which) for one in self._told(found)]
         usage = _usage(output)
-        end = {"type": "message_delta", "delta": _end(self._whole, output), "usage": usage}
+        end = {"type": "message_delta", "delta": self._end(self._whole, output), "usage": usage}
         return [*told, *self._closed(), end, {"type": "message_stop"}]
 
     def usage(self, outputs: Sequence[Output]) -> list[object]:
@@ -106,17 +116,6 @@ class Messages(Shape):
 
     def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
-
-
-def _end(calls: bool, output: Output) -> dict[str, Any]:
-    if output.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    return {
-        "stop_reason": "end_turn" if output.stopped_by is None else "stop_sequence",
-        "stop_sequence": output.stopped_by,
-    }
 
 
 def _usage(output: Output) -> dict[str, int]:

@@ -46,6 +46,9 @@ class Asked:
         messages: of a conversation, as chat templates take them.
         template: further arguments of the chat template.
         calls: of its tools that the answer must consist of; None: the model decides.
+        fits: an answer that may be longer than the context has room for is cut there. False: it is refused.
+        names: namespace and name of tools whose names are made of both.
+        told: what the answer repeats of the request.
         hints: variables of the chat template that it is given if it knows them: the client's field, and variables.
         first_only: only the first call of a tool is told.
         sampling: its settings; ``max_tokens`` only if ``limited``.
@@ -74,6 +77,9 @@ class Asked:
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
     first_only: bool = False
+    fits: bool = False
+    names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
     hints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     counts_each: bool = False
     form: Form | None = None
@@ -91,8 +97,10 @@ class Asked:
             default: of the answer if the client has not said; None: what is left.
         """
         sampling = self.sampling
+        left = max(1, most - prompt_tokens)
+        if self.fits and sampling.max_tokens > left:
+            sampling = replace(sampling, max_tokens=left)
         if not self.limited:
-            left = max(1, most - prompt_tokens)
             sampling = replace(sampling, max_tokens=left if default is None else min(left, default))
         if sampling.seed is None:
             return [sampling] * self.n

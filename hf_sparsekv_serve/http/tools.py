@@ -166,6 +166,10 @@ class Reading:
         """Whether answers are anything but text."""
         return self._tools is not None or self._marks is not None or (self._form is not None and self._form.thinks)
 
+    def tokens(self, text: str) -> int:
+        """Tokens of a part of an answer, counted again from its text."""
+        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def reader(self) -> AnswerReader:
         """For one answer."""
         if self._by_template:

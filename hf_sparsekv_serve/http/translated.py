@@ -11,6 +11,7 @@ from hf_sparsekv.serving.sampling import shown
 from . import schema
 from .errors import ApiError
 from .fields import MOST_TOLD, Fields, Kind
+from .messages import MAX_MESSAGES
 from .scan import Scan
 from .values import json_kind
 
@@ -78,6 +79,17 @@ def blocks_of(content: object, where: str, fields: Fields, kinds: Mapping[str, K
             raise wrong(f"{where} has {what}: this server reads {', '.join(kinds)}", where)
         made.append(fields.of(part, kinds[kind], f"{where}[{i}]"))
     return made
+
+
+def few(given: list[Any], name: str) -> list[Any]:
+    """Messages or items, if they are not too many.
+
+    Raises:
+        ApiError: there are more than a request may have.
+    """
+    if len(given) > MAX_MESSAGES:
+        raise ApiError(400, f"{name} has {len(given):,}: a request may have {MAX_MESSAGES:,}", name)
+    return given
 
 
 def text_of(part: Mapping[str, Any], name: str, where: str) -> str:

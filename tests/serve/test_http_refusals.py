@@ -278,7 +278,7 @@ def test_other_models_addresses_and_methods(client):
     )
     for path, why in (
         ("embeddings", "makes no embeddings"),
-        ("responses", "use /v1/chat"),
+        ("responses/resp_1/cancel", "stores no responses"),
         ("embedding", "nothing at"),
     ):
         assert why in refused(client.post(f"/v1/{path}", json={}), 404)

@@ -190,6 +190,29 @@ def test_conversations_as_templates_take_them(client, engine):
     )
 
 
+def test_what_the_system_says_later_is_shown_as_the_users(client, engine):
+    """Most chat templates have one system message, at the beginning."""
+    history = [*HI, {"role": "system", "content": "note"}, {"role": "user", "content": "go"}]
+    asked(client, messages=history, system="s", max_tokens=1)
+    assert prompt(engine) == "[system:s][user:hi\n<system-reminder>\nnote\n</system-reminder>\ngo]"
+    asked(client, messages=[{"role": "system", "content": "s"}, *HI], max_tokens=1)
+    assert prompt(engine) == "[system:s][user:hi]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_where_the_context_does(engine, client, says, stream, monkeypatch):
+    monkeypatch.setattr(engine, "burst", 500)
+    says("the cat " * 4000)
+    if stream:
+        events = streamed(client, max_tokens=32_000)
+        reason, count = events[-2]["delta"]["stop_reason"], events[-2]["usage"]["output_tokens"]
+    else:
+        answer = asked(client, max_tokens=32_000)
+        reason, count = answer["stop_reason"], answer["usage"]["output_tokens"]
+    assert reason == "model_context_window_exceeded" and count == engine.max_length - len(engine.prompts[-1])
+    assert "has more tokens" in asked(client, 400, system="a b" * 40_000)["error"]["message"]
+
+
 def test_tokens_are_counted_as_the_prompt_has_them(client, engine):
     fields = {"system": "s", "tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 2000}}
     counted = asked(client, path="/v1/messages/count_tokens", max_tokens=None, **fields)
