@@ -49,7 +49,7 @@ from .layers import (
     State,
 )
 from .quantised_weight import Kept, found
-from .recurrent import FusedGatedDelta
+from .recurrent import FusedGatedDelta, FusedMamba2
 
 __all__ = ["Fusion", "fuse", "why_not"]
 
@@ -71,6 +71,9 @@ ARCHS = {
     "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
     "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
     "youtu": Arch("Youtu", latent="fused"),
+    "bamba": Arch("Bamba", mamba="Mixer"),
+    "granitemoehybrid": Arch("GraniteMoeHybrid", mamba="MambaLayer"),
+    "nemotron_h": Arch("NemotronH", mamba="Mamba2Mixer"),
 }
 _BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
 _KINDS = {
@@ -78,6 +81,7 @@ _KINDS = {
     "MLP": FusedMLP,
     "Attention": FusedAttention,
     "GatedDeltaNet": FusedGatedDelta,
+    "Mamba2": FusedMamba2,
     "DecoderLayer": FusedLayer,
     "Experts": FusedExperts,
     "TopkRouter": FusedRouter,
@@ -88,6 +92,7 @@ _SINGLE = {
     "Attention": ("o_proj", "qkv_proj", "q_b_proj"),
     "MLP": ("down_proj", "gate_up_proj"),
     "GatedDeltaNet": ("out_proj",),
+    "Mamba2": ("in_proj", "out_proj"),
 }
 # How a tensor parallel model's layers are spread.
 _STYLES = dict.fromkeys(sum(_PARALLEL.values(), ()), "colwise") | {"o_proj": "rowwise", "down_proj": "rowwise"}
@@ -117,7 +122,14 @@ _DELTA = (
     "split squeeze torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update_conv_state "
     "update_recurrent_state value_dim weight "
 )
-_NORM_GATED = "ACT2FN activation dtype float32 mean pow rsqrt to torch variance_epsilon weight"
+_MAMBA = (
+    "A_log D activation apply_mask_to_padding_states bias causal_conv1d_fn causal_conv1d_update chunk_size conv1d "
+    "conv_dim conv_kernel_size conv_states dt_bias dtype exp expand float has_previous_state head_dim in_proj "
+    "intermediate_size layer_idx layers mamba2_chunk_scan mamba2_selective_state_update "
+    "mamba2_split_conv1d_scan_combined n_groups norm num_heads out_proj record_past recurrent_states reshape shape "
+    "split squeeze ssm_state_size time_step_limit to torch training transpose update_conv_state "
+    "update_recurrent_state variance_epsilon view weight"
+)
 _ROUTER = (
     "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
     "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
@@ -152,7 +164,9 @@ def _names(arch: Arch) -> dict[str, set[str]]:
     if arch.latent == "fused":
         given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
     if arch.delta:
-        given |= {"GatedDeltaNet": _DELTA + _DELTAS[len(arch.delta)], "RMSNormGated": _NORM_GATED}
+        given |= {"GatedDeltaNet": _DELTA + _DELTAS[len(arch.delta)]}
+    if arch.mamba:
+        given = {"RMSNorm": norm, arch.mamba: _MAMBA}
     if arch.router:
         given["Experts"] = _EXPERTS
     if arch.router == "sigmoid":
@@ -184,6 +198,8 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
         arch = _BY_MODULE.get(kind.__module__)
         if arch is not None and kind.__name__.startswith(arch.prefix):
             name = kind.__name__.removeprefix(arch.prefix)
+            if arch.mamba:
+                name = {arch.mamba: "Mamba2", "RMSNorm": "RMSNorm"}.get(name, "")
             if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
                 yield module, name, arch
 
@@ -191,7 +207,7 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
 def why_not(model: nn.Module) -> str | None:
     """The reason why ``fuse`` would not change ``model``; ``None`` if it would."""
     found = list(_found(model))
-    if not any(kind == "DecoderLayer" for _, kind, _ in found):
+    if not any(kind in ("DecoderLayer", "Mamba2") for _, kind, _ in found):
         return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
     if any(isinstance(module, tuple(_KINDS.values())) for module, _, _ in found):
         return "it is fused already"
@@ -217,7 +233,7 @@ def why_not(model: nn.Module) -> str | None:
 
 def _spread_otherwise(model: nn.Module, archs: set[Arch]) -> str | None:
     """Why a tensor parallel model is not fused: its layers are not spread by columns first, and then by rows."""
-    if any(arch.latent or arch.router or arch.joined or arch.delta for arch in archs):
+    if any(arch.latent or arch.router or arch.joined or arch.delta or arch.mamba for arch in archs):
         return "it is tensor parallel, with latents, experts, states or joined projections"
     plan: Any = model.tp_plan
     for name, _ in model.named_modules():
@@ -358,7 +374,7 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
             names = arch.delta
         elif latent == "fused":
             names = ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
-        if linears and names is not None and not arch.joined and latent != "linears":
+        if linears and names and not arch.joined and latent != "linears":
             joined = JoinedLinear(names, small_linear if small_batch else F.linear)
             reason = _cannot_join(joined, module, uses)
             if reason is None:

@@ -15,7 +15,9 @@ from hf_sparsekv.fusion import layers as fused_layers
 from hf_sparsekv.fusion import recurrent
 from hf_sparsekv.fusion.fuse import fuse, why_not
 
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+MAMBA = ("bamba", "granitemoehybrid", "nemotron_h")
+KINDS = *DELTA, *MAMBA
 
 
 @pytest.fixture
@@ -51,15 +53,19 @@ def logits(model: torch.nn.Module, cache) -> torch.Tensor:
 def test_same_logits(anywhere, monkeypatch, kind):
     """Over transformers' caches and ours; each step is a kernel in each layer; undone, all is as before."""
     calls: list[int] = []
-    original = recurrent.gated_delta_step
-    monkeypatch.setattr(recurrent, "gated_delta_step", lambda *given: calls.append(1) or original(*given))
+    operator = "gated_delta_step" if kind in DELTA else "mamba2_step"
+    original = getattr(recurrent, operator)
+    monkeypatch.setattr(recurrent, operator, lambda *given: calls.append(1) or original(*given))
     model = new_model(kind)
     want = logits(model, DynamicCache(config=model.config))
     held = {name: value.clone() for name, value in model.state_dict().items()}
     fusion = fuse(model)
     assert fusion is not None and fusion.skipped == []
     states = model.config.layer_types.count("linear_attention")
-    assert fusion.counts["GatedDeltaNet"] == fusion.counts["delta"] == states > 0
+    if kind in DELTA:
+        assert fusion.counts["GatedDeltaNet"] == fusion.counts["delta"] == states > 0
+    else:
+        assert fusion.counts["Mamba2"] == states > 0 and fusion.counts["linear"] == 2 * states + 1
     for cache in (DynamicCache(config=model.config), SparseCache(TokenConfig(), None, model.config)):
         if isinstance(cache, SparseCache):
             model.set_attn_implementation("sparsekv")
@@ -77,12 +83,19 @@ def test_same_logits(anywhere, monkeypatch, kind):
     assert not calls
 
 
-@pytest.mark.parametrize("change", ["recording", "activation", "hook", "bias", "state"])
-def test_what_no_kernel_computes(anywhere, monkeypatch, change):
+CHANGES = ("recording", "activation", "hook", "state", "bias")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [*(("qwen3_5_text", change) for change in CHANGES), *(("bamba", change) for change in CHANGES[:4])],
+)
+def test_what_no_kernel_computes(anywhere, monkeypatch, kind, change):
     """The layer's own code runs, and is right."""
-    monkeypatch.setattr(recurrent, "gated_delta_step", lambda *given: pytest.fail("the kernel ran"))
-    model = new_model("qwen3_5_text")
-    with_states = [layer.linear_attn for layer in model.model.layers if layer.block_type == "linear_attention"]
+    for operator in ("gated_delta_step", "mamba2_step"):
+        monkeypatch.setattr(recurrent, operator, lambda *given: pytest.fail("the kernel ran"))
+    model = new_model(kind)
+    with_states = [module for module in model.modules() if hasattr(module, "conv1d")]
     for one in with_states:
         if change == "activation":
             one.activation = "gelu"
@@ -97,7 +110,9 @@ def test_what_no_kernel_computes(anywhere, monkeypatch, change):
         if change == "state":
             original = cache.update_recurrent_state
             monkeypatch.setattr(
-                cache, "update_recurrent_state", lambda state, *at, _to=original: _to(state.double(), *at)
+                cache,
+                "update_recurrent_state",
+                lambda state, *at, _to=original, **named: _to(state.double(), *at, **named),
             )
         found = logits(model, cache)
         if want is None:

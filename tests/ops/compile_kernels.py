@@ -58,6 +58,7 @@ from hf_sparsekv.ops.layers.add_norm.triton import add_norm
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
 from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
+from hf_sparsekv.ops.layers.mamba2_step.triton import mamba2_step
 from hf_sparsekv.ops.layers.quantised_linear import lookup
 from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
 from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
@@ -278,6 +279,7 @@ def small_layers() -> None:
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)
     for some in (False, True):
         gated_delta_step(**BY_NAME["gated_delta_step"].call(place(), 1, 16, 2, 128, 128, 4, some))
+        mamba2_step(**BY_NAME["mamba2_step"].call(place(), 1, 128, 8, 64, 128, 4, 8, some, some))
 
 
 def in_cuda() -> None:

@@ -33,6 +33,16 @@ def gated_delta_step(place, batch, key_heads, r, dk, dv, kernel, some=False):
     return *projected, *states, *weights, 1e-6, 2.0 if r == 1 else 1.0, valid
 
 
+def mamba2_step(place, batch, heads, groups, p, n, kernel, norm_groups=1, some=False, bias=False):
+    channels = heads * p + 2 * groups * n
+    projected = [place.randn(batch, size) for size in (channels, heads * p, heads)]
+    conv = place.randn(batch, channels, kernel), place.randn(channels, kernel) / kernel**0.5
+    conv += (place.randn(channels) if bias else None,)
+    weights = place.rand(heads), place.randn(heads), place.randn(heads), 1 + 0.1 * place.randn(heads * p)
+    valid = place.randint(0, 2, batch).bool() if some else None
+    return *projected, *conv, place.randn(batch, heads, p, n).float(), *weights, 1e-6, norm_groups, valid
+
+
 def quantised_linear(place, shape, n, scales, has_bias=False, kind="int8"):
     """``scales``: blocks of rows, and of inputs."""
     k = shape[-1]
@@ -106,6 +116,22 @@ OPERATORS = [
         small=(2, 2, 2, 16, 16, 4),
         writes=("conv_state", "state"),
         views=dict.fromkeys("qkvzab", "rows"),
+        far={"state": 0},
+    ),
+    Operator(
+        "mamba2_step",
+        mamba2_step,
+        # rows, heads, groups of them, P, N, inputs of the convolution, groups of the norm; some without a token; bias
+        {
+            "one row": (1, 4, 1, 16, 16, 4),
+            "three rows, some without a token": (3, 4, 2, 32, 16, 4, 2, True, True),
+            "nothing even": (2, 6, 3, 12, 20, 3, 3),
+            "wide heads": (1, 2, 1, 64, 128, 4, 1, False, True),
+            "none": (0, 2, 2, 16, 16, 4),
+        },
+        small=(2, 4, 2, 16, 16, 4),
+        writes=("conv_state", "state"),
+        views={"mixed": "rows", "gate": "rows", "dt": "rows"},
         far={"state": 0},
     ),
     Operator(

@@ -28,6 +28,7 @@ from hf_sparsekv.ops.layers.add_norm.triton import add_norm
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
 from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
+from hf_sparsekv.ops.layers.mamba2_step.triton import mamba2_step
 from hf_sparsekv.ops.layers.quantised_linear.reference import QuantisedWeight
 from hf_sparsekv.ops.layers.quantised_linear.triton import quantised_linear
 from hf_sparsekv.ops.layers.route.triton import route
@@ -284,6 +285,10 @@ def small_layers(model: Model) -> None:
                     *(t.view(rows, 1, -1) for t in of_heads), *conv, torch.empty(rows, 4, 16, 16), *weights, 1e-6, 1.0,
                     valid,
                 )  # fmt: skip
+                mixed, gate, dt = torch.empty(rows, 192 + 128 + 8, dtype=KIND).split((192, 128, 8), dim=1)
+                conv = torch.empty(rows, 192, 4, dtype=KIND), torch.empty(192, 4, dtype=KIND), None
+                weights = *torch.empty(3, 8, dtype=KIND), torch.empty(128, dtype=KIND)
+                mamba2_step(mixed, gate, dt, *conv, torch.empty(rows, 8, 16, 32), *weights, 1e-6, 1, valid)
 
 
 def sparse_prompts(model: Model) -> None:
