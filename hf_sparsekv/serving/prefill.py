@@ -11,6 +11,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ class Pace:
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or hidden // heads
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        inner = sum(inner) / len(inner) if isinstance(inner, list) else inner  # of each layer
         self.layers = layers
         self.token = 2 * (2 * hidden * heads * dim + 2 * hidden * heads * dim + 3 * hidden * inner)  # flops, nearly
         self.pair = 4 * heads * dim
@@ -260,9 +263,12 @@ class Reading:
         chunk: most tokens of a forward pass.
         by_layers: pause passes between layers. False: keep passes short instead.
         likeliest: tokens whose log probabilities are told beside those of the prompt's. None: of none.
+        border: a pass ends after so many tokens, where :attr:`held` is made; 0: it is not.
+        snapshot: makes it of the cache.
 
     Attributes:
         told: the log probabilities of the prompt so far.
+        held: ``border``, and what the cache's windows and states were there.
     """
 
     def __init__(
@@ -276,8 +282,12 @@ class Reading:
         chunk: int,
         by_layers: bool,
         likeliest: int | None = None,
+        border: int = 0,
+        snapshot: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model, self.cache, self.ids = model, cache, ids
+        self.border, self.snapshot = border, snapshot
+        self.held: tuple[int, Any] | None = None
         self.segments, self.pace, self.clock = segments, pace, clock
         self.chunk, self.by_layers = chunk, by_layers
         self.told: PromptLogprobs | None = None
@@ -302,14 +312,19 @@ class Reading:
             tokens, layers = self._pass()
             return min(self.pace.layers_in(ms, tokens, self.past), layers)
         tokens = max(self.pace.tokens_in(ms, self.past) // 64 * 64, self.pace.least(self.past))
-        tokens = min(tokens, self.chunk, self.left)
-        return tokens - (self.left - tokens == 1)  # none is a single token
+        left = self.border - self.past if self.past < self.border else self.left
+        tokens = min(tokens, self.chunk, left)
+        return tokens - (left - tokens == 1)  # none is a single token
 
     def _pass(self) -> tuple[int, int]:
         """Tokens of the pass in progress, or of a new one, and its layers that are left."""
         if self._now is None:
             if self._lengths is None:
-                self._lengths = chunks(self.left, self.chunk, self.past)
+                parts = [chunks(self.left, self.chunk, self.past)]
+                if self.past < self.border:
+                    first, rest = self.border - self.past, self.ids.shape[1] - self.border
+                    parts = [chunks(first, self.chunk, self.past), chunks(rest, self.chunk, self.border)]
+                self._lengths = chain(*parts)
             self._now = next(self._lengths), self.pace.layers
             # No function of its own, whose frame in an error's traceback would keep this and its cache.
             self.segments.open(partial(self._forward, self._now[0]), self.ids.device)
@@ -332,6 +347,8 @@ class Reading:
         else:
             self._forward(n)
             self.pace.note(self.clock, n, past, self.pace.layers, began, self.clock.mark())
+        if self.border and self.past == self.border and self.held is None and self.snapshot is not None:
+            self.held = self.border, self.snapshot(self.cache)
         return not self.left
 
     @torch.no_grad()

@@ -63,6 +63,8 @@ SERVED, OTHER_TOKENS = "yes", "other tokens than alone"
 NOT_SERVED = {
     "attention and a state together": "layers of two kinds at once",
     "attend to their whole past": "nothing to make sparse",
+    "keeps the positions of all tokens": "keeps positions of all rows",
+    "is another one than alone": "masks its steps itself",
     "takes no position_ids": "counts positions by itself",
     "attend to later ones": "prompt tokens see later ones",
     "reads the keys and values itself": "reads the keys itself",
@@ -323,6 +325,10 @@ def _engine(kind: str, show: bool) -> str:
         if not _ours(error):
             return _first(f"fails: {type(error).__name__}: {error}")
         return next((why for says, why in NOT_SERVED.items() if says in str(error)), _first(f"refused: {error}", 100))
+    if found != expected:  # sdpa leaves out some models' soft caps
+        model = build(kind).to(device)
+        model.set_attn_implementation("eager")
+        expected = [_answer(model, *asked) for asked in ASKED]
     return SERVED if found == expected and list(again.token_ids) == expected[0] else OTHER_TOKENS
 
 
