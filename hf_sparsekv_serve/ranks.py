@@ -160,6 +160,7 @@ class SharedWork(Work):
     """
 
     alone = False  # the other ranks are in the middle of the same pass
+    keeps_snapshots = False  # they stay on their rank
 
     @staticmethod
     def check(model: torch.nn.Module) -> None:
@@ -287,6 +288,7 @@ class SharedWork(Work):
 class FollowedWork(Work):
     """The operations of the other ranks, which repeat those of rank 0."""
 
+    keeps_snapshots = False
     NAMES = frozenset(
         (
             *("begin", "read", "overtake", "overtook", "give_up", "join", "leave", "hold", "resume", "give", "move"),

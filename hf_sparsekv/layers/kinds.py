@@ -122,6 +122,13 @@ class LayerKind:
         ``other``: of a prompt that is to join, or this one.
         """
 
+    def snapshot(self) -> Any:
+        """Copies of what a layer of one row holds, for :meth:`restore` of another one; None: blocks hold it all."""
+        return None
+
+    def restore(self, held: Any, tokens: int) -> None:
+        """Begin with ``tokens`` tokens, as ``held`` by a layer of the same kind. This one is empty."""
+
     @property
     def restless(self) -> list[Tensor]:
         """Tensors ``[rows, ...]`` that a step changes in all of its rows, those without a token included."""

@@ -96,6 +96,18 @@ class Recurrent(LayerKind, LinearAttentionLayer):
         if theirs:  # else nothing was read into it
             found += [(state, theirs[name, number], 0) for name, number, state in self.named_states()]
 
+    def snapshot(self) -> Any:
+        return [(name, number, state.clone()) for name, number, state in self.named_states()], self.conv_kernel_size
+
+    @no_inference_mode
+    def restore(self, held: Any, tokens: int) -> None:
+        states, sizes = held
+        for name, number, state in states:
+            getattr(self, name)[number] = state.clone()
+            getattr(self, f"is_{name}_initialized")[number] = self.has_previous_state[number] = True
+            self.device, self.dtype = state.device, state.dtype
+        self.conv_kernel_size = dict(sizes)
+
     @property
     def restless(self) -> list[Tensor]:
         return self.states

@@ -50,6 +50,15 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
     def why_no_rows(self) -> str | None:
         return None
 
+    def snapshot(self) -> Any:
+        return self.keys.clone(), self.values.clone()
+
+    @no_inference_mode
+    def restore(self, held: Any, tokens: int) -> None:
+        keys, values = held
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.cumulative_length = keys.clone(), values.clone(), tokens
+
     def for_rows(self, cache: CacheState, index: int, rows: int) -> Any:
         return RowRing(self.for_steps(cache, index), cache, index, rows)
 

@@ -22,7 +22,7 @@ from ..policies.row_tokens import expected_working_set
 from ..telemetry.working_set import STEPS
 from ..tensors import no_autocast, no_inference_mode, sent
 from .model import check_layers, check_new, open_layers
-from .others import OtherLayers
+from .others import OtherLayers, Snapshot
 from .places import Places, width
 from .prefilled import Prefilled
 from .prompts import Prompts, read_prompt
@@ -43,8 +43,7 @@ class RowBatch:
             them from a file, or never have so many tokens.
         alike_tokens: rows may share full blocks if their first ``alike_tokens`` tokens are the same, because these
             determine the label channels. 0: channels depend on no tokens, or are never used. None: rows must not share
-            blocks: channels depend on the whole prompt (``calibration_tokens`` are too many), there is an indexer, or
-            layers keep a window or a state.
+            blocks: channels depend on the whole prompt (``calibration_tokens`` are too many), or there is an indexer.
         whole_tokens: a row of at most so many tokens attends to all of them, so its label channels do not matter yet.
             0 for 8-bit KV: labels that are recomputed come from rounded keys, so it is best to call :meth:`calibrate`
             as early as ``generate()`` calibrates.
@@ -133,8 +132,6 @@ class RowBatch:
         self._device = (layers := self.cache.sparse_layers)[0].store.device
         if new:
             self._others.open(cache, self.max_rows)
-            if self._others:  # their rows cannot begin where others' blocks end
-                self.alike_tokens = None
             if isinstance(policy := layers[0].policy, IndexedPolicy):  # there are no labels
                 self._policy, self.calibration_tokens, self.alike_tokens, self.whole_tokens = policy, 0, None, 0
             self._slots.open(layers, self.max_length)
@@ -143,7 +140,7 @@ class RowBatch:
     @no_autocast
     @no_inference_mode
     @torch.no_grad()
-    def begin(self, ids: np.ndarray, channels: Channels) -> CacheState:
+    def begin(self, ids: np.ndarray, channels: Channels, held: Snapshot | None = None) -> CacheState:
         """Create a cache of one row whose prefix is full blocks of other rows, which it shares.
 
         Prefill the rest of the prompt into it, then :meth:`adopt` and :meth:`join` it. At least one row must have
@@ -154,10 +151,29 @@ class RowBatch:
                 batch, or one that the caller took.
             channels: the result of :meth:`channels` for the row that wrote the blocks. The new row would get the same
                 channels alone if both begin with the same :attr:`alike_tokens` tokens.
+            held: the result of :meth:`snapshot` after these blocks, where :attr:`keeps_more`.
         """
         self._check()
-        check_sharing(self._policy, bool(self._others))
-        return begin_with(self.cache, ids, channels, self.drop)
+        check_sharing(self._policy, self.keeps_more and held is None)
+        cache = begin_with(self.cache, ids, channels, self.drop)
+        if held is not None:
+            self._others.restore(cache, held, len(ids) * cache.config.block_size)
+        return cache
+
+    @property
+    def keeps_more(self) -> bool:
+        """Layers keep a window or a state: rows share blocks only up to where a :meth:`snapshot` was made."""
+        return bool(self._others)
+
+    @property
+    def more_bytes(self) -> int:
+        """Bytes of the windows and states of all rows."""
+        return self._others.nbytes
+
+    @no_inference_mode
+    def snapshot(self, cache: CacheState) -> Snapshot:
+        """Copies of the windows and states of a prompt that is being read, between two passes."""
+        return self._others.snapshot(cache)
 
     def channels(self, row: int) -> tuple[RowChannels | None, ...]:
         """Copies of a row's label channels in each layer; None where there are no labels."""

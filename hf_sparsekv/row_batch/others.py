@@ -14,6 +14,7 @@ from ..layers.kinds import LayerKind
 from ..layers.sparse_layer import SparseLayer
 
 Found = list[tuple[Tensor, Tensor, int]]
+Snapshot = list[tuple[int, Any]]  # of each layer, by its index
 
 
 class OtherLayers:
@@ -45,6 +46,22 @@ class OtherLayers:
         """Add tensors that hold rows of these layers and of those of ``other``: :meth:`..LayerKind.add_rows`."""
         for index, layer in self._layers.items():
             layer.add_rows(other.layers[index], found)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        found: Found = []
+        self.add_rows(self.cache, found)
+        return sum(mine.nbytes for mine, _, _ in found)
+
+    def snapshot(self, cache: CacheState) -> Snapshot:
+        """Copies of what the layers of a cache of one row hold now."""
+        return [(index, cache.layers[index].snapshot()) for index in self._layers]
+
+    def restore(self, cache: CacheState, held: Snapshot, tokens: int) -> None:
+        """The layers of ``cache``, which is empty, begin with ``tokens`` tokens, as ``held``."""
+        for index, layer in held:
+            cache.layers[index].restore(layer, tokens)
 
     def hold(self, row: int) -> None:
         """Keep what steps change of a row that waits."""

@@ -39,15 +39,15 @@ def calibration_of(cache: CacheState, labels: LabelIndex | None, max_length: int
     return Calibration(tokens, alike, whole)
 
 
-def check_sharing(policy: Policy, others: bool) -> None:
-    """Raise ValueError for a model whose rows cannot begin with blocks of others.
+def check_sharing(policy: Policy, lacks_states: bool) -> None:
+    """Raise ValueError for rows that cannot begin with blocks of others.
 
-    ``others``: it has layers with a window or a state.
+    ``lacks_states``: layers keep a window or a state, and none were given.
     """
-    if others:
+    if lacks_states:
         raise ValueError(
-            "rows of this model cannot share blocks: some of its layers keep a window or a state, which are in no "
-            "block. Read the whole prompt by prefill()"
+            "some layers of this model keep a window or a state, which are in no block: give what snapshot() made "
+            "after these blocks, or read the whole prompt by prefill()"
         )
     if isinstance(policy, IndexedPolicy):
         raise ValueError(

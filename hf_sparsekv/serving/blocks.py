@@ -27,7 +27,9 @@ class Blocks:
     def __init__(self, work: Work, total: int) -> None:
         self.work, self.rows, self.total = work, work.rows, total
         size, alike = self.rows.cache.row_table.block_size, self.rows.alike_tokens
-        self.index = PrefixIndex(work, size, alike) if work.serving.prefix_cache and alike is not None else None
+        self.index = None
+        if work.serving.prefix_cache and alike is not None and (work.keeps_snapshots or not self.rows.keeps_more):
+            self.index = PrefixIndex(work, size, alike, self.rows.max_rows if self.rows.keeps_more else None)
         self.used = 0
 
     def fits(self, request: Request, others: int = 0) -> bool:
@@ -76,6 +78,9 @@ class Blocks:
         new = self.index.keep(request.keys[:n], ids[:n], request.channels, request.match)
         request.blocks -= new  # the index counts them from here on
         self.used -= new
+        if request.held is not None:
+            (tokens, snapshot), request.held = request.held, None
+            self.index.hold(request.keys[: tokens // self.rows.cache.config.block_size], snapshot)
 
     def release(self, request: Request) -> None:
         """Free the memory of a request."""

@@ -6,6 +6,7 @@ The types that users see are in :mod:`.request`. All parts of the loop share thi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .admission import Candidate
 from .grammar import Constraint
@@ -33,6 +34,7 @@ class Request:
     match: Match = field(default_factory=Match)
     known: tuple[int, int, int] = (-1, 0, 0)  # `changes` of the index, and its PrefixIndex.known at that time
     channels: Channels | None = None
+    held: tuple[int, Any] | None = None  # tokens of its prompt, and the snapshot of windows and states after them
     text: TextStream | None = None
     constraint: Constraint | None = None  # the grammar that the answer follows
     exact: bool = False  # its tokens are those of full attention

@@ -151,8 +151,8 @@ class Loop:
     def _begin(self) -> None:
         request = self.order.begin()
         if request is not None:
-            told = request.sampling.prompt_logprobs
-            self._try(request, self.work.begin, request.ids, request.match.ids, request.channels, told)
+            match, told = request.match, request.sampling.prompt_logprobs
+            self._try(request, self.work.begin, request.ids, match.ids, request.channels, told, *match.held)
 
     def _read(self, beside: bool) -> None:
         """Continue the prefill whose turn it is; ``beside``: rows decode meanwhile."""

@@ -126,12 +126,10 @@ def opened(
         why = why or "another rank of the model cannot serve it, and says why"
     if why is not None:
         raise ValueError(why)
-    others = len(cache.sparse_layers) < len(cache.layers)
-    if serving.prefix_cache and (others or has_indexer(model.config)):
-        kept = "some of its layers keep a window or a state" if others else "its indexer keeps keys"
+    if has_indexer(model.config) and serving.prefix_cache:
         warnings.warn(
-            f"requests of this model share no prefixes: {kept}, in no block, so each prompt is read whole. Give "
-            "ServingConfig(prefix_cache=False) if that is known",
+            "requests of this model share no prefixes: the keys of its indexer are in no block, so each prompt is read "
+            "whole. Give ServingConfig(prefix_cache=False) if that is known",
             stacklevel=4,
         )
     beside = -(-rows.calibration_tokens // cache.config.block_size)
@@ -216,6 +214,8 @@ def reserve(
     host = sum(pool.nbytes()[1] / pool.capacity for pool in pools)
     if model.device.type == "cuda":
         free = SHARE * torch.cuda.mem_get_info(model.device)[0]
+        if serving.prefix_cache and cache.row_batch is not None:
+            free -= cache.row_batch.more_bytes  # as many snapshots as rows
     else:
         free = CPU_SHARE * psutil.virtual_memory().available / (1 if ranks is None else ranks.size)
         device += host
@@ -295,7 +295,7 @@ def capture_all(model: PreTrainedModel, rows: RowBatch, row: int, exact: bool = 
     longer = [begin_with(rows.cache, np.repeat(blocks[:1], n), channels, rows.drop) for n in lengths]
     for cache in longer:
         rows.adopt(cache)
-    if len(blocks) and rows.cache.offload_config is None and rows.alike_tokens is not None:
+    if len(blocks) and rows.cache.offload_config is None and not (rows.alike_tokens is None or rows.keeps_more):
         capture_pieces(model, rows, np.repeat(blocks[:1], 2), channels)
     _all_widths(model, rows, row, exact)
     for cache in longer:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class Block:
     channels: Channels
     children: int = 0
     users: int = 0  # requests that use it, or a later block of its chain; they pin it
+    held: Any = None  # snapshot of windows and states after it, if it was made
     withdrawn: bool = False  # not in the index any more; freed after its last user
     used: int = 0  # time of the last lookup
 
@@ -64,6 +65,7 @@ class Match:
     """Kept blocks that a request pins, a chain from the first one on: those of its prefix, then its own."""
 
     blocks: list[Block] = field(default_factory=list)
+    held: tuple[Any, ...] = ()  # the snapshot after those of its prefix, if it has one
 
     @property
     def ids(self) -> np.ndarray:
@@ -90,10 +92,12 @@ class PrefixIndex:
         ids: reference counts of the engine's blocks.
         block_size: tokens of a block.
         alike: number of first tokens that must be the same for prompts to share blocks.
+        snapshots: most snapshots of windows and states that are kept. Prefixes end with one of them then. None: the
+            model needs none.
     """
 
-    def __init__(self, ids: Counted, block_size: int, alike: int = 0) -> None:
-        self._ids, self._size, self._alike = ids, block_size, alike
+    def __init__(self, ids: Counted, block_size: int, alike: int = 0, snapshots: int | None = None) -> None:
+        self._ids, self._size, self._alike, self._most = ids, block_size, alike, snapshots
         self._blocks: dict[bytes, Block] = {}
         self._clock = self._pinned = self._withdrawn = 0
         # Counts changes that may change `known`. Incremented after each change, because other threads read meanwhile.
@@ -111,6 +115,28 @@ class PrefixIndex:
         """Keys of the first ``blocks`` blocks after those that are ``known``."""
         return block_keys(tokens, self._size, blocks, known, self._alike)
 
+    def _usable(self, keys: Sequence[bytes]) -> list[Block]:
+        """The longest kept prefix that a prompt can begin with."""
+        found = [*self._chain(keys)]
+        while self._most is not None and found and found[-1].held is None:
+            found.pop()
+        return found
+
+    def hold(self, keys: Sequence[bytes], snapshot: Any) -> None:
+        """Keep what a prompt's windows and states were after the last of these blocks, if that is kept.
+
+        The snapshot that was used longest ago goes, if there are too many.
+        """
+        assert self._most is not None
+        found = [*self._chain(keys)]
+        if not keys or len(found) < len(keys):
+            return
+        found[-1].held = snapshot
+        with_one = [block for block in self._blocks.values() if block.held is not None]
+        for block in sorted(with_one, key=lambda block: block.used)[: max(0, len(with_one) - self._most)]:
+            block.held = None
+        self.changes += 1
+
     def _chain(self, keys: Sequence[bytes]) -> Iterator[Block]:
         """The longest kept prefix."""
         for key in keys:
@@ -121,7 +147,7 @@ class PrefixIndex:
     def known(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Length of the longest kept prefix in blocks, and how many of these no request uses yet."""
         found = unused = 0
-        for block in self._chain(keys):
+        for block in self._usable(keys):
             found, unused = found + 1, unused + (not block.users)
         return found, unused
 
@@ -129,9 +155,11 @@ class PrefixIndex:
         """Pin the longest kept prefix, until :meth:`release`."""
         self._clock += 1
         found = Match()
-        for block in self._chain(keys):
+        for block in self._usable(keys):
             self._pin(block, found)
             block.used = self._clock
+        if found.blocks and self._most is not None:
+            found.held = (found.blocks[-1].held,)
         self.changes += 1
         return found
 

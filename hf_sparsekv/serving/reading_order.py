@@ -130,13 +130,14 @@ class ReadingOrder:
             After the prefill: its row, and the logits ``[1, vocabulary]`` of its last token. Before: None.
         """
         if request is not self.reading:  # the longer prompt waits between two layers
-            return self.work.overtake(request.ids, request.match.ids, request.channels)
+            match = request.match
+            return self.work.overtake(request.ids, match.ids, request.channels, *match.held)
         reading = self.work.reading
         ms = self._turn_ms if beside else 20 * self.serving.prefill_ms
         if not self.work.read(reading.share(ms)):
             return None
         row = self.work.join()
-        self.reading = None
+        request.held, self.reading = reading.held, None
         return row, reading.logits
 
     def has_read(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +44,10 @@ class Work:
         tokens: each row's next token, int64 ``[max_rows]``.
         reading: the prefill in progress, if there is one.
         alone: whether an error in a prefill ends only that request.
+        keeps_snapshots: windows and states of prompts are kept for others that begin alike.
     """
 
-    alone = True
+    alone = keeps_snapshots = True
 
     @staticmethod
     def check(model: torch.nn.Module) -> None:
@@ -96,15 +98,23 @@ class Work:
 
     # ------------------------------------------------------------------ a prompt
 
-    def begin(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None, told: int | None = None) -> None:
+    def begin(
+        self,
+        ids: Sequence[int],
+        blocks: np.ndarray,
+        channels: Channels | None,
+        told: int | None = None,
+        held: Any = None,
+    ) -> None:
         """Begin the prefill of a prompt of tokens ``ids``.
 
         Args:
             blocks: int32 ``[n]``, ids of full blocks with its cached prefix, which is not read again.
             channels: the label channels of these blocks, from :meth:`channels`; None if there are none.
             told: likeliest tokens whose log probabilities are told beside those of the prompt's. None: of none.
+            held: windows and states after these blocks, where the model has such layers.
         """
-        cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
+        cache = self.rows.begin(blocks, channels, held) if len(blocks) else self.rows.cache.beside()
         try:
             self.reading = Reading(
                 self.model,
@@ -116,26 +126,39 @@ class Work:
                 self.serving.chunk,
                 self.serving.layer_segments,
                 told,
+                self._border(len(ids), len(blocks)),
+                self.rows.snapshot,
             )
         except BaseException:
             self.rows.drop(cache)
             raise
+
+    def _border(self, tokens: int, shared: int) -> int:
+        """After how many tokens of a prompt windows and states are kept for others: full blocks of it; 0: never."""
+        rows = self.rows
+        kept = rows.keeps_more and self.keeps_snapshots and self.serving.prefix_cache
+        if not kept or rows.alike_tokens is None:
+            return 0
+        full = (tokens - rows.cache.row_table.recent) // (size := rows.cache.config.block_size)
+        return full * size if full > shared else 0
 
     def read(self, n: int) -> bool:
         """Continue the prefill by ``n`` layers, or tokens (:meth:`.Reading.share`). True: it is complete."""
         return self.reading.read(n)
 
     @torch.no_grad()
-    def overtake(self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None) -> tuple[int, Tensor]:
+    def overtake(
+        self, ids: Sequence[int], blocks: np.ndarray, channels: Channels | None, held: Any = None
+    ) -> tuple[int, Tensor]:
         """Read a prompt in one pass, even while another prefill is paused, and let it :meth:`join`.
 
         Args:
-            ids, blocks, channels: as in :meth:`begin`.
+            ids, blocks, channels, held: as in :meth:`begin`.
 
         Returns:
             Its row, and the logits ``[1, vocabulary]`` of its last token.
         """
-        cache = self.rows.begin(blocks, channels) if len(blocks) else self.rows.cache.beside()
+        cache = self.rows.begin(blocks, channels, held) if len(blocks) else self.rows.cache.beside()
         try:
             past, began = cache.get_seq_length(), self.clock.mark()
             new = sent([ids[past:]], torch.long, self.device)

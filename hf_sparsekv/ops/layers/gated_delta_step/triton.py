@@ -73,12 +73,18 @@ def gated_delta_step_kernel(
     p_conv = conv.ptr + i_row * conv.row
     dtype = q.ptr.dtype.element_ty
     p_q, p_k = q.ptr + i_row * q.batch + i_head * q.head, k.ptr + i_row * k.batch + i_head * k.head
+    m_state = m_k[:, None] & m_v[None, :]
+    p_state = state.ptr + i_row * state.row + i_head * (R * DK * DV) + o_k[:, None] * DV + o_v[None, :]
+    b_next = tl.load(p_state, mask=m_state, other=0.0)  # [BK, BV], before what it takes to compute with it
     b_q = convolved(p_q, p_conv, p_conv_weight, i_head * DK, o_k, m_k, K)
     b_k = convolved(p_k, p_conv, p_conv_weight, (KEY_HEADS + i_head) * DK, o_k, m_k, K)
     b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 0) + L2_EPS) * (DK**-0.5)
     b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 0) + L2_EPS)
     b_norm = tl.load(p_norm + o_v, mask=o_v < DV, other=0.0)
-    for r in range(R):
+    for r in tl.static_range(R):
+        b_state = b_next
+        if r + 1 < R:
+            b_next = tl.load(p_state + (r + 1) * DK * DV, mask=m_state, other=0.0)
         i_value = i_head * R + r
         p_v = v.ptr + i_row * v.batch + i_head * v.head + r * DV
         b_v = convolved(p_v, p_conv, p_conv_weight, 2 * KEY_HEADS * DK + i_value * DV, o_v, m_v, K)
@@ -89,12 +95,10 @@ def gated_delta_step_kernel(
         b_a = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
         decay = tl.exp(-tl.exp(tl.load(p_a_log + i_value).to(tl.float32)) * b_a)
         beta = tl.sigmoid(b_b).to(dtype).to(tl.float32) * beta_scale
-        p_state = state.ptr + i_row * state.row + i_value * (DK * DV) + o_k[:, None] * DV + o_v[None, :]
-        m_state = m_k[:, None] & m_v[None, :]
-        b_state = tl.load(p_state, mask=m_state, other=0.0) * decay  # [BK, BV]
+        b_state *= decay
         b_delta = (b_v - tl.sum(b_state * b_k[:, None], 0)) * beta
         b_state += b_k[:, None] * b_delta[None, :]
-        tl.store(p_state, b_state, mask=m_state)
+        tl.store(p_state + r * DK * DV, b_state, mask=m_state)
         b_out = tl.sum(b_state * b_q[:, None], 0).to(dtype).to(tl.float32)  # [BV]
         b_out = (b_out * tl.rsqrt(tl.sum(b_out * b_out, 0) / DV + eps)).to(dtype)
         b_out = (b_norm.to(tl.float32) * b_out.to(tl.float32)).to(dtype).to(tl.float32)
