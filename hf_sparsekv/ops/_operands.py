@@ -135,6 +135,14 @@ def in_each_row(t: Tensor | None) -> tuple[Tensor | None, int]:
     return t.view(torch.uint8) if t.dtype == torch.bool else t, t.stride(0)
 
 
+def describable(*kept: Tensor) -> bool:
+    """Whether tensor descriptors (TMA) can address these: strides and address are whole 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0 and t.numel() and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in kept
+    )
+
+
 @triton.constexpr_function
 def padded(n, least=16):
     """The power of two that holds ``n``, at least ``least``: the side of a tile."""

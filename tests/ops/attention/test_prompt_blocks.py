@@ -47,6 +47,8 @@ class Case:
     share: float = 0.8
     dense_from: int = 10**9
     step: int = STEP
+    softcap: float | None = None
+    sinks: bool = False
 
     def tensors(self, place):
         """Query, key and value as projections give them: transposed; and where rows begin."""
@@ -84,6 +86,9 @@ CASES = {
     "last tiles dense": Case(384, past=512, dense_from=800),
     "latents' heads": Case(140, past=192, dk=96, dv=64, group=1, heads=2),
     "fewer exact rows": Case(300, past=333, batch=2, start=(0, 150), step=32),
+    "a cap": Case(260, past=130, softcap=1.5),
+    "sinks": Case(260, past=130, sinks=True),
+    "a cap, sinks, padding": Case(200, past=64, batch=2, start=(0, 75), softcap=3.0, sinks=True, dk=48, dv=40),
     "everything": Case(256, past=256, share=1.0),
 }
 
@@ -91,7 +96,13 @@ CASES = {
 def estimated(case: Case, place):
     query, key, value, start = case.tensors(place)
     means = key_means(key, start)
-    return query, key, value, start, mass.prompt_mass(query, key, means, case.scale, case.past, start, case.step)
+    return (
+        query,
+        key,
+        value,
+        start,
+        mass.prompt_mass(query, key, means, case.scale, case.past, start, case.step, case.softcap),
+    )
 
 
 def of_tiles(case: Case, exact: torch.Tensor) -> torch.Tensor:
@@ -120,8 +131,9 @@ def test_mass(place, name):
     skip_if_exact(case, place)
     query, key, _, start, expected = estimated(case, place)
     given = [t if t is None else t.cpu() for t in (query, key, key_means(key, start), start)]
-    expected = mass.prompt_mass(*given[:3], case.scale, case.past, given[3], case.step)
-    got = mass_kernel.prompt_mass(query, key, key_means(key, start), case.scale, case.past, start, case.step)
+    expected = mass.prompt_mass(*given[:3], case.scale, case.past, given[3], case.step, case.softcap)
+    about = case.scale, case.past, start, case.step, case.softcap
+    got = mass_kernel.prompt_mass(query, key, key_means(key, start), *about)
     seen = readable(case, start, place.device)
     ratio = 1e-5 if place.dtype == torch.float32 else 2e-3
     place.close(got[0].masked_fill(~seen, 0), expected[0].masked_fill(~seen.cpu(), 0), ratio)
@@ -186,7 +198,8 @@ def test_attention(place, name, how):
     query, key, value, start, (pooled, exact) = estimated(case, place)
     wanted = torch.full(pooled.shape[:2], case.share, device=place.device)
     lists = choice.prompt_choice(pooled, exact, wanted, case.past, case.rows, case.dense_from, start)[:2]
-    args = query, key, value, *lists, case.scale, case.past, start
+    sinks = 4 * place.randn(query.shape[1]) if case.sinks else None
+    args = query, key, value, *lists, case.scale, case.past, start, None, case.softcap, sinks
     got = attention_kernel.block_attention(*args, config=HOWS[how])
     place.close(got, attention.block_attention(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args)))
 
@@ -199,6 +212,7 @@ def dense(case: Case, query, key, start) -> torch.Tensor:
     end = case.past + case.rows
     key = key[:, :, :end].repeat_interleave(case.group, 1).double()
     s = query.double() @ key.transpose(-1, -2) * case.scale
+    s = s if case.softcap is None else case.softcap * torch.tanh(s / case.softcap)
     at, columns = torch.arange(case.past, end)[:, None], torch.arange(end)
     first = torch.zeros(1) if start is None else start
     s = s.masked_fill(~((columns <= at) & (columns >= first[:, None, None]))[:, None], float("-inf"))

@@ -18,6 +18,8 @@ def block_attention(
     past: int,
     start: Tensor | None = None,
     out: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal softmax attention of each tile of queries to the keys of its blocks.
 
@@ -30,6 +32,8 @@ def block_attention(
         scale: softmax scaling, positive.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
         out: ``[batch, Hq, r, Dv]``, receives the result.
+        softcap: logits become ``softcap * tanh(logits / softcap)``. None: they stay.
+        sinks: ``[Hq]``, logits that take part in each query's softmax and have no value. None: there are none.
 
     Returns:
         ``[batch, Hq, r, Dv]``; zeros for a query that sees none of the keys.
@@ -53,7 +57,11 @@ def block_attention(
         if start is not None:
             seen = seen & (columns >= start[:, None, None, None])
         s = (query[:, :, lo:hi].float().unflatten(1, (-1, group)) @ k).mul_(scale)
+        if softcap is not None:
+            s = s.div_(softcap).tanh_().mul_(softcap)
         s = s.masked_fill_(~seen.unflatten(1, (-1, group)), float("-inf"))
-        weights = s.softmax(-1).nan_to_num_(0.0)
+        if sinks is not None:
+            s = torch.cat((s, sinks.float().view(-1, group, 1, 1).expand(*s.shape[:4], 1)), dim=-1)
+        weights = s.softmax(-1).nan_to_num_(0.0)[..., :end]
         out[:, :, lo:hi] = (weights @ v).flatten(1, 2).to(out.dtype)
     return out

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._dispatch import require_dense_rows
-from ..._operands import Tokens, operand, padded
+from ..._operands import Tokens, describable, operand, padded
 from ..._overlap import begin, launch
 from ..._prompts import BLOCK, TILE
+from ..._tiles import beginning, capped, factors, rescale, rows_of
 from .config import config as default
 
 
-@triton.jit
-def _rows(t, i_batch, i_head, row, last, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DESCRIPTORS: tl.constexpr,
-          MASKED: tl.constexpr):  # fmt: skip
-    """``BN`` keys or values from ``row`` on, ``[BN, BD]``; zeros after ``last``, where that is asked for."""
-    if DESCRIPTORS:
-        return t.load([i_batch.to(tl.int32), i_head.to(tl.int32), row, 0]).reshape(BN, BD)
-    else:
-        o_n, o_d = row + tl.arange(0, BN), tl.arange(0, BD)
-        p = t.ptr + i_batch * t.batch + i_head * t.head + o_n.to(tl.int64)[:, None] * t.token + o_d[None, :]
-        if MASKED:
-            return tl.load(p, mask=(o_n <= last)[:, None] & (o_d < D)[None, :], other=0.0)
-        elif BD == D:
-            return tl.load(p)
-        else:
-            return tl.load(p, mask=(o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _rescale(b_top, b_max, b_sum, b_acc):
-    """With a new maximum: what there is, and the maximum as it may be subtracted."""
-    b_new = tl.maximum(b_max, b_top)
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_less = tl.exp2(b_max - b_safe)
-    return b_new, b_safe, b_sum * b_less, b_acc * b_less[:, None]
-
-
-@triton.jit(do_not_specialize=["past", "rows", "nb"])
+@triton.jit(do_not_specialize=["sinks", "past", "rows", "nb"])
 def block_attention_kernel(
     q,
     k,
@@ -49,11 +22,13 @@ def block_attention_kernel(
     ids,
     counts,
     start,
+    sinks,
     out,
     past,
     rows,
     nb,
-    binary,
+    slope,
+    top,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -61,6 +36,7 @@ def block_attention_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     MANY: tl.constexpr,
+    CAPPED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
@@ -99,32 +75,31 @@ def block_attention_kernel(
     whole = tl.maximum(count - (last // BN - own + 1), 0)
     whole = whole // MANY * MANY
 
-    b_max = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
+    b_max, b_sum = beginning(sinks, i_head, BM)
     b_acc = tl.zeros([BM, BV], tl.float32)
     for i in tl.range(0, whole, MANY, num_stages=STAGES):
         row = tl.load(p_ids + i) * BN
-        b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, False)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+        b_k = rows_of(k, i_batch, i_kv, row, last + 1, DK, BN, DESCRIPTORS, False)
+        b_s = capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), slope, CAPPED)  # [BM, BN]
         if start is not None:
             b_s = tl.where((row + tl.arange(0, BN) >= first)[None, :], b_s, float("-inf"))
         if MANY == 2:
             row_2 = tl.load(p_ids + i + 1) * BN
-            b_k2 = _rows(k, i_batch, i_kv, row_2, last, DK, BK, BN, DESCRIPTORS, False)
-            b_s2 = tl.dot(b_q, tl.trans(b_k2), input_precision="ieee")
+            b_k2 = rows_of(k, i_batch, i_kv, row_2, last + 1, DK, BN, DESCRIPTORS, False)
+            b_s2 = capped(tl.dot(b_q, tl.trans(b_k2), input_precision="ieee"), slope, CAPPED)
             if start is not None:
                 b_s2 = tl.where((row_2 + tl.arange(0, BN) >= first)[None, :], b_s2, float("-inf"))
             b_top = tl.max(tl.maximum(b_s, b_s2), 1)
         else:
             b_top = tl.max(b_s, 1)
-        b_max, b_safe, b_sum, b_acc = _rescale(b_top * binary, b_max, b_sum, b_acc)
-        b_p = tl.exp2(b_s * binary - b_safe[:, None])
-        b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, False)
+        b_max, b_safe, b_sum, b_acc = rescale(b_top * top, b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s * top - b_safe[:, None])
+        b_v = rows_of(v, i_batch, i_kv, row, last + 1, DV, BN, DESCRIPTORS, False)
         if MANY == 2:
-            b_p2 = tl.exp2(b_s2 * binary - b_safe[:, None])
+            b_p2 = tl.exp2(b_s2 * top - b_safe[:, None])
             b_sum += tl.sum(b_p + b_p2, 1)
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
-            b_v2 = _rows(v, i_batch, i_kv, row_2, last, DV, BV, BN, DESCRIPTORS, False)
+            b_v2 = rows_of(v, i_batch, i_kv, row_2, last + 1, DV, BN, DESCRIPTORS, False)
             b_acc = tl.dot(b_p2.to(b_v2.dtype), b_v2, b_acc, input_precision="ieee")
         else:
             b_sum += tl.sum(b_p, 1)
@@ -132,13 +107,13 @@ def block_attention_kernel(
     for i in tl.range(whole, count, num_stages=1):
         row = tl.load(p_ids + i) * BN
         o_n = row + tl.arange(0, BN)
-        b_k = _rows(k, i_batch, i_kv, row, last, DK, BK, BN, DESCRIPTORS, True)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_k = rows_of(k, i_batch, i_kv, row, last + 1, DK, BN, DESCRIPTORS, True)
+        b_s = capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), slope, CAPPED)
         b_s = tl.where((o_n[None, :] <= o_at[:, None]) & (o_n >= first)[None, :], b_s, float("-inf"))
-        b_max, b_safe, b_sum, b_acc = _rescale(tl.max(b_s, 1) * binary, b_max, b_sum, b_acc)
-        b_p = tl.exp2(b_s * binary - b_safe[:, None])
+        b_max, b_safe, b_sum, b_acc = rescale(tl.max(b_s, 1) * top, b_max, b_sum, b_acc)
+        b_p = tl.exp2(b_s * top - b_safe[:, None])
         b_sum += tl.sum(b_p, 1)
-        b_v = _rows(v, i_batch, i_kv, row, last, DV, BV, BN, DESCRIPTORS, True)
+        b_v = rows_of(v, i_batch, i_kv, row, last + 1, DV, BN, DESCRIPTORS, True)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
 
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
@@ -147,15 +122,9 @@ def block_attention_kernel(
     tl.store(p_out, b_acc.to(out.ptr.dtype.element_ty), mask=m_m[:, None] & (o_v < DV)[None, :])
 
 
-def describable(*kept) -> bool:
-    """Whether tensor descriptors can address these: strides and address are whole 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0 and t.numel() and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in kept
-    )
-
-
-def block_attention(query, key, value, ids, counts, scale, past, start=None, out=None, *, config=None):
+def block_attention(
+    query, key, value, ids, counts, scale, past, start=None, out=None, softcap=None, sinks=None, *, config=None
+):
     """As ``reference.block_attention``; ``config`` replaces the default for these shapes."""
     batch, q_heads, r, dk = query.shape
     dv, nb = value.shape[3], ids.shape[3]
@@ -180,11 +149,12 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         ids.contiguous(),
         counts.contiguous(),
         start,
+        sinks,
         operand(Tokens, out),
         past,
         r,
         nb,
-        scale * math.log2(math.e),
+        *factors(scale, softcap),
         GROUP=group,
         DK=dk,
         DV=dv,
@@ -192,6 +162,7 @@ def block_attention(query, key, value, ids, counts, scale, past, start=None, out
         BM=config.rows,
         BN=BLOCK,
         MANY=config.many,
+        CAPPED=softcap is not None,
         DESCRIPTORS=descriptors,
         HEADS_FIRST=config.heads_first,
         STAGES=config.stages,

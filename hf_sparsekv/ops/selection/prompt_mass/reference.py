@@ -19,6 +19,7 @@ def prompt_mass(
     past: int,
     start: Tensor | None = None,
     step: int = STEP,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two estimates: means of keys against every ``EVERY``-th query, and all keys against every ``step``-th.
 
@@ -31,6 +32,7 @@ def prompt_mass(
         scale: softmax scaling.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
         step: of so many queries the last one is exact; a power of two, less than ``TILE``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``. None: they stay.
 
     Returns:
         float32 ``[batch, Hq, tiles, blocks]``: the share of each block by the means, the mean over those of the
@@ -40,14 +42,14 @@ def prompt_mass(
     """
     batch, q_heads, r, _ = query.shape
     group, n, nb, tiles = q_heads // key.shape[1], key.shape[2], blocks_of(past + r), tiles_of(r)
-    binary = scale * math.log2(math.e)
     first = torch.zeros(1, dtype=torch.int32, device=query.device) if start is None else start
     at = torch.arange(past, past + r, device=query.device)
     live = at >= first[:, None]  # [batch or 1, r]
 
     def logits(q: Tensor, k: Tensor) -> Tensor:
         k = k.float()[:, :, None].transpose(-1, -2)
-        return (q.float().unflatten(1, (-1, group)) @ k).flatten(1, 2) * binary
+        s = (q.float().unflatten(1, (-1, group)) @ k).flatten(1, 2) * scale
+        return (s if softcap is None else softcap * torch.tanh(s / softcap)) * math.log2(math.e)
 
     width = min(means.shape[2], -(-(past + r) // POOL))
     counts = pool_counts(n, start, query.device)[:, :width]

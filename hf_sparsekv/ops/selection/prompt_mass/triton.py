@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +10,7 @@ from ..._dispatch import require_dense_rows
 from ..._operands import Tokens, operand, padded
 from ..._overlap import begin, launch
 from ..._prompts import BLOCK, EVERY, POOL, STEP, TILE, blocks_of, tiles_of
+from ..._tiles import capped, factors
 from .config import config as default
 
 
@@ -22,13 +21,13 @@ def _load(p_rows, o_d, m_rows, D: tl.constexpr):
 
 @triton.jit
 def _pooled_logits(
-    b_q, p_k, stride, j, hi, o_at, first, n, binary, DK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    POOL: tl.constexpr, MASKED: tl.constexpr,
+    b_q, p_k, stride, j, hi, o_at, first, n, slope, top, DK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    POOL: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Logits of a tile against the means ``j`` and after, ``[BM, BN]``; a mean of fewer keys counts as these."""
     o_n = j + tl.arange(0, BN)
     b_k = _load(p_k + o_n.to(tl.int64) * stride, tl.arange(0, BK), o_n < hi, DK)  # [BN, BK]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+    b_s = capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), slope, CAPPED) * top
     if MASKED:
         count = tl.minimum(n, o_n * POOL + POOL) - tl.maximum(first, o_n * POOL)
         b_s += tl.log2(tl.maximum(count, 1).to(tl.float32) / POOL)[None, :]
@@ -69,9 +68,11 @@ def pooled_mass_kernel(
     n,
     nb,
     tiles,
-    binary,
+    slope,
+    top,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
+    CAPPED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     EACH: tl.constexpr,
@@ -109,10 +110,12 @@ def pooled_mass_kernel(
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     for j in tl.range(lo, middle, BN, num_stages=STAGES):
-        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, slope, top, DK, BK, BN, POOL, CAPPED,
+                             False)  # fmt: skip
         b_max, b_sum = _sum_exp(b_s, b_max, b_sum)
     for j in tl.range(middle, hi, BN, num_stages=1):
-        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, True)
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, slope, top, DK, BK, BN, POOL, CAPPED,
+                             True)  # fmt: skip
         b_max, b_sum = _sum_exp(b_s, b_max, b_sum)
     m_live = m_m & (o_at >= first)
     b_lse = tl.where(m_live & (b_sum > 0), b_max + tl.log2(tl.where(b_sum > 0, b_sum, 1.0)), float("inf"))
@@ -121,10 +124,12 @@ def pooled_mass_kernel(
     p_out = out + (i_batch * tl.num_programs(1) + i_head) * tiles * nb
     i_tile = begin_m // EACH
     for j in tl.range(lo, middle, BN, num_stages=STAGES):
-        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, False)
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, slope, top, DK, BK, BN, POOL, CAPPED,
+                             False)  # fmt: skip
         _store_shares(p_out, tl.exp2(b_s - b_lse[:, None]), j, i_tile, tiles, nb, b_scale, EACH, BN, PER)
     for j in tl.range(middle, hi, BN, num_stages=1):
-        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, binary, DK, BK, BN, POOL, True)
+        b_s = _pooled_logits(b_q, p_k, k.token, j, hi, o_at, first, n, slope, top, DK, BK, BN, POOL, CAPPED,
+                             True)  # fmt: skip
         _store_shares(p_out, tl.exp2(b_s - b_lse[:, None]), j, i_tile, tiles, nb, b_scale, EACH, BN, PER)
 
 
@@ -139,9 +144,11 @@ def exact_rows_kernel(
     nb,
     exact_rows,
     q_heads,
-    binary,
+    slope,
+    top,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
+    CAPPED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     MANY: tl.constexpr,
@@ -172,7 +179,7 @@ def exact_rows_kernel(
     for i in tl.range(0, MANY, num_stages=STAGES):
         o_n = (lo + i) * BN + tl.arange(0, BN)
         b_k = _load(p_k + o_n.to(tl.int64) * k.token, tl.arange(0, BK), o_n <= last, DK)  # [BN, BK]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * binary
+        b_s = capped(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), slope, CAPPED) * top
         m_s = (o_n[None, :] <= o_at[:, None]) & m_m[:, None]
         if start is not None:
             m_s = m_s & (o_n >= first)[None, :]
@@ -185,7 +192,7 @@ def exact_rows_kernel(
     tl.store(p_out, b_out, mask=(o_e < exact_rows)[:, None] & (lo + o_b < nb)[None, :])
 
 
-def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config=None):
+def prompt_mass(query, key, means, scale, past, start=None, step=STEP, softcap=None, *, config=None):
     """As ``reference.prompt_mass``; ``config`` replaces the default for these shapes."""
     batch, q_heads, r, dk = query.shape
     require_dense_rows(query=query, key=key, means=means)
@@ -193,8 +200,8 @@ def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config
     tiles, nb = tiles_of(r), blocks_of(past + r)
     pooled = torch.empty(batch, q_heads, tiles, nb, dtype=torch.float32, device=query.device)
     exact = torch.empty(batch, q_heads, tiles * (TILE // step), nb, dtype=torch.float32, device=query.device)
-    sizes = {"GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE}
-    binary, queries = scale * math.log2(math.e), operand(Tokens, query)
+    sizes = {"GROUP": q_heads // key.shape[1], "DK": dk, "BM": TILE, "CAPPED": softcap is not None}
+    of_logits, queries = factors(scale, softcap), operand(Tokens, query)
     launch(
         pooled_mass_kernel,
         (triton.cdiv(tiles * TILE, TILE * EVERY), q_heads, batch),
@@ -208,7 +215,7 @@ def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config
         key.shape[2],
         nb,
         tiles,
-        binary,
+        *of_logits,
         **sizes,
         BN=config.means,
         EACH=TILE // EVERY,
@@ -231,7 +238,7 @@ def prompt_mass(query, key, means, scale, past, start=None, step=STEP, *, config
         nb,
         tiles * (TILE // step),
         q_heads,
-        binary,
+        *of_logits,
         **sizes,
         BN=BLOCK,
         MANY=config.blocks,
