@@ -51,6 +51,7 @@ from hf_sparsekv.ops.attention.block_attention.config import Config as Blocks
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.new_tokens.triton import new_tokens
+from hf_sparsekv.ops.attention.prompt_attention.triton import prompt_attention
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode import cluster as decode
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
@@ -357,6 +358,11 @@ def prompts() -> None:
         if triton.runtime.driver.active.get_current_target().arch == 90:  # tensor descriptors: elsewhere it aborts
             block_attention(q, k, k, *lists[:2], 0.1, 0, config=Blocks(descriptors=True) if dim == 128 else None)
         some, new = q[:, :, :4], k[:, :, :4]
+        block_attention(q, k, k, *lists[:2], 0.1, 0, softcap=30.0, sinks=torch.zeros(4 * heads))
+        prompt_attention(q, k, k, 0.1)
+        columns = torch.ones(1, 256, dtype=torch.bool)
+        prompt_attention(q, k, k, 0.1, columns, window=99, softcap=30.0, sinks=torch.zeros(4 * heads))
+        prompt_attention(q, k, k, 0.1, columns, chunk=99, origin=torch.zeros(1, dtype=torch.int32))
         for softcap in (None, 30.0):
             new_tokens(some, new, new, some.float(), some[..., 0].float(), 0.1, softcap)
 

@@ -22,6 +22,7 @@ from hf_sparsekv.kv.block_table import table_width
 from hf_sparsekv.ops.attention.block_attention.triton import block_attention
 from hf_sparsekv.ops.attention.latent_rope.triton import latent_rope
 from hf_sparsekv.ops.attention.new_tokens.triton import new_tokens
+from hf_sparsekv.ops.attention.prompt_attention.triton import prompt_attention
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
@@ -309,6 +310,19 @@ def sparse_prompts(model: Model) -> None:
             block_attention(some, k, v, *lists[:2], 0.1, past + lo, start)
 
 
+def exact_prompts(model: Model) -> None:
+    """Likewise; masks of columns are slices of longer ones."""
+    dim = min(model.dk, 256)
+    for batch, rows, past in product((1, 2), (2, 257, 1024, 1111), (0, 1, 640, 4999)):
+        q = torch.empty(batch, rows, model.q_heads, dim, dtype=KIND).transpose(1, 2)
+        k, v = (torch.empty(batch, model.heads, past + rows, dim, dtype=KIND) for _ in range(2))
+        sinks = torch.empty(model.q_heads, dtype=KIND)
+        for columns in (None, torch.ones(batch, past + rows + 7, dtype=torch.bool)[:, 7:]):
+            for window in (None, 1, 128, 1000):
+                prompt_attention(q, k, v, 0.1, columns, window, sinks=sinks)
+            prompt_attention(q, k, v, 0.1, columns, chunk=512, origin=torch.zeros(batch, dtype=INT))
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Chip(90))
     made: defaultdict[str, defaultdict[str, dict]] = defaultdict(lambda: defaultdict(dict))
@@ -324,7 +338,17 @@ def main() -> None:
         made[self.fn.__name__][str(fixed)][str(other)] = other
 
     JITFunction.run = note
-    for story in (scores, attention, recent_tokens, pages, prompts, sparse_prompts, small_layers, long_rows):
+    for story in (
+        scores,
+        attention,
+        recent_tokens,
+        pages,
+        prompts,
+        sparse_prompts,
+        exact_prompts,
+        small_layers,
+        long_rows,
+    ):
         for model in MODELS[: 1 if story is long_rows else None]:
             made.clear()
             story(model)
