@@ -62,6 +62,16 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
     def for_rows(self, cache: CacheState, index: int, rows: int) -> Any:
         return RowRing(self.for_steps(cache, index), cache, index, rows)
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """As transformers' own, which keeps a window that is a view of what it returns.
+
+        Of 128k tokens of Gemma 3 12B, all layers' would keep 40 GB.
+        """
+        found = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[2] > self.sliding_window and not self.record_past:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return found
+
     def can_take_back(self, tokens: int) -> bool:
         return not (self.record_past or self.chunked) and tokens < self.sliding_window
 
