@@ -13,6 +13,7 @@ from ..ops.attention.block_attention import block_attention
 from ..ops.selection.prompt_choice import prompt_choice
 from ..ops.selection.prompt_mass import prompt_mass
 from ..tensors import no_inference_mode
+from ..types import AttentionParams
 from . import flash_4
 
 LAST = 256  # last queries of a pass, whose tiles attend to everything: answers begin with what they make
@@ -89,7 +90,7 @@ def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
+    params: AttentionParams,
     mass: float,
     audit: PromptAudit,
     *,
@@ -103,10 +104,12 @@ def sparse_attention(
 
     Tiles of queries choose by estimates (``prompt_mass``, ``prompt_choice``). Heads whose audited rows miss too much
     (:func:`missing`) choose again for half of what they left out, and attend to everything if that is too little.
+    Learned sinks are no part of the mass.
 
     Args:
         query: ``[batch, Hq, q, Dk]``, the queries of columns ``n - q .. n - 1``.
         key, value: ``[batch, H, n, D]``.
+        params: scale, soft cap and learned sinks (of these heads).
         mass: share to cover, at most 1.
         audit: counts what is chosen.
         start: int32 ``[batch]``, the first column that is no padding. None: 0.
@@ -124,11 +127,12 @@ def sparse_attention(
     wanted = torch.full((batch, q_heads), mass, dtype=torch.float32, device=query.device)
     if start is not None and below:
         wanted.masked_fill_((n - start < below)[:, None], 1.0)
+    plain = params.softcap is None and params.sink_logits is None
     at_once, step = queries_at_once(batch * q_heads, q, n), step or step_of(n)
     for lo in range(0, q, at_once):
         some, past = query[:, :, lo : lo + at_once], n - q + lo
         rows = some.shape[2]
-        made = prompt_mass(some, key, means, scale, past, start, step)
+        made = prompt_mass(some, key, means, params.scale, past, start, step, params.softcap)
         lists = prompt_choice(*made, wanted, past, rows, n - LAST, start)
         missed = [torch.zeros_like(wanted, dtype=torch.bool)] * 2
         for i, more in enumerate(() if mass >= 1 else (1 - (1 - mass) / 2, 1.0)):
@@ -138,10 +142,11 @@ def sparse_attention(
         seen = seen_blocks(past, rows, start, query.device)
         audit.add(covered, counts, seen, missed[0], missed[1], first_head, q_heads if heads is None else heads)
         mine = out[:, :, lo : lo + at_once]
-        if start is None and flash_4.serves(some, value):
-            flash_4.block_attention(some, key, value, ids, counts, scale, past, mine)
+        if start is None and plain and flash_4.serves(some, value):
+            flash_4.block_attention(some, key, value, ids, counts, params.scale, past, mine)
         else:
-            block_attention(some, key, value, ids, counts, scale, past, start, out=mine)
+            more = params.softcap, params.sink_logits
+            block_attention(some, key, value, ids, counts, params.scale, past, start, mine, *more)
     return out
 
 

@@ -38,7 +38,7 @@ def attention_of(
     exact = exact_of(step)
     if config.prefill is None:
         return exact
-    _check(step, query, params)
+    _check(step, query)
     exactly = (
         index < config.dense_layers
         or step.length < config.prefill_below
@@ -50,14 +50,10 @@ def attention_of(
     return exact if exactly else partial(_sparse_or_exact, step, config.prefill, config.prefill_below, audit)
 
 
-def _check(step: Step, query: Tensor, params: AttentionParams) -> None:
+def _check(step: Step, query: Tensor) -> None:
     """Raise for a model whose prompts are never sparse: that would not be what was asked for."""
     why = None
-    if params.softcap is not None:
-        why = "caps its attention logits"
-    elif params.sink_logits is not None:
-        why = "has learned attention sinks"
-    elif step.indices is not None:
+    if step.indices is not None:
         why = "chooses tokens by an indexer of its own"
     elif query.shape[3] > WIDEST or (step.absorbed is None and step.v.shape[3] > WIDEST):
         why = f"has heads of more than {WIDEST} channels"
@@ -135,7 +131,7 @@ def _attend(
         query.detach(),
         key.detach(),
         value.detach(),
-        params.scale,
+        params,
         mass,
         audit,
         start=start,

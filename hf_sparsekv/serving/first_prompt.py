@@ -7,7 +7,7 @@ calibration or count sees these prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from ..cache import SparseCache
 from ..layers.sparse_prompt import too_precise
 from ..ops._dispatch import use_triton
 from ..ops._prompts import BLOCK, LONG, TILE, blocks_of, step_of
+from ..types import AttentionParams
 
 
 @torch.no_grad()
@@ -30,7 +31,7 @@ def compile_sparse_prompts(model: PreTrainedModel, cache: SparseCache, chunk: in
     if mass is None or not use_triton(torch.empty(0, device=model.device)):
         return
     heads = max(layer.q_heads for layer in cache.sparse_layers)
-    for group, dk, dv, dtype in sorted(shapes(model, cache), key=str):
+    for group, dk, dv, dtype, softcap, has_sinks in sorted(shapes(model, cache), key=str):
         for columns, step in sizes(cache.config.prefill_below, longest, chunk, heads):
             # As projections lie.
             query = torch.zeros(1, TILE, group, dk, dtype=dtype, device=model.device).transpose(1, 2)
@@ -39,19 +40,33 @@ def compile_sparse_prompts(model: PreTrainedModel, cache: SparseCache, chunk: in
             key, value = (
                 torch.zeros(1, columns, 1, dim, dtype=dtype, device=model.device).transpose(1, 2) for dim in (dk, dv)
             )
-            sparse_attention(query, key, value, 1.0, mass, PromptAudit(), step=step)
+            params = AttentionParams(1.0, softcap, key.new_zeros(group) if has_sinks else None)
+            sparse_attention(query, key, value, params, mass, PromptAudit(), step=step)
 
 
-def shapes(model: torch.nn.Module, cache: SparseCache) -> set[tuple[int, int, int, torch.dtype]]:
-    """Query heads of a KV head, channels of keys and of values, and dtype, as a prompt's attention has them."""
+class Shape(NamedTuple):
+    """A prompt's attention: query heads of a KV head, channels of keys and of values, and what differs otherwise."""
+
+    group: int
+    dk: int
+    dv: int
+    dtype: torch.dtype
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+def shapes(model: torch.nn.Module, cache: SparseCache) -> set[Shape]:
+    """Those of the layers of a cache that has read a prompt."""
     absorbed: list[Any] = [Absorbed(module) for module in model.modules() if is_mla(module)]
-    found: set[tuple[int, int, int, torch.dtype]] = set()
+    found: set[Shape] = set()
     for layer in cache.sparse_layers:
-        store = layer.store
+        store, params = layer.store, layer.policy.params
+        more = (None, False) if params is None else (params.softcap, params.sink_logits is not None)
         if store.latent:  # a prompt attends to expanded keys, each head to its own
-            found |= {(1, one.nope + one.rope, one.value, store.dtype) for one in absorbed}
+            found |= {Shape(1, one.nope + one.rope, one.value, store.dtype, *more) for one in absorbed}
         else:
-            found.add((layer.q_heads // store.heads, store.split, store.width - store.split, store.dtype))
+            sizes = layer.q_heads // store.heads, store.split, store.width - store.split
+            found.add(Shape(*sizes, store.dtype, *more))
     return found
 
 

@@ -116,7 +116,7 @@ def opened(
     rows = cache.rows(serving.max_rows, max_length)
     stack.callback(cache.reset)
     row, vocabulary = first_row(model, rows, max_length)
-    if serving.flash_attention_4 and not any(takes(dtype, dk, dv) for _, dk, dv, dtype in shapes(model, cache)):
+    if serving.flash_attention_4 and not any(takes(one.dtype, one.dk, one.dv) for one in shapes(model, cache)):
         raise ValueError(
             "no prompt of this model could be read by FlashAttention 4, which takes heads of up to 256 channels "
             "(multiples of 8) in 16 bits: leave flash_attention_4 out"

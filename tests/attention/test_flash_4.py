@@ -97,11 +97,11 @@ def test_sparse_prompts_take_it(padded, fake, monkeypatch):
     query, key, value = tensors(4200, 4700)
     start = torch.tensor([5], dtype=torch.int32) if padded else None
     audits = PromptAudit(), PromptAudit()
-    expected = sparse_attention(query, key, value, 0.3, 0.8, audits[0], start=start)
+    expected = sparse_attention(query, key, value, AttentionParams(0.3), 0.8, audits[0], start=start)
     calls, real = [], flash_4.block_attention
     monkeypatch.setattr(flash_4, "serves", lambda query, value: True)
     monkeypatch.setattr(flash_4, "block_attention", lambda *given: calls.append(given[0].shape[2]) or real(*given))
-    found = sparse_attention(query, key, value, 0.3, 0.8, audits[1], start=start)
+    found = sparse_attention(query, key, value, AttentionParams(0.3), 0.8, audits[1], start=start)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(audits[0].table, audits[1].table)
     assert sum(calls) == (0 if padded else 4200) and len(calls) != 1
@@ -248,7 +248,7 @@ def test_prompts_on_a_gpu(dims, used):
         seen = torch.arange(n, device="cuda") <= torch.arange(n - q, n, device="cuda")[:, None]
         expected = (many @ keys.mT * 0.1).masked_fill(~seen, -torch.inf).softmax(-1) @ values
         assert (found - expected).norm() < 1e-2 * expected.norm()
-        sparse = sparse_attention(query, key, value, 0.1, 1.0, PromptAudit())
+        sparse = sparse_attention(query, key, value, AttentionParams(0.1), 1.0, PromptAudit())
         assert (sparse - expected).norm() < 1e-2 * expected.norm()
 
 

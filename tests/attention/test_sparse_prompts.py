@@ -9,7 +9,7 @@ import pytest
 import torch
 from caches import CACHES, FULL
 from inside import LATENT_BYTES, latent_pieces
-from models import build, model, plain_text, prompt
+from models import build, model, plain_text, prompt, reference
 from transformers import DynamicCache
 
 from hf_sparsekv import OffloadedSparseCache, TokenConfig, sparse
@@ -48,12 +48,12 @@ def test_everything_is_exact(name):
     assert all(p.density == 1 and not p.audited and p.covered is None for p in stats.prompts)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt-oss", "glm4-moe-lite"])
 @torch.no_grad()
 def test_pieces(name, monkeypatch):
     """Of a prompt, on the device and in host memory, over latents some heads at a time."""
     ids = prompt(1, 900)["input_ids"]
-    expected = model(name)(ids, past_key_values=DynamicCache(config=model(name).config)).logits[:, -1]
+    expected = reference(name)(ids, past_key_values=DynamicCache(config=model(name).config)).logits[:, -1]
     latent_pieces(monkeypatch, 1 << 18)
     for make in ("device-default", "host-default"):
         cache = CACHES[make](**FULL, **ALL)
@@ -129,7 +129,7 @@ def test_short_rows_beside_long_ones_are_exact(below, sparse):
     columns = torch.arange(1536) >= start[:, None]
     exact = exact_attention(query, key, value, AttentionParams(0.4), columns=columns)
     audit = PromptAudit()
-    found = sparse_attention(query, key, value, 0.4, 0.4, audit, start=start, below=below)
+    found = sparse_attention(query, key, value, AttentionParams(0.4), 0.4, audit, start=start, below=below)
     far = (found - exact).abs().amax((1, 2, 3))
     assert [bool(off > 1e-2) for off in far] == sparse, far
     assert (far[[not one for one in sparse]] < 1e-5).all()
@@ -291,7 +291,7 @@ def test_audit_is_true(step, monkeypatch):
     real = sparse_prompt.block_attention
     monkeypatch.setattr(sparse_prompt, "block_attention", attend)
     audit = PromptAudit()
-    sparse_attention(query, key, value, 0.4, 0.92, audit)
+    sparse_attention(query, key, value, AttentionParams(0.4), 0.92, audit)
     ((ids, counts),) = lists
     true, rows = shares(query, key, 0.4), audited_rows(512, 1024, step)
     for head in range(4):
@@ -320,7 +320,7 @@ def test_heads_that_miss_their_share_become_dense(rows):
         query[:, 0, row] = 0
         query[:, 0, row, 1] = 40.0
     audit = PromptAudit()
-    out = sparse_attention(query, key, value, 1.0, 0.8, audit)
+    out = sparse_attention(query, key, value, AttentionParams(1.0), 0.8, audit)
     params = AttentionParams(1.0)
     exact = exact_attention(query, key, value, params)
     assert audit.table[0, 0] == 0, "nothing of this head is left out"
@@ -338,7 +338,7 @@ def test_covered_mass_bounds_the_error():
     errors, densities = [], []
     for mass in (0.5, 0.8, 0.95):
         audit = PromptAudit()
-        out = sparse_attention(query, key, value, 0.6, mass, audit)
+        out = sparse_attention(query, key, value, AttentionParams(0.6), mass, audit)
         errors.append((out - exact).norm() / exact.norm())
         densities.append((audit.table[:, 2] / audit.table[:, 3]).mean())
     assert errors == sorted(errors, reverse=True)
@@ -346,14 +346,26 @@ def test_covered_mass_bounds_the_error():
     assert errors[2] < 0.1
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_caps_and_sinks(softcap, sinks):
+    """All blocks are exact attention. Of some, the audit tells the mass among keys: sinks take part in no choice."""
+    query, key, value = tensors(700, 900, batch=2)
+    logits = torch.randn(4, generator=torch.Generator().manual_seed(1)) + 6 if sinks else None
+    params, start = AttentionParams(0.8, softcap, logits), torch.tensor([0, 130], dtype=torch.int32)
+    columns = torch.arange(900) >= start[:, None]
+    exact = exact_attention(query, key, value, params, columns=columns)
+    out = sparse_attention(query, key, value, params, 1.0, PromptAudit(), start=start)
+    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-4)
+    audits = PromptAudit(), PromptAudit()
+    out = sparse_attention(query, key, value, params, 0.7, audits[0], start=start)
+    sparse_attention(query, key, value, AttentionParams(0.8, softcap), 0.7, audits[1], start=start)
+    assert torch.equal(audits[0].table, audits[1].table)
+    assert (audits[0].table[:, 2] < audits[0].table[:, 3]).all(), "something is left out"
+    torch.testing.assert_close(out[:, :, -LAST:], exact[:, :, -LAST:], atol=1e-5, rtol=1e-4)
+
+
 # ---------------------------------------------------------------------- who cannot have them
-
-
-@pytest.mark.parametrize(("name", "why"), [("gemma2", "caps its attention"), ("gpt-oss", "learned attention sinks")])
-def test_models_that_cannot(name, why):
-    """At once, however short the prompt is."""
-    with sparse(model(name), prefill=0.9), pytest.raises(ValueError, match=why):
-        model(name).generate(**prompt(1, 20), max_new_tokens=2, do_sample=False)
 
 
 def test_wrong_values():
@@ -424,12 +436,14 @@ def test_on_a_gpu(start):
     key[:, :, ::29] *= 4
     starts = None if start is None else torch.tensor(start, dtype=torch.int32, device="cuda")
     columns = None if starts is None else torch.arange(3000, device="cuda") >= starts[:, None]
-    out = sparse_attention(query, key, value, 0.05, 1.0, PromptAudit(), start=starts)
+    out = sparse_attention(query, key, value, AttentionParams(0.05), 1.0, PromptAudit(), start=starts)
     exact = exact_attention(query, key, value, AttentionParams(0.05), columns=columns)
     assert (out - exact).float().norm() < 1e-2 * exact.float().norm()
     audits = PromptAudit(), PromptAudit()
-    out = sparse_attention(query, key, value, 0.05, 0.8, audits[0], start=starts)
+    out = sparse_attention(query, key, value, AttentionParams(0.05), 0.8, audits[0], start=starts)
     given = (t.cpu().float() for t in (query, key, value))
-    other = sparse_attention(*given, 0.05, 0.8, audits[1], start=None if starts is None else starts.cpu())
+    other = sparse_attention(
+        *given, AttentionParams(0.05), 0.8, audits[1], start=None if starts is None else starts.cpu()
+    )
     assert (out.cpu() - other).norm() < 3e-2 * other.norm()
     torch.testing.assert_close(audits[0].table.cpu(), audits[1].table, rtol=0.02, atol=1)
