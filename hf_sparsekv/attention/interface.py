@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..types import AttentionParams
 from ..untraced import untraced
+from .compact_mask import CompactMask
 from .exact import exact_attention
 from .handle import KVHandle
 from .indices import index_mask
-from .masks import sparsekv_mask
+from .masks import sparsekv_mask, whole_mask
 from .mla import Absorbed
 
 NAME = "sparsekv"
@@ -71,17 +73,28 @@ def sparsekv_attention(
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if not causal:  # BERT's, without is_decoder=True: no mask means that all see all, as in sdpa
                 attention_mask = query.new_ones((), dtype=torch.bool).expand(1, 1, query.shape[2], key.shape[2])
+        mine, mask = _by_columns(params, attention_mask)
         step: Any = key.step
         step.indices = kwargs.get("indices", kwargs.get("block_indices"))
         if step.absorbed is not None and step.absorbed.module is not module:  # latents that another layer has stored
             step.absorbed = Absorbed(module)
             if query.shape[2] > 1:
                 step.absorbed.refresh(step.k)
-        out, key, value = step.layer.owner.attend(module, step, query, attention_mask, params, dropout)
+        out, key, value = step.layer.owner.attend(module, step, query, mask, mine, dropout)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
         # The layer turned out to be one of transformers' own (sliding): key and value are its tensors.
     return _stock(module, query, key, value, attention_mask, dropout, params, position_bias, is_causal, **kwargs)
+
+
+def _by_columns(params: AttentionParams, mask: Tensor | None) -> tuple[AttentionParams, Tensor | None]:
+    """What layers of ours take for a window's mask that is never made: the window, and which columns are tokens."""
+    if not isinstance(mask, CompactMask) or mask.rule.chunk is not None:
+        return params, mask
+    rule = mask.rule
+    window = rule.within(params.sliding_window, mask.shape[3]).window
+    columns = whole_mask(mask.shape[0], mask.shape[3], mask.device) if rule.columns is None else rule.columns
+    return replace(params, sliding_window=window), columns
 
 
 def _stock(module, query, key, value, mask, dropout, params, position_bias, is_causal, **kwargs) -> tuple[Tensor, None]:
@@ -95,7 +108,10 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
         at = kwargs.get("position_ids", own[None]).expand(len(query), -1)
         mask = module.indexer.build_block_mask(blocks, mask, key.shape[2], query.dtype, query.device, at)
     columns = mask if mask is not None and mask.ndim == 2 else None
-    if columns is None and params.softcap is None and params.sink_logits is None:
+    if isinstance(mask, CompactMask) and position_bias is not None:
+        mask = mask.materialise()
+    compact = columns is not None or isinstance(mask, CompactMask)
+    if not compact and params.softcap is None and params.sink_logits is None:
         out = sdpa_attention_forward(
             module,
             query,
@@ -115,7 +131,7 @@ def _stock(module, query, key, value, mask, dropout, params, position_bias, is_c
         is_causal = getattr(module, "is_causal", True)
     if mask is None and not is_causal:
         mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-    # A sliding layer's window is in its 4-D mask already; without a mask everything lies within the window.
+    # A sliding layer's window is in its mask already; without a mask everything lies within the window.
     params = AttentionParams(params.scale, params.softcap, params.sink_logits)
     out = exact_attention(
         query, key, value, params, columns=columns, mask=None if columns is not None else mask, dropout=dropout

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..untraced import untraced
+from .compact_mask import CompactMask, rule_of
 
 # Advice for a cache that holds more than the caller thinks.
 SECOND_PROMPT = (
@@ -54,8 +55,9 @@ def sparsekv_mask(
 
     Returns:
         For plain causal attention over a growing cache: ``None`` where nothing is padding and causality is clear
-        (one query, or no past), else the validity of the columns, bool ``[batch, kv_length]``. For all else
-        (sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
+        (one query, or no past), else the validity of the columns, bool ``[batch, kv_length]``. For windows and chunks
+        of prompts ``None`` where they hide nothing, else a :class:`.compact_mask.CompactMask`. For all else (steps of
+        sliding layers, overlays, static caches) the 4-D mask that sdpa gets.
 
     Raises:
         ValueError: the input is empty, or the model computes its attention itself. Or ``attention_mask`` has too few
@@ -74,6 +76,13 @@ def sparsekv_mask(
         and isinstance(q_offset, int)
         and kv_length == q_offset + q_length
     )
+    device = kwargs.get("device", "cpu")
+    if not plain:
+        sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+        compact = _compact(*sizes, mask_function, attention_mask, device)
+        if compact is not None:
+            hides_none = compact.rule.columns is None and q_length == kv_length < (local_size or kv_length + 1)
+            return None if hides_none and allow_is_causal_skip else compact
     whole = None
     if not (plain and allow_is_causal_skip):
         whole = sdpa_mask(
@@ -90,11 +99,28 @@ def sparsekv_mask(
         )
     if not plain:
         return whole
-    columns = _columns(batch_size, q_length, kv_length, q_offset, attention_mask, kwargs.get("device", "cpu"))
+    columns = _columns(batch_size, q_length, kv_length, q_offset, attention_mask, device)
     if whole is None:
         return columns
     setattr(whole, _COLUMNS, columns)  # a model with an indexer, which reads the mask
     return whole
+
+
+def _compact(
+    batch: int, q: int, n: int, q_offset: int, kv_offset: int, mask_function, attention_mask: Tensor | None, device
+) -> CompactMask | None:
+    """The mask of a prompt, or of a piece of it, by its rule. None: none, or queries are not the last columns."""
+    if q == 1 or not isinstance(q_offset, int) or kv_offset + n != q_offset + q:
+        return None
+    columns = attention_mask
+    if columns is not None:
+        if columns.ndim != 2 or columns.shape[1] < kv_offset + n:
+            return None
+        columns = columns[:, kv_offset : kv_offset + n].bool()
+        if bool(columns.all()):  # one synchronisation a forward, as sdpa's own mask has
+            columns = None
+    rule = rule_of(mask_function, kv_offset, columns)
+    return None if rule is None else CompactMask(rule, batch, q, n, device)
 
 
 def _columns(
@@ -109,10 +135,15 @@ def _columns(
             return attention_mask
     if q_length > 1 and q_offset > 0:
         # None would mean "causal from the first column" to sdpa.
-        mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
-        setattr(mask, _WHOLE, True)
-        return mask
+        return whole_mask(batch, kv_length, device)
     return None
+
+
+def whole_mask(batch: int, columns: int, device: torch.device | str) -> Tensor:
+    """A mask of columns without padding: :func:`is_whole` knows it."""
+    mask = torch.ones(batch, columns, dtype=torch.bool, device=device)
+    setattr(mask, _WHOLE, True)
+    return mask
 
 
 def check_columns(columns: int, cached: int, new: int) -> None:
@@ -177,6 +208,8 @@ def new_columns(mask: Tensor | None, past: int, length: int) -> Tensor | None:
     band: then its own query sees it and others, or another query sees it. The query of a padding column sees nothing;
     or itself, or all columns, in masks that leave no query without a key. (So a text of one token counts as padding.)
     """
+    if isinstance(mask, CompactMask):
+        mask = mask.rule.columns
     if mask is None:
         return None
     if mask.ndim == 2:
@@ -197,8 +230,8 @@ def new_tokens(mask: Tensor | None, past: int, length: int, batch: int) -> Tenso
     """Validity of columns ``past .. length - 1``, bool ``[batch, q]``; None if none is padding. Waits for the mask."""
     if mask is None or is_whole(mask):
         return None
-    valid = new_columns(mask, past, length).expand(batch, -1)  # one mask may serve all rows
-    return None if bool(valid.all()) else valid
+    valid = new_columns(mask, past, length)
+    return None if valid is None or bool(valid.all()) else valid.expand(batch, -1)  # one mask may serve all rows
 
 
 def shows(mask: Tensor) -> Tensor:
@@ -212,6 +245,7 @@ def seen_columns(mask: Tensor, past: int) -> Tensor:
     Returns:
         bool ``[batch, past]``.
     """
+    mask = mask.materialise() if isinstance(mask, CompactMask) else mask  # of chunks, over a layer that keeps all
     new = new_columns(mask, past, mask.shape[3])
     return (shows(mask[..., :past]).any(1) & new[:, :, None]).any(1)
 

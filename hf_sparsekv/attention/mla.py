@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ..model_watch import kind_of
 from ..types import AttentionParams
 from ..untraced import untraced
-from .exact import _MASK_BYTES, _mask, exact_attention
+from .compact_mask import Rule
+from .exact import PIECE_BYTES, exact_attention
 from .handle import KVHandle
 from .indexer import is_ours, restore_indexer, take_pieces
 
@@ -353,21 +354,23 @@ def _on_latents(
     n, rank = latent.shape[2], latent.shape[3]
     out = query.new_empty(batch, heads, q, rank)
     parts = (latent[:, 0].transpose(1, 2), rotary[:, 0].transpose(1, 2))  # [batch, r or dr, n]
-    step = max(1, _MASK_BYTES // (4 * batch * heads * n))
+    step = max(1, PIECE_BYTES // (4 * batch * heads * n))
+    rule = None if mask is not None else Rule(columns).within(params.sliding_window, n)
     for lo in range(0, q, step):
         hi = min(lo + step, q)
         some = query[:, :, lo:hi].flatten(1, 2)  # [batch, H * q, r + dr]
-        logits = product(some[..., :rank], parts[0]).add_(product(some[..., rank:], parts[1]))
+        end = n if rule is None else n - q + hi
+        seen = mask[:, :, lo:hi] if rule is None else rule.mask(n - q + lo, end, 0, query.device)
+        logits = product(some[..., :rank], parts[0][..., :end]).add_(product(some[..., rank:], parts[1][..., :end]))
         logits = logits.mul_(params.scale).unflatten(1, (heads, -1))  # [batch, H, q, n]
         if params.softcap is not None:
             logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
-        seen = _mask(mask, columns, params.sliding_window, n - q, lo, hi, n, query.device)
         logits = logits.masked_fill_(~seen, float("-inf")) if seen.dtype == torch.bool else logits.add_(seen)
         if params.sink_logits is not None:
             sink = params.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, hi - lo, 1)
             logits = torch.cat((logits, sink), dim=-1)
-        weights = logits.softmax(-1).nan_to_num_(0.0)[..., :n].to(latent.dtype).flatten(1, 2)
-        out[:, :, lo:hi] = torch.bmm(weights, latent[:, 0]).unflatten(1, (heads, -1))
+        weights = logits.softmax(-1).nan_to_num_(0.0)[..., :end].to(latent.dtype).flatten(1, 2)
+        out[:, :, lo:hi] = torch.bmm(weights, latent[:, 0, :end]).unflatten(1, (heads, -1))
     return out
 
 

@@ -50,6 +50,7 @@ class Rows:
     valid: Tensor | None = None
     _past: dict[tuple[torch.device, int, int], Tensor] = field(default_factory=dict, repr=False)
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    _valid: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def none(cls, block_size: int, batch: int, columns: int = 0) -> Rows:
@@ -153,10 +154,13 @@ class Rows:
         return torch.full((rows,), tokens, dtype=torch.int32, device=device)
 
     def valid_columns(self, device: torch.device) -> Tensor:
-        """Which columns are tokens, bool ``[batch, columns]``."""
+        """Which columns are tokens, bool ``[batch, columns]``. With padding the same tensor each time."""
         if self.valid is None:
             return torch.ones(self.batch, self.columns, dtype=torch.bool, device=device)
-        return torch.nn.functional.pad(self.valid.to(device), (0, self.columns - self.valid.shape[1]), value=True)
+        if device not in self._valid:
+            later = self.columns - self.valid.shape[1]
+            self._valid[device] = torch.nn.functional.pad(self.valid.to(device), (0, later), value=True)
+        return self._valid[device]
 
     def tokens(self, device: torch.device) -> Tensor | None:
         """Number of the token in each column, int64 ``[batch, columns]``; -1 for padding. None: that of the column."""

@@ -180,8 +180,9 @@ def test_latents_are_stored_once(offload):
     with torch.no_grad():
         reference("glm4-moe-lite")(**prompt(2, 300), past_key_values=stock)
     for mine, theirs in zip(cache.layers, stock.layers):
-        torch.testing.assert_close(mine.keys, theirs.keys)
-        torch.testing.assert_close(mine.values, theirs.values)
+        # Of the second layer: what another kernel's rounding makes of the first one's result.
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=3e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.values, theirs.values, atol=3e-5, rtol=1e-5)
     stats = cache.stats()
     assert stats.cached_tokens == 300
 

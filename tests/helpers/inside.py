@@ -60,7 +60,7 @@ def latent_pieces(patch: MonkeyPatch, size: int, mask: int | None = None) -> Non
     """So many bytes of keys and values are expanded from latents at once, and so many of a mask made."""
     patch.setattr(mla, "_PIECE", size)
     if mask is not None:
-        patch.setattr(mla, "_MASK_BYTES", mask)
+        patch.setattr(mla, "PIECE_BYTES", mask)
 
 
 def score_pieces(patch: MonkeyPatch, size: int) -> None:
