@@ -32,7 +32,7 @@ from .schedule import Schedule, Schedules
 from .streaming import Early, Unended
 from .text import Added, Text, Until, Verified
 
-MANY = 16  # drafts of a round, beyond which the loop looks each step whether all rows have ended
+MANY = 16  # drafts after which a longer round looks whether all rows have ended, which waits for the device
 CAPTURES = 0.2  # seconds: of a sparse step and of a verification, in a cache that has none yet (.1 each on an H200)
 
 
@@ -293,7 +293,7 @@ class Loop:
                 kwargs = self.model._update_model_kwargs_for_generation({}, kwargs)
                 if self.early is not None:
                     self.early.draft(token.cpu())
-                if drafts > MANY and text.would_end(ids):
+                if drafts > MANY and text.would_end(ids, tell=i % MANY == MANY - 1):
                     break
         cache.crop(text.ids.shape[1] - ids.shape[1])
         return ids, kwargs, torch.stack(kept, dim=1) if kept else None

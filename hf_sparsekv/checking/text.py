@@ -167,17 +167,18 @@ class Text:
         """Columns of each row, as ``generate()`` counts them."""
         return [self.ids.shape[1]] * len(self.ids)
 
-    def would_end(self, ids: Tensor) -> bool:
-        """Whether all rows have ended at some column of ``ids``, which the last call had one less of. Waits.
+    def would_end(self, ids: Tensor, tell: bool) -> bool:
+        """Whether all rows end at some draft in ``ids``, which the last call had one less of.
 
-        Only criteria of transformers are asked: others see tokens of the text only.
+        Only criteria of transformers are asked: others see tokens of the text only. False unless it is to ``tell``,
+        for which it waits.
         """
         n = self.ids.shape[1]
         if ids.shape[1] == n + 1 or self._ending is None:
             self._ending = ~self.unfinished
         if not self._theirs:
             self._ending = self._ending | self.criteria(ids, None)
-        return bool(self._ending.all())
+        return tell and bool(self._ending.all())
 
     @property
     def sequences(self) -> Tensor:

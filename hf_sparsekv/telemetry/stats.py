@@ -125,7 +125,7 @@ class CacheStats:
     def since(self, earlier: CacheStats) -> CacheStats:
         """Counters of the steps after ``earlier``, which are earlier statistics of the same cache.
 
-        Allocated and cached sizes, the working set, and what prompts covered are current values.
+        Allocated and cached sizes, the working set, the audit, and what prompts covered are current values.
 
         Raises:
             ValueError: ``earlier`` counts more steps: it belongs to another cache, or there was a ``reset()``.

@@ -13,6 +13,7 @@ from models import PAD, build, model, prompt, reference
 from hf_sparsekv import AuditConfig, OffloadConfig, PrefixCache, TokenConfig, enable, generate, sparse
 from hf_sparsekv import disable as disabled
 from hf_sparsekv.checking.losses import losses
+from hf_sparsekv.checking.loop import MANY
 
 TIGHT = {**SMALL, "dense_below": 0, "token_budget": 8}
 GO = {"pad_token_id": PAD, "return_dict_in_generate": True}
@@ -142,7 +143,7 @@ def test_drafts_end_where_the_text_does():
     out = audited(net, inputs, AuditConfig(max_loss=1.0), do_sample=False, eos_token_id=end)
     first = (text[90:] == end).nonzero()[0].item()
     assert out.sequences.shape[1] == 91 + first
-    assert out.past_key_values.stats().drafted == first
+    assert first <= out.past_key_values.stats().drafted < first + MANY
 
 
 class TakesBack(Told):
