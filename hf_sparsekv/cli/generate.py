@@ -18,11 +18,13 @@ from hf_sparsekv_config.audit import AuditConfig
 from ..cache import SparseCache
 from ..checking.audit import check_of
 from ..checking.exact import Exact, of_drafts
+from ..telemetry.audit_stats import AuditedToken
 from ..telemetry.timing import Timing
 from . import demo_text, loading
 from .output import ALL, CommandError, messages, note
 from .running import OtherWork, Run, encode, run_dense, run_sparse
 
+_BEFORE = 12  # tokens that are shown before one
 _AROUND = 128  # tokens of the fact, the question and a chat template
 
 
@@ -90,6 +92,8 @@ def generate(
             else:
                 runs.append(run_dense(tokenizer, loaded, inputs, **sampling))
     _report(runs, sparse, exact=exact, on_gpu=on_gpu, same_tokens_expected=temperature == 0 or exact)
+    if sparse is not None and (found := sparse.stats().audit) is not None and found.largest is not None:
+        note(_farthest(found.largest, next(run for run in runs if run.name != "dense"), tokenizer))
     if demo:
         note(_found(runs, tokenizer))
     processors = psutil.cpu_count() or 1
@@ -98,6 +102,16 @@ def generate(
             f"the processors were busy: others took {others.processors:.1f} of {processors} meanwhile, so these times "
             "say little. Try again on an idle machine"
         )
+
+
+def _farthest(token: AuditedToken, run: Run, tokenizer) -> str:
+    """The audited token that is farthest from full attention, with the text before it."""
+    at = token.column - run.prompt_tokens
+    text, last = tokenizer.decode(run.tokens[max(0, at - _BEFORE) : at]), tokenizer.decode(run.tokens[at])
+    return (
+        f"farthest from full attention, which gives it {token.probability:.0%}: {last!r} after {text!r} (total "
+        f"variation {token.variation:.2f})"
+    )
 
 
 def _check_mode(cache: SparseCache, exact: bool = False, audit: AuditConfig | None = None) -> None:

@@ -12,8 +12,8 @@ from models import PAD, build, model, prompt, reference
 
 from hf_sparsekv import AuditConfig, OffloadConfig, PrefixCache, TokenConfig, enable, generate, sparse
 from hf_sparsekv import disable as disabled
-from hf_sparsekv.checking.losses import losses
 from hf_sparsekv.checking.loop import MANY
+from hf_sparsekv.checking.losses import losses
 
 TIGHT = {**SMALL, "dense_below": 0, "token_budget": 8}
 GO = {"pad_token_id": PAD, "return_dict_in_generate": True}

@@ -134,6 +134,23 @@ def test_exact_is_full_attention(tiny, sampling):
         assert message in error("generate", tiny, "--prompt", "a", "--exact", *more, status=2)
 
 
+def test_an_audit_is_told(tiny):
+    options = ("--token-budget", 16, "--block-size", 16, "--window", 1, "--dense-layers", 0)
+    for more in ((), ("--max-loss", "0.01"), ("--max-loss", "top")):
+        result = run("generate", tiny, "--prompt", TEXT, "--max-new-tokens", 24, "--audit", *options, *more)
+        told = " ".join(result.stderr.split())
+        assert re.search(r"\d+ tokens audited: total variation|no token of a sparse step audited", told)
+        if not more:
+            assert re.search(r"farthest from full attention, which gives it \d+%: '.*' after '", told)
+    for more, message in (
+        (("--exact",), "--exact gives full attention's text, which needs no --audit"),
+        (("--cache", "dense"), "--audit and --max-loss have no meaning with --cache dense"),
+        (("--max-loss", "2"), "'2' is no number from 0 to 1, and not top"),
+        (("--prefill", "0.9"), "leave prefill out"),
+    ):
+        assert message in error("generate", tiny, "--prompt", "a", "--audit", *more, status=2)
+
+
 def test_dense_alone_has_no_counters(tiny):
     result = run("generate", tiny, "--prompt", "abc", "--max-new-tokens", 4, "--cache", "dense")
     assert "cached tokens" not in result.stderr
