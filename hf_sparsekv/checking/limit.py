@@ -61,8 +61,9 @@ class Limited:
             log.by_full += until.tokens
             exactness.audited = log
             return out
+        # One draft less: the exact pass has the token before them, too.
         choice = Choice(call.processors, call.config.do_sample)
-        return Loop(call, text, choice, Interval(interval), Within(limit), log, shows_drafts).run()
+        return Loop(call, text, choice, Interval(max(1, interval - 1)), Within(limit), log, shows_drafts).run()
 
     def refuse(self, what: str) -> None:
         """Nothing: each pass attends to everything there."""

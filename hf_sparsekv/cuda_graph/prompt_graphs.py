@@ -34,6 +34,7 @@ class Piece(NamedTuple):
     Args:
         width: of the block table. ring: shape of a layer's ring of recent tokens. sinks: of these. block: its tokens.
         pools: addresses of the layers' block pools. Another cache's may come to lie there, of blocks of another size.
+        whole: the logits of all tokens are asked for, not of the last one alone.
     """
 
     shape: Shape
@@ -44,6 +45,7 @@ class Piece(NamedTuple):
     sinks: int
     block: int
     pools: tuple[int, ...]
+    whole: bool = False
     observing: int = 0
     observed: int | None = None
 
@@ -69,7 +71,8 @@ class CapturedPrompt:
         valid, kind = (self.columns <= self.last)[None], self.kind
         tape = Tape(self.kept, self.last, valid, kind.observed, self.past)
         given = {"input_ids": self.ids, "position_ids": self.positions, **over(model, tape)}
-        out = forward(**given, use_cache=True, logits_to_keep=self.last)
+        kept = 0 if isinstance(kind, Piece) and kind.whole else self.last  # 0: of all tokens
+        out = forward(**given, use_cache=True, logits_to_keep=kept)
         if tape.reached != kind.shape.layers:
             raise RuntimeError("a prompt's pass has not come to all layers")
         return type(out)(**without_cache(out))

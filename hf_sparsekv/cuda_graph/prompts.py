@@ -168,7 +168,8 @@ class Prompts:
         kept = step.kept
         adopt(cache, Computed(ids.shape[1], kept.k, kept.v, kept.last, kept.queries, kept.params))
         kind_of = type(step.output)
-        return kind_of(**{**step.output, "logits": step.output["logits"].clone(), output_name(kind_of): cache})
+        logits = step.output["logits"][:, : ids.shape[1]].clone()  # of the last token, or of all
+        return kind_of(**{**step.output, "logits": logits, output_name(kind_of): cache})
 
     def _kind(self, given: dict, cache: CacheState) -> Kind | Piece | None:
         """The kind of a pass that can be captured, else None."""
@@ -184,7 +185,7 @@ class Prompts:
             or ids.device != shape.device
             or (mask is not None and getattr(mask, "shape", None) != (batch, past + n))
             or (positions is not None and (positions.ndim != 2 or positions.shape[1] != n))
-            or not (isinstance(keep := given.get("logits_to_keep"), int) and keep == 1)
+            or not (isinstance(keep := given.get("logits_to_keep"), int) and (keep == 1 or (past and keep == n)))
             or given.get("return_dict") is False
             or any(not (value is None or value is False) for name, value in given.items() if name not in _KNOWN)
             or (cache.config.prefill is not None and not past and n >= cache.config.prefill_below)  # it is sparse
@@ -201,7 +202,7 @@ class Prompts:
         if len(layers) != shape.layers or not all(face(layer).kind == "full" for layer in layers):
             return None
         if past:
-            return self._piece(batch, n, cache, shape) if all(map(adopts, policies)) else None
+            return self._piece(batch, n, cache, shape, keep > 1) if all(map(adopts, policies)) else None
         size = next(size for size in SIZES if batch * n <= size) // batch
         observing = [i for i, policy in enumerate(policies) if policy.observes]
         if not all(map(adopts, policies)) or observing != [*range(shape.layers)][shape.layers - len(observing) :]:
@@ -211,8 +212,11 @@ class Prompts:
             return Kind(shape, batch, size, 0, None)
         return Kind(shape, batch, size, len(observing), labels.wanted)
 
-    def _piece(self, batch: int, n: int, cache: CacheState, shape: Shape) -> Piece | None:
-        """The kind of a short piece after what is cached on the device, if a graph of it is no slower."""
+    def _piece(self, batch: int, n: int, cache: CacheState, shape: Shape, whole: bool) -> Piece | None:
+        """The kind of a short piece after what is cached on the device, if a graph of it is no slower.
+
+        ``whole``: all of its logits are asked for.
+        """
         size = next((size for size in PIECES if n <= size), None)
         layers = cache.sparse_layers
         if size is None or not self._pieces or any(layer.policy.offloaded or layer.policy.observes for layer in layers):
@@ -227,7 +231,7 @@ class Prompts:
         width = 1 << (max(stores[0].block_table.shape[1], stores[0].pool.capacity) - 1).bit_length()
         pools = tuple([store.pool.kv.data_ptr() for store in stores])
         ring, of_block = tuple(stores[0].recent_kv.shape), (stores[0].sinks, stores[0].block_size)
-        return Piece(shape, batch, size, width, ring, *of_block, pools)
+        return Piece(shape, batch, size, width, ring, *of_block, pools, whole)
 
     # ------------------------------------------------------------------ its graph
 

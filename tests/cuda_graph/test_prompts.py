@@ -116,7 +116,8 @@ PIECE = (12, 16, 9, 14, 100, 70, 80, 90)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["device", "device-default", "device-tail", "need", "progressive", "predictive"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_pieces_behind_what_is_cached(replayed, name, rows):
+@pytest.mark.parametrize("whole", [False, True], ids=["last", "all"])
+def test_pieces_behind_what_is_cached(replayed, name, rows, whole):
     """Logits, texts and counters of a few tokens behind others are those of eager passes; so they are after a crop."""
     net, runner = replayed
     text, at = prompt(rows, 600, seed=9)["input_ids"], 100
@@ -127,8 +128,10 @@ def test_pieces_behind_what_is_cached(replayed, name, rows):
     before = runner.prompts.replays
     for n in PIECE:
         one, other = (
-            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=1).logits for reads, cache in both
+            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=n if whole else 1).logits
+            for reads, cache in both
         )
+        assert one.shape[1] == (n if whole else 1)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         at += n
         ids = torch.cat((text[:, :at], one[:, -1].argmax(-1)[:, None]), dim=1)
@@ -458,7 +461,8 @@ def test_on_a_gpu(name):
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["device-default", "need", "device-tail"])
-def test_pieces_on_a_gpu(name):
+@pytest.mark.parametrize("whole", [False, True], ids=["last", "all"])
+def test_pieces_on_a_gpu(name, whole):
     eager, fast = pair("llama")
     text, at = prompt(1, 900, seed=9)["input_ids"].cuda(), 300
     mine, theirs = ALL[name](**TIGHT), ALL[name](**TIGHT)
@@ -466,7 +470,7 @@ def test_pieces_on_a_gpu(name):
         reads(text[:, :at], past_key_values=cache)
     for n in (30, 30, 30, 30, 120, 100, 120, 65, 9, 12, 16, 14):
         found = [
-            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=1).logits
+            reads(text[:, at : at + n], past_key_values=cache, logits_to_keep=n if whole else 1).logits
             for reads, cache in ((fast, mine), (eager, theirs))
         ]
         torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
