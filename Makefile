@@ -97,7 +97,7 @@ test-lowest: $(LOWEST_STAMP)  ## the quick part of the suite with the oldest tor
 $(LOWEST_STAMP): constraints-lowest.txt pyproject.toml
 	rm -rf $(LOWEST)
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-lowest.txt -e . triton accelerate build gguf \
+	$(LOWEST)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints-lowest.txt -e . triton build \
 		hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 

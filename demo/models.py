@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -271,10 +270,8 @@ class Models:
         with _BUILDING:
             if gguf_file.is_gguf(path):
                 model = gguf_file.load(path, self.dtype, self.device, attn_implementation="sparsekv")[1]
-            elif self.device.type == "cuda" and importlib.util.find_spec("accelerate"):
-                model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)
             else:
-                model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(self.device)
+                model = AutoModelForCausalLM.from_pretrained(path, device_map={"": self.device}, **kwargs)
         model.eval()
         if self.device.type == "cuda":
             return optimize(model)

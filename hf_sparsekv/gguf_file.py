@@ -34,18 +34,12 @@ def check(path: str | os.PathLike[str]) -> None:
     """Refuse a file that cannot be read.
 
     Raises:
-        ValueError: it is no GGUF file, or a package that reads it is not installed.
+        ValueError: it is no GGUF file.
         OSError: it is not there, or may not be read.
     """
     with open(path, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ValueError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}")
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"{path}: a GGUF file needs {' and '.join(missing)}: install the extra, `pip install '.[gguf]'` in a "
-            f"checkout, or `pip install {' '.join(missing)}`"
-        )
 
 
 @contextmanager

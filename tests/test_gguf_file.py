@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from command_line import SPARSE, error, run
@@ -137,10 +135,6 @@ def test_errors_name_what_to_do(tiny, tmp_path, monkeypatch):
     assert "or a .gguf file" in error("plan", tmp_path / "model.bin", "--context", 10)
     with pytest.raises(loading.CommandError, match="takes no GGUF file"):
         loading.load(str(path), None, CPU, tensor_parallel=True)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else find(name, *a))
-    for command in (("plan", path, "--context", 10), ("generate", path, "--prompt", "a"), ("eval", "ruler", path)):
-        assert "a GGUF file needs gguf: install the extra, `pip install '.[gguf]'`" in error(*command)
 
 
 def test_the_engine_ends_a_turn(tiny):

@@ -21,7 +21,7 @@ from importlib import resources
 
 import hf_sparsekv
 
-found = [name for name in ("triton", "gguf", "pandas", "matplotlib") if importlib.util.find_spec(name)]
+found = [name for name in ("triton", "pandas", "matplotlib") if importlib.util.find_spec(name)]
 assert resources.files(hf_sparsekv).joinpath("py.typed").is_file(), "py.typed is missing"
 print(f"hf-sparsekv {hf_sparsekv.__version__} imports; optional packages there: {', '.join(found) or 'none'}")
 PYTHON

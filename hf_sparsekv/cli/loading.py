@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from .. import gguf_file
 from ..attention.interface import NAME
 from ..policies.registry import method_of
 from ..ranks import spread
-from ..small_model import is_fetched, small_model_path
+from ..small_model import ModelFetchError, fetch_small_model
 from ..tuning.random_model import RANDOM, numbers, random_model
 from ..tuning.shapes import HUB, SHAPES, known_shape
 from .output import CommandError
@@ -29,7 +28,7 @@ HUB_SECONDS = 5  # how long the hub may take to answer
 
 
 def resolve_model(name: str, known: Iterable[str] = ()) -> str:
-    """A name that ``from_pretrained`` takes, or a GGUF file: ``small`` becomes a path, a path must exist.
+    """A name that ``from_pretrained`` takes, or a GGUF file: ``small`` is fetched if need be, a path must exist.
 
     Args:
         name: as given by the user.
@@ -39,10 +38,10 @@ def resolve_model(name: str, known: Iterable[str] = ()) -> str:
         CommandError: nothing is there, or it is nearly ``small`` or a known name: that was meant.
     """
     if name == "small":
-        path = small_model_path()
-        if not is_fetched(path):
-            raise CommandError("the small model is not here yet: run `hf-sparsekv fetch`")
-        return str(path)
+        try:
+            return str(fetch_small_model())
+        except ModelFetchError as error:
+            raise CommandError(f"the small model: {error}") from error
     if not name.strip():
         raise CommandError("the model's name is empty")
     path = Path(name).expanduser()
@@ -212,11 +211,8 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     try:
         if tensor_parallel:
             model = AutoModelForCausalLM.from_pretrained(path, **spread(), **kwargs)
-        elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
-            # Straight to the GPU; without accelerate by way of host memory.
-            model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, **kwargs).to(device)
+            model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **kwargs)
     except KeyError as error:
         if error.args != (NAME,):
             raise

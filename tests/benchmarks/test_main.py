@@ -9,11 +9,9 @@ from pathlib import Path
 import forked
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from benchmarks import generate
 from benchmarks.__main__ import BENCHMARKS, main
-from hf_sparsekv_cli.app import app
 from hf_sparsekv_eval.cache_specs import parse_cache
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +62,6 @@ def test_fails_when_a_variant_does(tiny, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "hf_dynamic: FAILED: broken" in out
     assert "rows appended" not in out
-
-
-@pytest.mark.parametrize("given", [(), ("step", "--shapes", "1x32k"), ("step", "--help"), ("--list",)])
-def test_the_old_command_says_where_it_is(given):
-    result = CliRunner().invoke(app, ["bench", *given])
-    assert result.exit_code == 2
-    assert " ".join(("python -m benchmarks", *given)) in result.stderr
 
 
 def test_every_module_is_imported():

