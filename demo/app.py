@@ -35,10 +35,17 @@ def theme() -> gr.themes.Base:
         primary_hue="teal", neutral_hue="gray", text_size="sm", radius_size="sm", font=NO_FONTS, font_mono=MONO
     ).set(
         body_background_fill="#f8f9fa",
+        body_background_fill_dark="#0f1720",
+        body_text_color_subdued="#5b6472",
+        body_text_color_subdued_dark="#a3acba",
+        block_info_text_color="#5b6472",
+        block_info_text_color_dark="#a3acba",
         block_border_width="1px",
         block_shadow="none",
         button_primary_background_fill="*primary_700",
+        button_primary_background_fill_dark="*primary_700",
         button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_hover_dark="*primary_800",
     )
 
 

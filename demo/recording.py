@@ -192,7 +192,7 @@ def read(path: Path) -> Recording:
 
 
 def found(folder: Path = FOLDER) -> list[Recording]:
-    """The recordings of a folder: of those with text the one that gains most, then the others by their gain.
+    """The recordings of a folder by their gain; the best one with text is the second at the latest.
 
     Says on standard error which cannot be played.
     """
@@ -203,8 +203,8 @@ def found(folder: Path = FOLDER) -> list[Recording]:
         except RecordingError as error:
             print(error, file=sys.stderr)
     recordings.sort(key=lambda each: -each.gain)
-    first = next((each for each in recordings if each.question), None)
-    return sorted(recordings, key=lambda each: each is not first)
+    text = next((each for each in recordings if each.question), None)
+    return sorted(recordings, key=lambda each: (each is not recordings[0], each is not text))
 
 
 def _lane_out(lane: RecordedLane) -> dict:

@@ -73,8 +73,8 @@ def browser():
 class Tab:
     """A page of the demo, with what it asked for and complained about."""
 
-    def __init__(self, browser, url: str) -> None:
-        self.context = browser.new_context(viewport=DESKTOP)
+    def __init__(self, browser, url: str, **context) -> None:
+        self.context = browser.new_context(**{"viewport": DESKTOP} | context)
         self.page = self.context.new_page()
         self.page.set_default_timeout(60_000)
         self.requests: list[str] = []
@@ -119,8 +119,8 @@ def tabs(browser, server):
     url, elsewhere = server
     made: list[Tab] = []
 
-    def make() -> Tab:
-        made.append(Tab(browser, url))
+    def make(**context) -> Tab:
+        made.append(Tab(browser, url, **context))
         return made[-1]
 
     yield make
@@ -187,3 +187,39 @@ def test_race_streams_draws_and_finds_the_needle(tab):
     assert read[1] < read[0], "the sparse cache reads less"
     assert re.match(r"Reads \d+ % of the context, same answer: both find the hidden fact\n", tab.text("verdict"))
     assert re.search(r"Time: \d+ ms a token, full attention \d+ ms", tab.text("verdict"))
+
+
+# Text that is shown, with its contrast by WCAG 2.2 to the first opaque background below it.
+CONTRASTS = """() => {
+    const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+    const light = ([r, g, b]) => [r, g, b]
+        .map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const found = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const text = walker.currentNode.textContent.trim(), own = walker.currentNode.parentElement;
+        if (!text || !own.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+        if (own.closest('[disabled], script, style, noscript')) continue;
+        let back = own;
+        while (back && (parse(getComputedStyle(back).backgroundColor)[3] ?? 1) < 1) back = back.parentElement;
+        const page = back ? parse(getComputedStyle(back).backgroundColor) : [255, 255, 255];
+        const pair = [light(parse(getComputedStyle(own).color)), light(page)].sort((a, b) => b - a);
+        found.push([(pair[0] + 0.05) / (pair[1] + 0.05), text.slice(0, 60)]);
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, {"width": 390, "height": 844}], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_both_schemes(tabs, scheme, viewport, tmp_path):
+    tab = tabs(color_scheme=scheme, viewport=viewport)
+    tab.page.locator("#recorded button").first.click()
+    tab.wait_status("The recording has ended")
+    found = tab.page.evaluate(CONTRASTS)
+    tab.page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert len(found) > 40
+    assert not (faint := sorted((round(ratio, 2), text) for ratio, text in found if ratio < 4.5)), faint
+    dark = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(c) for c in re.findall(r"\d+", dark)[:3]) < 200) is (scheme == "dark"), dark
