@@ -9,6 +9,8 @@ NEWEST := $(VENV)/newest
 NEWEST_STAMP := $(NEWEST)/.installed
 LOWEST := .venv-lowest
 LOWEST_STAMP := $(LOWEST)/.installed
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 
 # Compiled modules are kept, whatever the user's shell says: hundreds of imports in processes of their own need them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,7 +24,7 @@ DEMO_OPTIONS ?= --token-budget 256 --max-new-tokens 32
 SERVE_OPTIONS ?= --max-rows 4 --no-offload
 
 .DEFAULT_GOAL := help
-.PHONY: help venv docs notebooks small-model demo-text demo-serve test test-all test-demo browser test-small test-accuracy test-gpu test-lm-eval test-ray test-newest test-lowest types lint format demo check-wheel clean
+.PHONY: help venv docs notebooks small-model demo-text demo-serve test test-all test-demo browser test-small test-accuracy test-gpu test-lm-eval test-clients test-ray test-newest test-lowest types lint format demo check-wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -73,6 +75,14 @@ test-gpu:  ## all tests that need a GPU, on the GPUs that are visible; adds a ro
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
 	$(BIN)/python -m pytest tests/evaluation/test_lm_eval.py
+
+test-clients: $(CLIENTS_STAMP) $(INSTALLED)  ## other programs' clients against the server, in an environment of their own; prints a table
+	$(BIN)/python tests/clients/scripted.py $(CLIENTS)/bin/python tests/clients/run.py
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet $(PIP_FLAGS) -r tests/clients/requirements.txt
+	@touch $@
 
 test-ray: $(INSTALLED)  ## replicas under a local Ray, one of which is killed; Ray is installed by this
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,ray]'
@@ -127,4 +137,4 @@ check-wheel: $(INSTALLED)  ## build the wheel, check its description, install it
 	PIP_FLAGS="$(PIP_FLAGS)" tools/check_wheel.sh $(BIN)/python $(DIST)
 
 clean:  ## remove .venv and what builds and tests leave behind (the small model stays)
-	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -32,6 +32,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    script: list[int] | None = None
 
 
 class FakeEngine:
@@ -84,7 +85,8 @@ class FakeEngine:
         with self._lock:
             return len(self._rows) + len(self._waiting)
 
-    def submit(self, prompt, sampling: Sampling = Sampling()) -> Handle:  # noqa: B008 (it is frozen)
+    def submit(self, prompt, sampling=Sampling(), script: list[int] | None = None) -> Handle:  # noqa: B008 (it is frozen)
+        """As the engine's; ``script``: the tokens of this answer."""
         if not self.ready:
             self.refused["closed"] += 1
             raise Closed("the engine takes no requests: it drains")
@@ -111,9 +113,8 @@ class FakeEngine:
             self.prompts.append(ids)
             self.counts["requests"] += 1
             handle = Handle(f"request-{next(self._ids)}", len(ids), lambda handle: self._wake.set())
-            self._waiting.append(
-                Row(handle, ids, sampling, self._detokenizer.stream(ids, sampling.stop, sampling.text_tokens))
-            )
+            text = self._detokenizer.stream(ids, sampling.stop, sampling.text_tokens)
+            self._waiting.append(Row(handle, ids, sampling, text, script=script))
         self._wake.set()
         return handle
 
@@ -144,7 +145,7 @@ class FakeEngine:
         text, added = "", []
         for _ in range(self.burst):
             now, sampling = time.perf_counter(), row.sampling
-            answer = self.answer or row.prompt
+            answer = row.script or self.answer or row.prompt
             token = answer[len(row.tokens) % len(answer)]
             if len(row.tokens) == self.fail_at:
                 self.counts["failed"] += 1
