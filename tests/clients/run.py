@@ -2,8 +2,8 @@
 
     python tests/clients/run.py http://127.0.0.1:8000
 
-prints a table, whose dashes are what a client has not. It runs in an environment of its own, without this package (`make test-clients`), against
-``scripted.py``. Each client is used as its own guide says.
+prints a table; a dash is what a client has not. It runs in an environment of its own, without this package, against
+``scripted.py`` (`make test-clients`). Each client is used as its own guide says.
 """
 
 from __future__ import annotations
