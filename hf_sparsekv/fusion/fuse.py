@@ -71,9 +71,11 @@ ARCHS = {
     "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
     "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
     "youtu": Arch("Youtu", latent="fused"),
-    "bamba": Arch("Bamba", mamba="Mixer"),
-    "granitemoehybrid": Arch("GraniteMoeHybrid", mamba="MambaLayer"),
-    "nemotron_h": Arch("NemotronH", mamba="Mamba2Mixer"),
+    "bamba": Arch("Bamba", only=("RMSNorm", "Mixer"), mamba="Mixer"),
+    "granitemoehybrid": Arch("GraniteMoeHybrid", only=("RMSNorm", "MambaLayer"), mamba="MambaLayer"),
+    "nemotron_h": Arch("NemotronH", only=("RMSNorm", "Mamba2Mixer"), mamba="Mamba2Mixer"),
+    "lfm2": Arch("Lfm2", only=("RMSNorm",)),
+    "lfm2_moe": Arch("Lfm2Moe", only=("RMSNorm",)),
 }
 _BY_MODULE = {f"transformers.models.{name}.modeling_{name}": arch for name, arch in ARCHS.items()}
 _KINDS = {
@@ -165,8 +167,8 @@ def _names(arch: Arch) -> dict[str, set[str]]:
         given |= {"Attention": _LATENT, "apply_rotary_pos_emb": rope, "apply_rotary_pos_emb_interleave": _INTERLEAVED}
     if arch.delta:
         given |= {"GatedDeltaNet": _DELTA + _DELTAS[len(arch.delta)]}
-    if arch.mamba:
-        given = {"RMSNorm": norm, arch.mamba: _MAMBA}
+    if arch.only:
+        given = {name: _MAMBA if name == arch.mamba else norm for name in arch.only}
     if arch.router:
         given["Experts"] = _EXPERTS
     if arch.router == "sigmoid":
@@ -198,8 +200,8 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
         arch = _BY_MODULE.get(kind.__module__)
         if arch is not None and kind.__name__.startswith(arch.prefix):
             name = kind.__name__.removeprefix(arch.prefix)
-            if arch.mamba:
-                name = {arch.mamba: "Mamba2", "RMSNorm": "RMSNorm"}.get(name, "")
+            if arch.only:
+                name = "" if name not in arch.only else "Mamba2" if name == arch.mamba else name
             if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
                 yield module, name, arch
 
@@ -207,7 +209,7 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
 def why_not(model: nn.Module) -> str | None:
     """The reason why ``fuse`` would not change ``model``; ``None`` if it would."""
     found = list(_found(model))
-    if not any(kind in ("DecoderLayer", "Mamba2") for _, kind, _ in found):
+    if not any(kind == "DecoderLayer" or arch.only for _, kind, arch in found):
         return f"it has no layers of a supported architecture ({', '.join(ARCHS)})"
     if any(isinstance(module, tuple(_KINDS.values())) for module, _, _ in found):
         return "it is fused already"
@@ -233,7 +235,7 @@ def why_not(model: nn.Module) -> str | None:
 
 def _spread_otherwise(model: nn.Module, archs: set[Arch]) -> str | None:
     """Why a tensor parallel model is not fused: its layers are not spread by columns first, and then by rows."""
-    if any(arch.latent or arch.router or arch.joined or arch.delta or arch.mamba for arch in archs):
+    if any(arch.latent or arch.router or arch.joined or arch.delta or arch.only for arch in archs):
         return "it is tensor parallel, with latents, experts, states or joined projections"
     plan: Any = model.tp_plan
     for name, _ in model.named_modules():
@@ -399,8 +401,12 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
         if latent != "linears":
             give(module, FusedLatentAttention if latent else _KINDS[kind], state)
             counts[kind] += 1
+    if small_batch and any(arch.only for _, _, arch in _found(model)):
+        for layer in [one for one in model.modules() if is_plain(one) and "_fused" not in one.__dict__]:
+            give(layer, FusedLinear, State(None, nn.Linear))
+            counts["linear"] += 1
     head = model.get_output_embeddings() if small_batch and hasattr(model, "get_output_embeddings") else None
-    if head is not None and is_plain(head):
+    if head is not None and is_plain(head) and "_fused" not in head.__dict__:
         give(head, FusedLinear, State(None, nn.Linear))
         counts["linear"] += 1
     give_quantised(head)

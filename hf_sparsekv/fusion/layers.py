@@ -53,7 +53,9 @@ class Arch:
         router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
         gated: projected with the queries of each head is a gate of its output.
         delta: the projections of layers of the gated delta rule.
-        mamba: the class of Mamba 2 layers, without the prefix. Of such models, only these and norms are fused.
+        only: of some models these classes alone are fused, named without the prefix, and all linear layers by
+            themselves.
+        mamba: the class of Mamba 2 layers among them.
     """
 
     prefix: str
@@ -67,6 +69,7 @@ class Arch:
     router: str = ""
     gated: bool = False
     delta: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     mamba: str = ""
 
 
