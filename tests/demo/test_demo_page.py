@@ -80,9 +80,13 @@ def test_verdicts():
 
 
 def test_the_page_begins_with_how_a_recorded_race_ended():
-    """One with text comes first; without recordings there is nothing but the button."""
+    """The largest gain comes first, then one with text; without recordings there is nothing but the button."""
     here = torch.device("cpu")
     recordings = recording.found()
+    desk = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)), recordings)
+    verdict, *_ = desk.first()
+    assert "Recorded" in verdict and f"{recordings[0].gain:.1f}x faster" in verdict
+    recordings = recordings[1:]
     desk = Desk(SimpleNamespace(device=here, look=lambda name: (None, 8192)), recordings)
     verdict, dense, sparse, *pictures = desk.first()
     assert "Recorded" in verdict and "the context" in verdict and all(pictures)
