@@ -109,10 +109,9 @@ def _selects(layers: list[Layer], every: bool) -> Iterator[Variant]:
     if every:
         for layer, one in zip(layers, scores):
             layer.token_score(None, one)
-        grid = [*_grid(split=(False,), chunk=(4096, 8192), warps=(8,))]
-        grid += _grid(split=(True,), chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))
-        grid += _grid(split=(True,), chunk=(8192,), warps=(8, 16), last_warps=(8,))
-        grid += _grid(split=(True,), chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
+        grid = [*_grid(chunk=(1024, 2048, 4096), warps=(4, 8), last_warps=(8, 16))]
+        grid += _grid(chunk=(8192,), warps=(8, 16), last_warps=(8,))
+        grid += _grid(chunk=(2048,), warps=(4,), sample=(1024, 4096), last_warps=(8,))
         if scores[0].shape[-1] <= 32768:
             grid += _grid(row=(32768,), warps=(16, 32))
     grid = [(name, {"clusters": False, **options}) for name, options in grid]

@@ -183,7 +183,7 @@ def choices() -> None:
     blocks = torch.arange(1024, dtype=torch.int32).expand(1, 8, 1024)
     for n in (512, 1024):
         token_select(torch.randn(1, 8, n * 32), blocks[..., :n], 2048, 32)
-    token_select(torch.randn(1, 1, 20_000), None, 10_000, 32)  # digit by digit
+    token_select(torch.randn(1, 1, 40_000), None, 17_000, 32)  # the most that the last step holds
     rows = torch.zeros(1, 2, dtype=torch.int32)
     block_select(torch.randn(1, 8, 512), 64, rows=rows, block_size=64)
     for n, k in ((512 * 32, 2048), (1024 * 32, 2048), (20_032, 10_000)):

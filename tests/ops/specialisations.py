@@ -131,7 +131,7 @@ def scores(model: Model) -> None:
 
 
 def long_rows(model: Model) -> None:
-    """Selections from rows that no program holds: by a sample, and digit by digit."""
+    """Selections from rows that no program holds."""
     for rows, n, k in product(ROWS, (1040, 1100, 1601, 2047), (100, 600)):
         table, lengths = torch.empty(rows, table_width(n), dtype=INT)[:, :n], rows_of(rows, 1)
         labels = model.stored(16, 16, dtype=torch.uint8), model.stored(16, 2, dtype=torch.float16)

@@ -40,7 +40,7 @@ def test_far():
 
 @pytest.mark.parametrize(
     "how",
-    [Config(clusters=False), Config(clusters=False, row=16, chunk=64, split=False), Config(clusters=2)],
+    [Config(clusters=False), Config(clusters=False, row=16, chunk=64, sample=32, fewest=64), Config(clusters=2)],
     ids=["one program", "several", "clusters"],
 )
 def test_select(place32, how):

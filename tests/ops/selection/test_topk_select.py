@@ -15,10 +15,9 @@ from hf_sparsekv.ops.selection.topk_select.reference import block_select as refe
 from hf_sparsekv.ops.selection.topk_select.reference import token_select as reference_token
 from hf_sparsekv.ops.selection.topk_select.triton import block_select, scratch_size, token_select
 
-# How a row is split: by one program, or by several that hold 64 entries each, digit by digit or by a sample.
+# How a row is split: by one program, or by several that hold 64 entries each and share a sample.
 SPLITS = {
     "one program": Config(clusters=False),
-    "several programs": Config(clusters=False, row=16, chunk=64, split=False),
     "sample": Config(clusters=False, row=16, chunk=64, sample=32, fewest=64),
 }
 split = pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS.keys())
@@ -242,12 +241,11 @@ def test_empty(place32, config):
     assert (token_select(none, none.int(), 3, 16, config=config) == -1).all()
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_long_row(place32, split):
+def test_a_long_row(place32):
     """At the sizes at which several programs share a row by default."""
     scores = place32.randn(1, 1, 20_000)
     for row in (scores, scores[..., :9000]):
-        config = Config(clusters=False, split=split)
+        config = Config(clusters=False)
         assert torch.equal(block_select(row, 1024, config=config).cpu(), reference_block(row.cpu(), 1024))
 
 
@@ -276,11 +274,10 @@ def test_a_sample_that_misleads(place32, k):
     assert k <= reached[3] <= 128
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_ids_that_no_cluster_takes(place32, split, monkeypatch):
+def test_ids_that_no_cluster_takes(place32, monkeypatch):
     """Clusters serve these scores, so no scratch memory is asked for; ids of 64 bits go to kernels that need some."""
     monkeypatch.setattr(cluster, "serves", lambda scores, config: config.clusters is not False)
-    scores, config = place32.randn(1, 2, 640), Config(row=16, chunk=64, split=split, sample=32, fewest=64)
+    scores, config = place32.randn(1, 2, 640), Config(row=16, chunk=64, sample=32, fewest=64)
     assert scratch_size(scores, 20, config) == 0
     blocks = 3 * torch.arange(40, device=place32.device).expand(1, 2, 40)
     expected = reference_token(scores.cpu(), blocks.cpu(), 20, 16)
@@ -290,10 +287,11 @@ def test_ids_that_no_cluster_takes(place32, split, monkeypatch):
 
 
 def test_k_beyond_what_a_program_holds(place32):
-    """A sample does not serve: digit by digit."""
-    assert tiles(20_000, 10_000) is None
-    scores = place32.randn(1, 1, 20_000)
-    assert torch.equal(block_select(scores, 10_000).cpu(), reference_block(scores.cpu(), 10_000))
+    """The last step searches the whole row."""
+    assert tiles(40_000, 35_000) == (16_384, 32_768)
+    scores = place32.randn(1, 1, 40_000)
+    for k in (10_000, 35_000):
+        assert torch.equal(block_select(scores, k).cpu(), reference_block(scores.cpu(), k))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +301,8 @@ def test_k_beyond_what_a_program_holds(place32):
         (131_072, 1024, (4096, 4096)),
         (1 << 20, 1024, (8192, 8192)),
         (20_000, 8192, (2048, 16384)),
-        (1 << 24, 1024, None),
+        (1_000_000, 20_000, (16384, 32768)),
+        (1 << 24, 1024, (16384, 32768)),
     ],
 )
 def test_a_longer_row_takes_a_larger_sample(n, k, expected):
@@ -311,11 +310,10 @@ def test_a_longer_row_takes_a_larger_sample(n, k, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     "n, k", [(16_384, 4096), (16_385, 4096), (131_072, 1024), (1_000_000, 20_000), (1 << 20, 1024)]
 )
-def test_long_contexts(n, k, split):
+def test_long_contexts(n, k):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(2, 4, n, generator=generator)
     scores[1] = (scores[1] * 10).round()  # many ties
@@ -323,7 +321,7 @@ def test_long_contexts(n, k, split):
     scores[0, 1] = scores[0, 1].bfloat16().float()
     scores[0, 2, k // 2 :] = -math.inf
     scores[0, 3] = scores[0, 3].sort().values
-    config = Config(clusters=False, split=split)
+    config = Config(clusters=False)
     assert torch.equal(block_select(scores.cuda(), k, config=config).cpu(), reference_block(scores, k))
 
 

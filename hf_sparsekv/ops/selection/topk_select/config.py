@@ -7,24 +7,25 @@ from dataclasses import dataclass
 
 import triton
 
-SAMPLES = (2048, 4096, 8192)  # entries of a row that a sample may have
-FEWEST, MOST = 4096, 16384  # entries that the last step has room for, at least and at most
+SAMPLES = (2048, 4096, 8192, 16384)  # entries of a row that a sample may have
+FEWEST, MOST = 4096, 32768  # entries that the last step has room for, at least and at most
 ERRORS = 4.5  # standard errors by which a sample may err before the whole row is searched
 
 
-def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int] | None:
-    """Entries of a sample and entries that the last step has room for; ``None`` if a sample does not serve.
+def tiles(n: int, k: int, sample: int | None = None, fewest: int = FEWEST) -> tuple[int, int]:
+    """Entries of a sample and entries that the last step has room for.
 
     About ``k sample / n`` of the ``k`` best of ``n`` entries are in the sample, with a standard error of its square
     root. The roots of this number, and of the same number for the room, must be far enough apart for a rank in between.
+    Where they never are, the largest sample and the most room are taken, and the last step may search the whole row.
     """
-    room, found = max(fewest, 2 * triton.next_power_of_2(k)), []
+    room, found = max(fewest, min(2 * triton.next_power_of_2(k), MOST // 2)), []
     while room <= MOST:
         for size in SAMPLES if sample is None else (sample,):
             if sample is not None or math.sqrt(size / n) * (math.sqrt(room) - math.sqrt(k)) >= ERRORS:
                 found.append((size, room))
         room *= 2
-    return min(found, key=sum, default=None)
+    return min(found, key=sum, default=(sample or SAMPLES[-1], MOST))
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Config:
         clusters: blocks of a cluster that share a row, 2, 4 or 8, on a GPU with clusters. ``None``: the number that
             measured best, where clusters are faster. ``False``: no clusters.
         row: longest row that one program holds, at most 32,768.
-        split: select from longer rows by a sample, where one works, and not digit by digit.
         chunk, warps: entries and warps of one of the programs that share a row; with short rows, its program's warps.
         sample, fewest: entries of a sample, and least number of entries that its last step has room for.
         last_warps: warps of that step's programs.
@@ -43,13 +43,12 @@ class Config:
 
     clusters: int | None = None
     row: int = 16384
-    split: bool = True
     chunk: int | None = None
     warps: int | None = None
     sample: int | None = None
     fewest: int = FEWEST
     last_warps: int | None = None
 
-    def tiles(self, n: int, k: int) -> tuple[int, int] | None:
-        """:func:`tiles` for a selection of ``k`` from a long row; None if it does not use a sample."""
-        return tiles(n, k, self.sample, self.fewest) if self.split else None
+    def tiles(self, n: int, k: int) -> tuple[int, int]:
+        """:func:`tiles` for a selection of ``k`` from a long row."""
+        return tiles(n, k, self.sample, self.fewest)

@@ -1,8 +1,8 @@
 """The k best entries of each row as ascending ids: the kernels.
 
 Scores are compared as integers that order as the floats do. One program holds a whole row (``row``). Rows that are
-too long for that are in ``cluster``, where the GPU has clusters; elsewhere in ``sampled``, or ``long_rows`` where a
-sample does not serve. Prefix sums give the ids in ascending order.
+too long for that are in ``cluster``, where the GPU has clusters; elsewhere in ``sampled``. Prefix sums give the ids in
+ascending order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..._dispatch import require_dense_rows
 from ..._layout import is_whole
 from ..._operands import Rows, batch_and_head, operand, row_ptr
 from ..._overlap import launch, wait
-from . import cluster, long_rows, sampled
+from . import cluster, sampled
 from .config import Config
 from .keys import MINUS_INF, entries, ordered, readable
 from .reference import require_all_blocks, tokens_of
@@ -69,9 +69,7 @@ def scratch_size(scores, k, config=None):
     config = config or Config()
     if n <= config.row or cluster.serves(scores, config):
         return 0
-    if tiles := config.tiles(n, k):
-        return sampled.scratch_size(batch * heads, n, tiles[1], config.chunk)
-    return long_rows.scratch_size(batch * heads, n, config.chunk)
+    return sampled.scratch_size(batch * heads, n, config.tiles(n, k)[1], config.chunk)
 
 
 def block_select(scores, k, *, rows=None, block_size=None, out=None, scratch=None, config=None):
@@ -109,10 +107,7 @@ def _select(scores, block_ids, k, block_size, rows, tokens, out, scratch, config
         size = scratch_size(scores, k, replace(config, clusters=False))
         if scratch is None or scratch.numel() < size:
             scratch = torch.empty(size, dtype=torch.int32, device=scores.device)
-        if tiles := config.tiles(n, k):
-            sampled.select_sampled(scores, *operands, k, scratch, fixed, *tiles, config)
-        else:
-            long_rows.select_long(scores, *operands, k, scratch, fixed, config)
+        sampled.select_sampled(scores, *operands, k, scratch, fixed, *config.tiles(n, k), config)
         return out
     width = max(16, block_size, triton.next_power_of_2(n))
     warps = config.warps or row_warps(width)
