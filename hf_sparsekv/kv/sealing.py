@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 def index_of_rows(index: Index, rows: slice) -> Index:
     """``index`` for some rows of the batch."""
-    if index.channels is None or rows == _ALL:
+    if index.channels is None or index.norms is None or rows == _ALL:
         return index
     return replace(index, channels=index.channels[rows], norms=index.norms[rows])
 

@@ -190,6 +190,7 @@ def seal(
     if index.bounds is not None:
         index.bounds[to] = key_bounds(keys, usable)
     if index.codes is not None:
+        assert index.channels is not None and index.norms is not None and index.qparams is not None
         labels = keys.gather(-1, index.channels[row].long()[:, :, None].expand(-1, -1, size, -1))
         index.codes[to], index.qparams[to] = quantise_labels(standardised(labels, index.norms[row]))
     if index.means is not None:
@@ -267,6 +268,7 @@ def seal_range(
     if index.bounds is not None:
         index.bounds[ids] = key_bounds(keys, usable)
     if index.codes is not None:
+        assert index.channels is not None and index.norms is not None and index.qparams is not None
         at = index.channels.long()[None, :, :, None].expand(*blocks.shape[:4], -1)
         labels = standardised(keys.gather(-1, at), index.norms)
         index.codes[ids], index.qparams[ids] = quantise_labels(labels)
