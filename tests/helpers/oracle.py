@@ -268,6 +268,11 @@ class Race:
             theirs = self.plain(ids, past_key_values=self.stock, **common).logits[:, -1]
         return ours, theirs
 
+    def read(self, tokens: int, pads=None, seed: int = 0) -> float:
+        """:meth:`feed` a prompt: of two rows with ``pads`` columns of padding, or of one."""
+        start = prompt(2 if pads else 1, tokens, pads, seed=seed)
+        return self.feed(start["input_ids"], start["attention_mask"])
+
     def feed(self, ids: Tensor, mask: Tensor | None = None) -> float:
         """The largest difference of the last column's logits."""
         ours, theirs = self.logits(ids, mask)

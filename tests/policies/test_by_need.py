@@ -48,8 +48,7 @@ def test_the_mass_is_the_one_that_is_asked_for(mass):
     """An oracle that is told the same mass chooses as many tokens, and gives the same logits."""
     told = progressive(False, mass=mass, min_tokens=64, **LABELS).config
     race = Race(two_level(False, **{**NEED, "mass": mass}, **LABELS), WalkOracle(told))
-    start = prompt(2, 200, (0, 30))
-    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.read(200, (0, 30)) < TOLERANCE
     assert race.run(12) < TOLERANCE
     assert race.ours.stats().attended_tokens == pytest.approx(race.oracle.attended, rel=1e-3)
 

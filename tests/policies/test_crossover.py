@@ -147,8 +147,7 @@ def test_no_block_is_chosen_in_dense_steps():
 def test_crop_and_second_turn(level, lag):
     """Back below and up again, one by one and many at once."""
     race = DenseRace("llama", lag, level=level, lag=lag, dense_below=2 * 112, **TIGHT)
-    start = prompt(2, 130, (0, 30))
-    race.feed(start["input_ids"], start["attention_mask"])
+    race.read(130, (0, 30))
     assert race.run(30) < TOLERANCE
     for seed, remove in enumerate((2, 60)):
         race.crop(remove)

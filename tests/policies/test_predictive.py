@@ -125,8 +125,7 @@ def test_logits_follow_the_oracle(case, captured, pads):
     """Over the sealing of two blocks: what is sealed is selectable in the next step."""
     offload, config = CASES[case]
     race = PredictiveRace("llama", offload, captured, **config)
-    start = prompt(2 if pads else 1, 130, pads)
-    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.read(130, pads) < TOLERANCE
     steps = 36 if case == "wide" else 21
     assert race.run(steps) < TOLERANCE
     race.agree()
@@ -138,8 +137,7 @@ def test_logits_follow_the_oracle(case, captured, pads):
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
     race = PredictiveRace(name, True, token_budget=20)
-    start = prompt(2, 120, (0, 9), seed=3)
-    race.feed(start["input_ids"], start["attention_mask"])
+    race.read(120, (0, 9), seed=3)
     assert race.run(20) < TOLERANCE
     race.agree()
 

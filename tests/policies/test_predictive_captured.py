@@ -35,8 +35,7 @@ def test_a_captured_step_predicts_before_it_attends(monkeypatch):
 @pytest.mark.parametrize("place", ["stream", "cpu"])
 def test_a_captured_step_of_padding_has_no_query(place):
     race = PredictiveRace(captured=True, cache_rank=place)
-    start = prompt(2, 130, (0, 9))
-    race.feed(start["input_ids"], start["attention_mask"])
+    race.read(130, (0, 9))
     assert race.run(5) < TOLERANCE
     for pads in ([1, 0], [0, 1], [1, 0]):
         assert race.feed(torch.full((2, 1), 7), torch.tensor(pads)[:, None]) < TOLERANCE

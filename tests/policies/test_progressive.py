@@ -108,8 +108,7 @@ UNPADDED = ("usual", "capped")
 def test_logits_follow_the_oracle(case, pads):
     offload, config = CASES[case]
     race = WalkRace("llama", offload, **config)
-    start = prompt(2 if pads else 1, 130, pads)
-    assert race.feed(start["input_ids"], start["attention_mask"]) < TOLERANCE
+    assert race.read(130, pads) < TOLERANCE
     assert race.run(36 if case == "wide" else 21) < TOLERANCE  # two blocks are sealed
     race.agree()
 
@@ -118,8 +117,7 @@ def test_logits_follow_the_oracle(case, pads):
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "qwen3"])
 def test_other_head_groups(name):
     race = WalkRace(name, True, mass=0.5)
-    start = prompt(2, 120, (0, 9), seed=3)
-    race.feed(start["input_ids"], start["attention_mask"])
+    race.read(120, (0, 9), seed=3)
     assert race.run(20) < TOLERANCE
     race.agree()
 
