@@ -290,7 +290,7 @@ def in_cuda() -> None:
     usual = [(block_size, group, 32, "max") for block_size in (64, 16) for group in (1, 4, 8)]
     wide = [(64, 2, 64, "max"), (16, 2, 64, "max"), (16, 16, 64, "max"), (64, 20, 128, "max"), (16, 20, 128, "mean")]
     for block_size, group, width, reduce in (*usual, *wide, (64, 16, 32, "max"), (64, 4, 32, "mean")):
-        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce, 4)
+        given = BY_NAME["token_score"].call(place(), 1, 1, group, 128, width, block_size, 6, None, reduce)
         del given["block_ids"]
         labels.score_all(**given, fill=True)
     for width, group, block_size in (
