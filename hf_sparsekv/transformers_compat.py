@@ -23,7 +23,7 @@ from .attention.masks import SECOND_PROMPT, check_columns
 from .attention.mla import absorb_mla, caller, calling_model, passes_on
 from .attention.pooled_indexer import take_pooled
 from .cache_name import given_cache
-from .layers.kinds import face
+from .layers.kinds import face, has_others
 from .layers.together import check_complete
 from .policies.indexed import chooses, in_blocks
 from .untraced import untraced
@@ -177,10 +177,10 @@ def _model(text_config: PreTrainedConfig) -> str:
 def check_first(cache: Any, config: PreTrainedConfig | None) -> None:
     """Before anything is stored, by the configuration of an attention module: the model is of a kind that is served.
 
-    The layers of a model with an indexer are of a kind of their own: the cache learns them now.
+    The layers of a model with an indexer are of a kind of their own, others may be: the cache learns them now.
     """
     check_kind(config)
-    if cache.model_config is None and has_indexer(config):
+    if cache.model_config is None and config is not None and (has_indexer(config) or has_others()):
         cache.bind(config)
 
 

@@ -134,6 +134,20 @@ class LayerKind:
         """Tensors ``[rows, ...]`` that a step changes in all of its rows, those without a token included."""
         return []
 
+    # ------------------------------------------------------------------ files
+
+    def to_file(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors for a file of the saved cache, and other values (plain JSON), by names of the kind's own."""
+        raise NotImplementedError
+
+    def from_file(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take over what :meth:`to_file` of such a layer gave; the tensors are on the layer's device.
+
+        Raises:
+            ValueError: they do not fit. The file may be damaged or malicious.
+        """
+        raise NotImplementedError
+
 
 _STRANGER = LayerKind()
 _Kind = TypeVar("_Kind", bound=type[LayerKind])
@@ -161,6 +175,16 @@ def layer_kind(name: str) -> Callable[[_Kind], _Kind]:
         return kind
 
     return decorate
+
+
+def has_others() -> bool:
+    """Other packages have kinds, too."""
+    return bool(_KINDS) and not _KINDS[0].__module__.startswith(__package__)
+
+
+def kinds() -> dict[str, type[LayerKind]]:
+    """The kinds by their names."""
+    return {one.kind: one for one in _KINDS}
 
 
 def made_layers(cache: Any, text: PreTrainedConfig, stock: Sequence[Any]) -> list[Any]:

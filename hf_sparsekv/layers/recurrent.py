@@ -112,6 +112,23 @@ class Recurrent(LayerKind, LinearAttentionLayer):
     def restless(self) -> list[Tensor]:
         return self.states
 
+    # ------------------------------------------------------------------ files
+
+    def to_file(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        held = {f"{name}.{number}": state for name, number, state in self.named_states()}
+        return held, {str(number): size for number, size in self.conv_kernel_size.items()}
+
+    def from_file(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self.conv_kernel_size = {number: values[str(number)] for number in self.conv_kernel_size}
+        for place, state in tensors.items():
+            name, _, number = place.partition(".")
+            if name not in _DICTS or int(number) not in getattr(self, name):
+                raise ValueError(f"it has no {place}")
+            getattr(self, name)[int(number)] = state
+            getattr(self, f"is_{name}_initialized")[int(number)] = True
+            self.has_previous_state[int(number)] = True
+            self.device, self.dtype = state.device, state.dtype
+
     # ------------------------------------------------------------------ as transformers' own
 
     @no_inference_mode

@@ -28,9 +28,9 @@ _RESERVED, _RESERVED_TIMES = 1 << 28, 16
 
 def check_header(cache: CacheState, file: Reader) -> None:
     """Check that the header's layers agree with each other and the configuration, before any memory is allocated."""
-    latent = {record.latent for record in file.layers if record.window is None}
+    latent = {record.latent for record in file.layers if record.selects}
     first = file.layers[0]
-    blocks = next((record.blocks for record in file.layers if record.window is None), 0)
+    blocks = next((record.blocks for record in file.layers if record.selects), 0)
     for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
         fits = {"length": record.length == first.length, "batch": record.batch == first.batch}
         if isinstance(layer, FullLayer):
@@ -38,7 +38,7 @@ def check_header(cache: CacheState, file: Reader) -> None:
             fits["blocks"] = record.blocks == blocks
             _refuse(file, index, fits)
             fits |= _sparse_fits(layer, record, file.state["rows"]["sealed"], fits["length"], keeps_queries(file))
-        else:
+        elif record.window is not None:
             fits |= _sliding_fits(record, cache.record_past)
         _refuse(file, index, fits)
 
@@ -75,7 +75,7 @@ def check_reserved(cache: CacheState, file: Reader) -> None:
     config, size = cache.config, 0
     chosen = method_of(config).shared.reserves(config)
     for record in file.layers:
-        if record.window is None:
+        if record.selects:
             token = record.heads * (record.key_dim + record.value_dim) * getattr(torch, record.dtype).itemsize
             size += record.batch * ((config.max_length or 0) * token + chosen * record.heads * 4)
     most = max(_RESERVED, _RESERVED_TIMES * file.nbytes)

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -45,8 +45,10 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass
 class Layer:
-    """A layer in the file's header, without its tensors. ``window`` is None in a sparse layer.
+    """A layer in the file's header, without its tensors. ``window`` is None unless it is a sliding layer.
 
+    ``kind`` is that of :mod:`..layers.kinds`, which ``module`` registers; layers that :attr:`selects` is not true of,
+    and which have no window, consist of ``state`` and ``facts``.
     ``key_dim`` and ``value_dim`` are the widths passed to ``update()``; with ``latent`` (MLA) keys are as wide as both.
     """
 
@@ -72,6 +74,9 @@ class Layer:
     chosen: int | None = None  # tokens of the next step's selection
     ring: list[int] | None = None  # number of query heads, and of queries per head
     state: dict[str, list] = field(default_factory=dict)  # name: [dtype, shape] of the policy's other tensors
+    facts: dict[str, Any] = field(default_factory=dict)  # other values
+    kind: str = "full"
+    module: str = ""
     kv_dtype: str | None = None  # dtype of codes in the blocks; their scales are part of the index
 
     def measure(self, found: dict[str, Tensor]) -> None:
@@ -80,6 +85,11 @@ class Layer:
             setattr(self, name, found[name].shape[2] if name in found else None)
         self.query_heads = found["stats_q"].shape[1] if "stats_q" in found else None
         self.ring = list(found["queries"].shape[1:3]) if "queries" in found else None
+
+    @property
+    def selects(self) -> bool:
+        """A policy chooses what its steps attend to: it has a near buffer."""
+        return self.near > 0
 
     @property
     def query_dim(self) -> int:
@@ -92,7 +102,9 @@ class Layer:
         if self.window is not None:
             shape = (*rows, self.kept)
             return {"keys": (dtype, (*shape, self.key_dim)), "values": (dtype, (*shape, self.value_dim))}
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"near_kv": (dtype, (*rows, self.near, width))}
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if self.selects:
+            found["near_kv"] = (dtype, (*rows, self.near, width))
         if self.blocks:
             stored = dtype if self.kv_dtype is None else _NAMES[self.kv_dtype]
             found["blocks"] = (stored, (self.blocks, self.heads, block_size, width))
@@ -197,7 +209,8 @@ LAYER = {
     **dict.fromkeys(("window", "channels", "previous", "query_heads", "chosen"), _or_null(SIZE)),
     "stats_tokens": _or_null(COUNT),
     "index": _object(FIELD),
-    "policy": TEXT,
+    **dict.fromkeys(("policy", "kind", "module"), TEXT),
+    "facts": _object(PLAIN),
     "ring": _or_null(_list(SIZE, 2)),
     "state": _object(FIELD),
     "kv_dtype": Kind("'int8' or null", lambda x: x in (None, "int8")),

@@ -18,9 +18,9 @@ from hf_sparsekv_config.sparse import OffloadConfig, SparseConfig
 from ..attention.handle import Step
 from ..kv.pool import BlockPool
 from ..kv.rows import Rows
-from ..layers.cache_state import CacheState
+from ..layers.cache_state import CacheState, FullLayer
+from ..layers.kinds import face, kinds
 from ..layers.sparse_layer import SparseLayer
-from ..policies.indexed import IndexedPolicy
 from ..policies.registry import called, method_of
 from ..predictor.channels import describe
 from ..tensors import no_inference_mode
@@ -65,8 +65,14 @@ def load_cache(
         rows = _rows(cache, file, device)
         for index, (layer, record) in enumerate(zip(cache.layers, file.layers)):
             where = _device(file, record, device)
-            if isinstance(layer, SparseLayer):
+            if isinstance(layer, FullLayer):
                 _fill(layer, record, rows, file, f"layers.{index}.", where)
+            elif record.window is None:
+                held = {name: file.tensor(f"layers.{index}.{name}").to(where) for name in record.state}
+                try:
+                    layer.from_file(held, record.facts)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise damaged(path, f"layer {index}, of kind {record.kind!r}: {error}") from None
             else:
                 keys, values = (file.tensor(f"layers.{index}.{name}").to(where) for name in ("keys", "values"))
                 layer.lazy_initialization(keys, values)
@@ -82,17 +88,18 @@ def _bind(cache: CacheState, file: Reader, model_config) -> None:
     """Create the cache's layers, which must be of the saved kinds."""
     cache.record_past = file.state["record_past"]
     windows = [record.window for record in file.layers]
+    for index, record in enumerate(file.layers):
+        if record.kind not in kinds():
+            raise ValueError(
+                f"layer {index} in {file.path} is of the kind {record.kind!r}, which {record.module} registers: import "
+                "that first"
+            )
+        if model_config is None and (record.kind != SparseLayer.kind or record.window is not None):
+            raise ValueError(
+                f"layer {index} in {file.path} is of the kind {record.kind!r}, which only the model's configuration "
+                "describes: pass model_config=model.config"
+            )
     if model_config is None:
-        if any(windows):
-            raise ValueError(
-                f"{file.path} holds sliding-window layers, which only the model's configuration describes: pass "
-                "model_config=model.config"
-            )
-        if any(record.policy == IndexedPolicy.__name__ for record in file.layers):
-            raise ValueError(
-                f"{file.path} is of a model that selects tokens by itself, by a trained indexer, which only the "
-                "model's configuration describes: pass model_config=model.config"
-            )
         for index in range(len(windows)):
             cache.layers.append(SparseLayer(cache, index))
         return
@@ -104,11 +111,12 @@ def _bind(cache: CacheState, file: Reader, model_config) -> None:
                 "model_config. Load it for the model that it was made with, or prefill again"
             )
     cache.bind(model_config)
-    kinds = [None if isinstance(layer, SparseLayer) else getattr(layer, "sliding_window", 0) for layer in cache.layers]
-    if kinds != windows:
+    saved = [(record.kind, record.window) for record in file.layers]
+    made = [(face(layer).kind, getattr(layer, "sliding_window", None)) for layer in cache.layers]
+    if made != saved:
         raise ValueError(
-            f"{file.path} was saved from another model: its layers' windows are {windows}, those of model_config "
-            f"{kinds} (None: full attention). Load it for the model that it was made with, or prefill again"
+            f"{file.path} was saved from another model: the kinds and windows of its layers are {saved}, those of "
+            f"model_config {made}. Load it for the model that it was made with, or prefill again"
         )
 
 
@@ -116,7 +124,7 @@ def _rows(cache: CacheState, file: Reader, device: torch.device | str | None) ->
     """The rows, and the new ids of the saved blocks. Without sparse layers there are none."""
     about, size, columns = file.state["rows"], cache.config.block_size, file.layers[0].length
     lengths, sealed = tuple(about["lengths"]), tuple(about["sealed"])
-    ours = next((record for record in file.layers if record.window is None), None)
+    ours = next((record for record in file.layers if record.selects), None)
     batch, blocks = (0, 0) if ours is None else (ours.batch, ours.blocks)
     # A step seals tokens older than the window plus drafts; crop() unseals tokens that the window needs.
     old = [length - cache.config.window for length in lengths]
@@ -166,7 +174,7 @@ def _device(file: Reader, record: Layer, device: torch.device | str | None) -> t
 
 
 def _fill(
-    layer: SparseLayer,
+    layer: FullLayer,
     record: Layer,
     loaded: tuple[Rows, np.ndarray],
     file: Reader,

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..kv.row_table import RowTable
 from ..kv.rows import Rows
 from ..layers.cache_state import CacheState, FullLayer
-from ..layers.sliding import Sliding, SlidingRing
+from ..layers.kinds import face
+from ..layers.sliding import Sliding
 from ..layers.together import check_complete
 from ..policies.registry import method_of
 from ..predictor.channels import describe
@@ -50,9 +50,11 @@ def save_cache(cache: CacheState, kinds: Kinds, path: str | os.PathLike[str]) ->
     named = np.unique(table[table >= 0])
     layers, pieces = [], {}
     for index, layer in enumerate(cache.layers):
-        record, held = (
-            _sparse(layer, torch.from_numpy(named).long()) if isinstance(layer, FullLayer) else _sliding(layer, index)
-        )
+        if isinstance(layer, FullLayer):
+            record, held = _sparse(layer, torch.from_numpy(named).long())
+        else:
+            record, held = (_sliding if isinstance(layer, Sliding) else _other)(layer, index, cache)
+        record.kind, record.module = layer.kind, type(layer).__module__
         layers.append(record)
         pieces |= {f"layers.{index}.{name}": piece for name, piece in held.items()}
     padding = None if rows.valid is None else rows.valid.shape[1]
@@ -145,12 +147,30 @@ def _rows_of(held: Tensor, named: Tensor) -> Iterator[Tensor]:
         yield held[part]
 
 
-def _sliding(layer, index: int) -> tuple[Layer, dict[str, Pieces]]:
-    if type(layer) not in (DynamicSlidingWindowLayer, Sliding, SlidingRing):
+def _other(layer, index: int, cache: CacheState) -> tuple[Layer, dict[str, Pieces]]:
+    """A layer of another kind, as it describes itself."""
+    try:
+        held, facts = face(layer).to_file()
+    except NotImplementedError:
         raise ValueError(
-            f"layer {index} is a {type(layer).__name__}: caches with layers other than full and sliding-window "
-            "attention (linear attention, for one) cannot be saved yet"
-        )
+            f"layer {index} is a {type(layer).__name__}, which cannot be saved: its kind says nothing of files "
+            "(LayerKind.to_file())"
+        ) from None
+    first = next(iter(held.values()), torch.empty(0))
+    record = Layer(
+        device=str(first.device),
+        dtype="float32",
+        **dict.fromkeys(("heads", "key_dim"), 1),
+        value_dim=0,
+        batch=cache.row_table.batch if cache.sparse_layers else len(first),
+        length=cache.get_seq_length(),
+        state={name: [dtype_name(t.dtype), list(t.shape)] for name, t in held.items()},
+        facts=facts,
+    )
+    return record, {name: _whole(tensor) for name, tensor in held.items()}
+
+
+def _sliding(layer, index: int, cache: CacheState) -> tuple[Layer, dict[str, Pieces]]:
     keys, values = (held.as_subclass(torch.Tensor) for held in (layer.keys, layer.values))
     record = Layer(
         device=str(keys.device),
