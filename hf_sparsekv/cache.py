@@ -407,7 +407,7 @@ class SparseCache(CacheState):
         """Write the cache to one safetensors file, which appears when it is whole; several may save to one path.
 
         Raises:
-            ValueError: nothing is cached, or the model has layers that cannot be saved (linear attention).
+            ValueError: nothing is cached, or the model has layers that cannot be saved.
             RuntimeError: an earlier error left the cache incomplete.
             OSError: ``path`` cannot be written; its directory has to exist.
         """

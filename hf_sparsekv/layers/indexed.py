@@ -256,6 +256,9 @@ class Borrower(LayerKind, _Dummy):
         source.policy.indexers = nth + 1
         return cls(source, nth)
 
+    def why_no_rows(self) -> str | None:
+        return "rows that come and go are not for layers that attend to what another one has stored"
+
     def update_indexer(self, keys: Tensor) -> Tensor:
         """See :meth:`IndexedLayer.update_indexer`."""
         return self.source.update_indexer(keys, self.place)

@@ -50,6 +50,10 @@ class LayerKind:
     def states(self) -> list[Tensor]:
         return []
 
+    def _named(self, stranger: str) -> str:
+        """The kind, in a message; ``stranger``: layers of none."""
+        return f"of the kind {self.kind!r}: see LayerKind, docs/extending.md" if self.kind else stranger
+
     # ------------------------------------------------------------------ making
 
     @classmethod
@@ -72,10 +76,7 @@ class LayerKind:
 
     def why_eager(self, cache: Any) -> str | None:
         """Why no step over this layer can be captured; None: it can."""
-        return (
-            "the model has layers that cannot be captured (attention and a state in one layer, or sliding ones that "
-            "keep their past)"
-        )
+        return f"the model has layers that cannot be captured ({self._named('attention and a state in one layer')})"
 
     def begin_capture(self, replay: Any, rows: int) -> None:
         """A trial step of the first ``rows`` rows begins, which may be recorded: the host waits for nothing.
@@ -107,10 +108,8 @@ class LayerKind:
 
     def why_no_rows(self) -> str | None:
         """Why rows of this layer cannot come and go (``cache.rows()``); None: they can."""
-        return (
-            "rows that come and go need layers that keep each row apart: layers of attention and a state together, "
-            "and those that attend to what another one has stored, do not"
-        )
+        what = self._named("attention and a state in one layer")
+        return f"rows that come and go need layers that keep each row apart, which this model's do not ({what})"
 
     def for_rows(self, cache: Any, index: int, rows: int) -> Any:
         """The layer of ``cache`` for ``rows`` rows, all empty: this one has read the first that is to join."""

@@ -47,6 +47,9 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
     def for_steps(self, cache: CacheState, index: int) -> Any:
         return SlidingRing(self, cache, index) if self.is_initialized and not self.record_past else self
 
+    def why_eager(self, cache: CacheState) -> str | None:
+        return "sliding layers keep their past, for tokens that are taken back (activate_past_recording())"
+
     def why_no_rows(self) -> str | None:
         return None
 

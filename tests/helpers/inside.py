@@ -21,6 +21,7 @@ from hf_sparsekv.cuda_graph import late_stop
 from hf_sparsekv.kv import sealing
 from hf_sparsekv.kv.block_ids import BlockIds
 from hf_sparsekv.kv.pool import BlockPool
+from hf_sparsekv.layers import kinds
 from hf_sparsekv.offload import host_limit, host_pages, host_pool
 from hf_sparsekv.ops import _cuda, _device
 from hf_sparsekv.policies import registry
@@ -107,7 +108,8 @@ def runs_ahead(patch: MonkeyPatch) -> None:
 
 
 def own_methods(patch: MonkeyPatch) -> dict[str, Any]:
-    """Methods that are registered from now on are gone after the test; all that are known."""
+    """Methods and kinds of layers that are registered from now on are gone after the test; all methods there are."""
+    patch.setattr(kinds, "_KINDS", [*kinds._KINDS])
     patch.setattr(registry, "_METHODS", dict(registry._METHODS))
     return registry._METHODS
 

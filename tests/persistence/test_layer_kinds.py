@@ -6,6 +6,7 @@ import layer_kinds
 import pytest
 import torch
 from caches import CACHES
+from inside import own_methods
 from models import model
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -21,7 +22,7 @@ GO = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True,
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(kinds, "_KINDS", [*kinds._KINDS])
+    own_methods(monkeypatch)
 
 
 def register(name: str = "sixteen", base: type = LayerKind):
