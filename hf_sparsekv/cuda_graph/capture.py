@@ -161,8 +161,8 @@ class Trial:
                 state.first_rows(len(ids))
         for layer, plan in zip(self.layers, self.wanted.plans):
             layer.captured, layer.store.capturing = CapturedLayer(replay, plan), True
-        for layer in self.others:
-            layer.begin_capture(replay, len(ids))
+        for other in self.others:
+            other.begin_capture(replay, len(ids))
         try:
             if drafts is None:
                 valid = self.valid if self.valid is None else self.valid[:, 0]
@@ -173,8 +173,8 @@ class Trial:
                 out = self.forward(
                     input_ids=ids, position_ids=self.positions, **over(self.model, cache), **self.wanted.rest
                 )
-            for layer in self.others:
-                layer.check_capture()
+            for other in self.others:
+                other.check_capture()
             replay.join()
             for state in self.saved:
                 state.check()
@@ -185,8 +185,8 @@ class Trial:
         finally:
             for state in self.saved:
                 state.put_back_rows()
-            for layer in self.others:
-                layer.end_capture()
+            for other in self.others:
+                other.end_capture()
 
     def _begun(self, steps: StepRows, drafts: Drafts) -> DraftRows:
         """The rows of a pass over drafts, which begins."""
@@ -213,7 +213,7 @@ class Trial:
         for held, before in self.states:
             held.copy_(before)
         cache.linear_passes.take(self.passes)
-        for layer in self.others:
-            layer.end_capture()
+        for other in self.others:
+            other.end_capture()
         for layer in self.layers:
             layer.broken = None

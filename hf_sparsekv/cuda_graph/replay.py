@@ -194,8 +194,8 @@ class Replayer:
                 watch.look(mask)
             cache.replays.add(layers, step.plans, step.queries, taken, cache.config.sinks, queries)
             table.rows = taken.after  # what layers hold that follow the table
-            for layer in steady.others:
-                layer.advance()
+            for other in steady.others:
+                other.advance()
             steps.held = taken.after
             for layer in layers:
                 layer.broken = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,7 @@ from ..offload.page_table import DevicePools
 from ..policies.base import Policy
 from ..policies.shared import Shared
 from ..types import AttentionParams
+from .kinds import LayerKind
 from .linear_passes import LinearPasses
 from .next_step import NextStep
 from .replays import Replays
@@ -94,7 +95,7 @@ class CacheState(Cache):
     if TYPE_CHECKING:  # methods of SparseCache
 
         @property
-        def sparse_layers(self) -> Sequence[FullLayer]: ...
+        def sparse_layers(self) -> list[Any]: ...
         def bind(self, model_config: Any) -> None: ...
         def attend(
             self, module: Any, step: Step, query: Tensor, mask: Tensor | None, params: AttentionParams, dropout: float
@@ -172,7 +173,7 @@ class Owned:
         )
 
 
-class FullLayer(Owned):
+class FullLayer(Owned, LayerKind):
     """A layer of full attention, as passes and files use it; its attributes: see :class:`.sparse_layer.SparseLayer`."""
 
     index: int
@@ -183,10 +184,14 @@ class FullLayer(Owned):
     broken: str | None
     next_step: NextStep
     audit: PromptAudit
+    pending: Step | None
     captured: Any  # CapturedLayer | None
 
     if TYPE_CHECKING:  # methods of SparseLayer
 
         def begin(self, step: Step, q_heads: int, valid: Tensor | None = None) -> None: ...
         def commit(self, step: Step, query: Tensor | None, valid: Tensor | None) -> None: ...
+        def materialise(self, step: Step, which: str) -> Tensor: ...
         def shorten(self, rows: Rows) -> None: ...
+        def map_rows(self, index: Tensor, rows: Rows) -> None: ...
+        def _check_complete(self) -> None: ...

@@ -6,7 +6,8 @@ A kind is one file: a class with this face, below ``@layer_kind(name)``. docs/ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -14,7 +15,8 @@ from transformers import PreTrainedConfig
 from ..kv.step_rows import StepRows
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where a layer is made.
 
     Args:

@@ -127,7 +127,7 @@ class Recurrent(LayerKind, LinearAttentionLayer):
             getattr(self, name)[int(number)] = state
             getattr(self, f"is_{name}_initialized")[int(number)] = True
             self.has_previous_state[int(number)] = True
-            self.device, self.dtype = state.device, state.dtype
+            self.__dict__.update(device=state.device, dtype=state.dtype)
 
     # ------------------------------------------------------------------ as transformers' own
 
@@ -135,7 +135,7 @@ class Recurrent(LayerKind, LinearAttentionLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore
         """As transformers' own; after :meth:`reset` in memory for another batch, if that has changed."""
         self._forget_other("conv_states", state_idx, conv_states.shape[:-1], conv_states)
         return super().update_conv_state(conv_states, state_idx, **kwargs)

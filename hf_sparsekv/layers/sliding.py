@@ -151,7 +151,7 @@ class SlidingRing(Owned, Sliding):
             absorbed.refresh(key_states)
             self._refreshed = True
         if self.answers_by_handle:
-            step = Step(self, key_states, value_states, self.cumulative_length, absorbed)
+            step = Step(self, key_states, value_states, self.cumulative_length, absorbed)  # type: ignore[arg-type]
             return KVHandle(step, "k"), KVHandle(step, "v")
         keys, values = (torch.cat(both, 2) for both in zip(self._last, (key_states, value_states)))
         self._write(key_states, value_states, self.cumulative_length)

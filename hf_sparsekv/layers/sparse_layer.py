@@ -33,7 +33,7 @@ from .beginning import begin_pass
 from .cache_state import BYPASSED, CacheState, FullLayer, end_pass, is_first, new_rows, warn_once
 from .captured import CapturedLayer
 from .checks import check_tokens, fits, moves_itself
-from .kinds import LayerKind, Place, layer_kind
+from .kinds import Place, layer_kind
 from .next_step import NextStep
 from .sparse_prompt import PromptAudit
 from .step import asked, asking, foresee, planned
@@ -48,7 +48,7 @@ def _inspected(layer: SparseLayer, which: int) -> Tensor | None:
 
 
 @layer_kind("full")
-class SparseLayer(FullLayer, LayerKind, CacheLayerMixin):
+class SparseLayer(FullLayer, CacheLayerMixin):
     """One full-attention layer of a sparse cache: a store, a policy, and the bookkeeping that transformers asks for.
 
     Attributes:

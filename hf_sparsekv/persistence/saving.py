@@ -160,7 +160,8 @@ def _other(layer, index: int, cache: CacheState) -> tuple[Layer, dict[str, Piece
     record = Layer(
         device=str(first.device),
         dtype="float32",
-        **dict.fromkeys(("heads", "key_dim"), 1),
+        heads=1,
+        key_dim=1,
         value_dim=0,
         batch=cache.row_table.batch if cache.sparse_layers else len(first),
         length=cache.get_seq_length(),
