@@ -195,8 +195,9 @@ class LayerStore(State):
     @property
     def table(self) -> Tensor:
         """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
-        held = self.block_table
-        return held if self.capturing else held[:, : (self._rows or self.table_of_rows.rows).full_blocks]
+        held = self.table_of_rows.blocks.on[self.device]  # as block_table, without its call: asked in each step
+        n = None if self.capturing else (self._rows or self.table_of_rows.rows).full_blocks
+        return held[: self.batch, :n]
 
     @property
     def step_rows(self) -> StepRows:
