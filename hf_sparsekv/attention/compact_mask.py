@@ -61,8 +61,10 @@ class CompactMask(torch.Tensor):
     Our attention function reads :attr:`rule`. Any other operation on it gets the real tensor.
     """
 
+    rule: Rule
+
     @staticmethod
-    def __new__(cls, rule: Rule, batch: int, queries: int, columns: int, device: torch.device | str) -> CompactMask:
+    def __new__(cls, rule: Rule, batch: int, queries: int, columns: int, device: torch.device) -> CompactMask:
         shape = batch, 1, queries, columns
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.rule = rule
@@ -86,7 +88,8 @@ class CompactMask(torch.Tensor):
 
     def on(self, device: torch.device) -> CompactMask:
         """The mask for another device."""
-        return CompactMask(self.rule.to(device), self.shape[0], *self.shape[2:], device)
+        batch, _, queries, columns = self.shape
+        return CompactMask(self.rule.to(device), batch, queries, columns, torch.device(device))
 
     def materialise(self) -> Tensor:
         """The mask as a plain tensor."""

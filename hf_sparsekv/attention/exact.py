@@ -98,8 +98,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: fl
         return None  # they would make all scores
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "enable_gqa": grouped}
     if q == 1 or q == n:
-        given = (query, key, value) if query.is_cuda else _one_width(query, key, value)
-        return F.scaled_dot_product_attention(*given, is_causal=q > 1, **options)[..., : value.shape[3]]
+        wide_q, wide_k, wide_v = (query, key, value) if query.is_cuda else _one_width(query, key, value)
+        return F.scaled_dot_product_attention(wide_q, wide_k, wide_v, is_causal=q > 1, **options)[..., : value.shape[3]]
     if same and query.is_cuda and query.itemsize == 2:
         from torch.nn.attention.bias import causal_lower_right  # reaches the flash kernels without a mask tensor
 
@@ -107,10 +107,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: fl
     return None
 
 
-def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values with zeros up to the widest: torch's fused kernel for CPUs has one width."""
-    width = max(t.shape[3] for t in tensors)
-    return tuple(F.pad(t, (0, width - t.shape[3])) for t in tensors)
+def _one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros up to the wider one: torch's fused kernel for CPUs has one width."""
+    more = query.shape[3] - value.shape[3]
+    wider = (0, max(0, -more))
+    return F.pad(query, wider), F.pad(key, wider), F.pad(value, (0, max(0, more)))
 
 
 def _row_by_row(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, columns: Tensor) -> Tensor | None:
@@ -183,8 +184,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: Atten
         group = query.shape[2]
         out = F.scaled_dot_product_attention(query.flatten(2, 3), key, value, grouped, dropout, scale=params.scale)
         return out.unflatten(2, (group, -1)).flatten(1, 2)
-    given = _one_width(query, key, value)
-    out = F.scaled_dot_product_attention(*given, mask, dropout, scale=params.scale, enable_gqa=True)
+    q, k, v = _one_width(query, key, value)
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=params.scale, enable_gqa=True)
     return out[..., : value.shape[3]]
 
 

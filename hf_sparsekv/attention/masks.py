@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def _compact(
         if bool(columns.all()):  # one synchronisation a forward, as sdpa's own mask has
             columns = None
     rule = rule_of(mask_function, kv_offset, columns)
-    return None if rule is None else CompactMask(rule, batch, q, n, device)
+    return None if rule is None else CompactMask(rule, batch, q, n, torch.device(device))
 
 
 def _columns(
@@ -246,7 +247,7 @@ def seen_columns(mask: Tensor, past: int) -> Tensor:
         bool ``[batch, past]``.
     """
     mask = mask.materialise() if isinstance(mask, CompactMask) else mask  # of chunks, over a layer that keeps all
-    new = new_columns(mask, past, mask.shape[3])
+    new: Any = new_columns(mask, past, mask.shape[3])
     return (shows(mask[..., :past]).any(1) & new[:, :, None]).any(1)
 
 

@@ -145,8 +145,8 @@ def sparse_attention(
         if start is None and plain and flash_4.serves(some, value):
             flash_4.block_attention(some, key, value, ids, counts, params.scale, past, mine)
         else:
-            more = params.softcap, params.sink_logits
-            block_attention(some, key, value, ids, counts, params.scale, past, start, mine, *more)
+            about = params.softcap, params.sink_logits
+            block_attention(some, key, value, ids, counts, params.scale, past, start, mine, *about)
     return out
 
 

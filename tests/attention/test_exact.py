@@ -9,9 +9,10 @@ import pytest
 import torch
 from inside import no_plans_yet
 
-from hf_sparsekv.attention import parts
+from hf_sparsekv.attention import exact, parts
 from hf_sparsekv.attention.exact import exact_attention
 from hf_sparsekv.attention.parts import chunk_attention, merge
+from hf_sparsekv.ops.attention.prompt_attention import reference
 from hf_sparsekv.types import AttentionParams
 
 
@@ -233,3 +234,33 @@ def test_chunks_on_a_gpu(q, n, heads, dim, dtype, size, monkeypatch):
     assert float((found.float() - want.float()).square().mean().sqrt()) < 2e-3
     if torch.cuda.get_device_capability()[0] >= 9:
         assert parts.serves(query, key, value)
+
+
+@pytest.mark.parametrize("q", [60, 25, 12])
+@pytest.mark.parametrize("starts", [(0, 17, 40), (5, 0, 0), (0, 50, 3), (30, 60, 0)])
+def test_long_rows_of_a_padded_batch_one_by_one(q, starts, monkeypatch):
+    """Without the padding in front of them; short rows take our kernel, in one launch with the others."""
+    query, key, value = tensors(q, 60, batch=3)
+    columns = torch.arange(60) >= torch.tensor(starts)[:, None]
+    params, calls = AttentionParams(0.3), []
+
+    def causal(query, key, value, scale):
+        calls.append((query.shape[2], key.shape[2]))
+        return definition(query, key, value, scale)
+
+    def kernel(query, key, value, scale, columns, *rest):
+        calls.append("kernel")
+        return reference.prompt_attention(query, key, value, scale, columns)
+
+    given = {"use_triton": lambda t: True, "serves": lambda query, key, value: query.shape[2] > 1}
+    for name, what in {**given, "chunk_attention": causal, "prompt_attention": kernel, "LEAST": 12}.items():
+        monkeypatch.setattr(exact, name, what)
+    found = exact_attention(query, key, value, params, columns=columns)
+    for row, start in enumerate(starts):
+        new = min(q, 60 - start)  # tokens among the queries
+        own = slice(row, row + 1), slice(None)
+        rows = query[own][:, :, q - new :], key[own][:, :, start:], value[own][:, :, start:]
+        torch.testing.assert_close(found[own][:, :, q - new :], definition(*rows, 0.3), atol=1e-5, rtol=1e-5)
+        assert not found[own][:, :, : q - new].any()
+    long = [(min(q, 60 - start), 60 - start) for start in starts]
+    assert calls == (long if min(long)[0] >= 12 else ["kernel"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from caches import FULL, two_level
-from models import COMMON, MODELS, build, prompt, reference, wide
+from models import COMMON, MODELS, REFERENCE, build, prompt, wide
 
 from hf_sparsekv.attention import exact
 from hf_sparsekv.attention.compact_mask import CompactMask
@@ -51,9 +51,9 @@ def made(name: str, attn: str):
     return wide(model_class(config_class(**{**COMMON, **own}, attn_implementation=attn)))
 
 
-@pytest.fixture(params=["torch", "kernel"])
-def way(request, monkeypatch):
-    """Some queries at a time, or by the kernel; in both no mask of a whole prompt."""
+@pytest.fixture(params=["torch", "kernel", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Some queries at a time, or by the kernel; in all no mask of a whole prompt."""
     if request.param == "kernel":
         pytest.importorskip("triton")
         from hf_sparsekv.ops.attention.prompt_attention import triton
@@ -64,26 +64,23 @@ def way(request, monkeypatch):
 
         monkeypatch.setattr(exact, "use_triton", lambda t: True)
         monkeypatch.setattr(exact, "prompt_attention", kernel)
-    else:
+    elif request.param == "torch":
         monkeypatch.setattr(exact, "PIECE_BYTES", 3000)
         monkeypatch.setattr(exact, "LEAST_AT_ONCE", 7)
     monkeypatch.setattr(CompactMask, "materialise", lambda mask: pytest.fail(f"{mask} was made"))
-    return request.param
-
-
-def own(name: str):
-    if name in MODELS:
-        return reference(name)
-    return made(name, "sdpa")
+    return "cuda" if request.param == "gpu" else "cpu"
 
 
 @pytest.mark.few
 @pytest.mark.parametrize("kind", ["plain", "unbound", "padded", "chunks", "turns", "no cache"])
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-def test_tokens(name, offload, kind, way):
-    inputs = prompt(2, 75, (0, 31) if kind in ("padded", "chunks") else None)
-    ours, theirs = made(name, "sparsekv"), own(name)
+def test_tokens(name, offload, kind, device):
+    def asked(*how, **named):
+        return {key: value.to(device) for key, value in prompt(*how, **named).items()}
+
+    inputs = asked(2, 75, (0, 31) if kind in ("padded", "chunks") else None)
+    ours, theirs = (made(name, attn).to(device) for attn in ("sparsekv", REFERENCE.get(name, "sdpa")))
     if kind == "no cache":
         with torch.no_grad():
             found, expected = (net(**inputs, use_cache=False).logits for net in (ours, theirs))
@@ -95,7 +92,7 @@ def test_tokens(name, offload, kind, way):
     if kind == "turns":
         first = [net.generate(**inputs, **given, **GREEDY) for net, given in zip((ours, theirs), caches)]
         assert torch.equal(*first)
-        ids = torch.cat((first[0], prompt(2, 40, seed=1)["input_ids"]), dim=1)
+        ids = torch.cat((first[0], asked(2, 40, seed=1)["input_ids"]), dim=1)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if kind == "chunks":
         with torch.no_grad():
