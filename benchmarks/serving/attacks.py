@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from . import hostile_fields
+from . import hostile_fields, hostile_grammars
 
 Address = tuple[str, int]
 HARMFUL = 1 << 20  # bytes from which on all bodies that are about size are to be refused
@@ -163,6 +163,8 @@ BODIES: dict[str, Body] = {
         f"a tool with {name}": _chat(hostile_fields.as_tool(make), SERVED)
         for name, make in hostile_fields.SCHEMAS.items()
     },
+    **{f"a grammar: {name}": _chat(make, SERVED) for name, make in hostile_grammars.FIELDS.items()},
+    **{f"{path} of {name}": Body(make, SERVED, path) for (path, name), make in hostile_grammars.BODIES.items()},
 }
 
 
