@@ -74,7 +74,7 @@ test-gpu:  ## all tests that need a GPU, on the GPUs that are visible; adds a ro
 
 test-lm-eval: $(INSTALLED)  ## the adapter to lm-evaluation-harness, which this installs
 	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,lm-eval]'
-	$(BIN)/python -m pytest tests/evaluation/test_lm_eval.py
+	$(BIN)/python -m pytest tests/evaluation/test_lm_eval.py tests/evaluation/test_lm_eval_client.py
 
 test-clients: $(CLIENTS_STAMP) $(INSTALLED)  ## other programs' clients against the server, in an environment of their own; prints a table
 	$(BIN)/python tests/clients/scripted.py $(CLIENTS)/bin/python tests/clients/run.py

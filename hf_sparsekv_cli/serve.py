@@ -92,9 +92,14 @@ def serve(
         bool, _of_server("--log-requests", help="A line for each request, with its id; no prompts and no answers.")
     ] = False,
     max_answer: Annotated[
-        int,
-        _of_requests(min=1, help="Tokens of a chat's answer if the client does not say: memory is reserved for them."),
-    ] = 4096,
+        int | None,
+        _of_requests(
+            min=1,
+            help="Tokens of a chat's answer if the client does not say: memory is reserved for them. Default: as many "
+            "as there is memory for in each of the rows.",
+            show_default=False,
+        ),
+    ] = None,
     device_kv: Annotated[
         int | None,
         _of_requests(

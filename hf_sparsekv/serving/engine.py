@@ -119,6 +119,11 @@ class Engine:
         return self.serving.max_waiting
 
     @property
+    def tokens_per_row(self) -> int:
+        """Tokens of a prompt and its answer that memory has for each of ``max_rows`` requests at a time."""
+        return max(1, self._blocks // self.serving.max_rows - 1) * self._cache.config.block_size
+
+    @property
     def failed(self) -> BaseException | None:
         """The error of the decode step that ended the engine, or None. After it, no request is served."""
         return self._intake.failed

@@ -42,7 +42,6 @@ from .tokenizing import Tokenizing
 from .tools import TEMPLATE, Reading
 
 MAX_BODY = 16 << 20  # bytes: some 4 million tokens of English
-MAX_ANSWER = 4096  # most tokens of a chat's answer if the client sets no limit: memory is reserved for it
 SUBMITTING = 64  # threads that submit small bodies, and as many large ones: READING read, others wait for schemas
 IGNORED = "x-ignored-fields"
 OPENMETRICS = "application/openmetrics-text"
@@ -55,7 +54,7 @@ def create_app(
     model_id: str,
     api_key: str | Sequence[str] | None = None,
     max_body: int = MAX_BODY,
-    max_answer: int | None = MAX_ANSWER,
+    max_answer: int | None = None,
     allowed_hosts: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     ignore_unknown_fields: bool = False,
@@ -69,7 +68,8 @@ def create_app(
         api_key: key, or keys, that clients send as ``Authorization: Bearer ...`` or ``x-api-key``; surrounding
             whitespace is ignored. ``None``: no key is needed.
         max_body: most bytes of a request's body.
-        max_answer: most tokens of a chat's answer if the client sets no limit. ``None``: the rest of the context.
+        max_answer: most tokens of a chat's answer if the client sets no limit. ``None``: as many as
+            memory has for each row.
         allowed_hosts: host names, besides ``localhost`` and IP addresses, that requests to a loopback address may use
             if there is no key. ``"*"``: any. The check keeps web pages in a browser on this machine from sending
             requests by DNS rebinding.

@@ -26,6 +26,9 @@ class Engine(Protocol):
     def max_waiting(self) -> int: ...
 
     @property
+    def tokens_per_row(self) -> int: ...
+
+    @property
     def ready(self) -> bool: ...
 
     @property

@@ -35,6 +35,7 @@ FIELDS = {
     "grammar": "tool_choice",
     "prompt_logprobs": "logprobs",
 }
+COMMON_ANSWER = 4096  # tokens
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 CUT = 16  # tokens that a piece may have more because it is cut out
 
@@ -45,7 +46,7 @@ class Prompts:
     Args:
         engine: serves the requests.
         model_id: the name that clients ask for.
-        max_answer: tokens of a chat's answer if the client does not say; None: what is left of the context.
+        max_answer: tokens of a chat's answer if the client does not say; None: as many as memory has for each row.
         ignore_unknown: leave unknown fields out.
         tool_format: the form in which the model writes calls; None: that of its chat template.
     """
@@ -87,7 +88,7 @@ class Prompts:
             with _told(asked):
                 if asked.messages is not None:
                     asked, reading, prompt = self._conversation(asked)
-                    prompts, default = [prompt], self._max_answer
+                    prompts, default = [prompt], self._most_of_answer(len(prompt))
                 else:
                     prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
                     if asked.echo:
@@ -126,6 +127,16 @@ class Prompts:
         prompt = self._rendered(asked)
         asked, reading = self._with_reading(asked, prompt)
         return asked, reading, prompt
+
+    def _most_of_answer(self, prompt: int) -> int:
+        """Tokens of an answer to a prompt of so many, if the client does not say: the engine reserves memory for them.
+
+        All rows may have as many. Where long prompts leave little of a row's share, it is a common length all the same.
+        """
+        if self._max_answer is not None:
+            return self._max_answer
+        share = self._engine.tokens_per_row
+        return max(share - prompt, min(COMMON_ANSWER, share // 2), 1)
 
     def loaded(self, body: bytes) -> dict[str, Any]:
         """A body's fields, if it asks for the model that is served."""

@@ -34,7 +34,7 @@ from hf_sparsekv_config.sparse import OffloadConfig
 from hf_sparsekv_config.tokens import TokenConfig
 
 from ..http import create_app
-from ..http.app import MAX_ANSWER, MAX_BODY
+from ..http.app import MAX_BODY
 from ..http.metrics import COUNTS, NOW, PREFIX
 from ..loading import load
 from ..process import set_aside, short_turns, warm_up
@@ -60,7 +60,8 @@ class Deployed(BaseModel, extra="forbid"):
         config: selection method: a preset's name, or fields of :class:`.TokenConfig`. None: its defaults.
         offload: keep full blocks in host memory: True, False, or fields of :class:`.OffloadConfig`.
         serving: fields of :class:`.ServingConfig`.
-        max_answer: most tokens of a chat's answer if the client sets no limit. None: the rest of the context.
+        max_answer: most tokens of a chat's answer if the client sets no limit. None: as many
+            as memory has for each row.
         max_body: most bytes of a request's body.
         allowed_hosts: host names that requests to a proxy on a loopback address may use, if there is no key.
         tensor_parallel: ranks of a replica, each on one GPU of a machine. 1: one GPU has the whole model.
@@ -81,7 +82,7 @@ class Deployed(BaseModel, extra="forbid"):
     config: str | dict[str, Any] | None = None
     offload: bool | dict[str, Any] = False
     serving: dict[str, Any] = {}
-    max_answer: int | None = Field(MAX_ANSWER, ge=1)
+    max_answer: int | None = Field(None, ge=1)
     max_body: int = Field(MAX_BODY, ge=1)
     allowed_hosts: list[str] = []
     tensor_parallel: int = Field(1, ge=1)

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: make test-lm-eval")
 pytest.importorskip("tenacity", reason="lm-evaluation-harness has no client: its extra `api` is not installed")
 
-from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from hf_sparsekv import Engine, ServingConfig, TokenConfig  # noqa: E402
-from hf_sparsekv_eval.lm_eval_model import SparseKVLM  # noqa: E402
-from hf_sparsekv_serve.http import create_app  # noqa: E402
+from hf_sparsekv import Engine, ServingConfig, TokenConfig
+from hf_sparsekv_eval.lm_eval_model import SparseKVLM
+from hf_sparsekv_serve.http import create_app
 
 ASKED = [(CONTEXT, "fox"), (CONTEXT, "dog and jug"), ("the lazy", " dog"), (CONTEXT[:100], CONTEXT[100:])]
 
@@ -27,17 +27,17 @@ def test_likelihoods_are_those_of_our_evaluation(tiny, concurrent):
     ours = SparseKVLM(str(tiny), cache="full", device="cpu")
     expected = ours.loglikelihood(requests("loglikelihood", *ASKED), disable_tqdm=True)
     rolling = requests("loglikelihood_rolling", (CONTEXT,))
-    with Engine(model, tokenizer, TokenConfig(**SMALL, **FULL), None, serving_config) as engine:
-        with serving(create_app(engine, "tiny")) as url:
-            options = {"num_concurrent": concurrent, "max_retries": 1, "batch_size": 2, "max_length": 900}
-            client = LocalCompletionsAPI(
-                model="tiny", base_url=f"{url}/v1/completions", tokenizer=str(tiny), tokenized_requests=True, **options
-            )
-            found = client.loglikelihood(requests("loglikelihood", *ASKED), disable_tqdm=True)
-            (whole,) = client.loglikelihood_rolling(rolling, disable_tqdm=True)
-            generated = client.generate_until(
-                requests("generate_until", (CONTEXT, {"until": ["a", "b", "c", "d", "e", "fox"], "max_gen_toks": 8}))
-            )
+    engine = Engine(model, tokenizer, TokenConfig(**SMALL, **FULL), None, serving_config)
+    with engine, serving(create_app(engine, "tiny")) as url:
+        options = {"num_concurrent": concurrent, "max_retries": 1, "batch_size": 2, "max_length": 900}
+        client = LocalCompletionsAPI(
+            model="tiny", base_url=f"{url}/v1/completions", tokenizer=str(tiny), tokenized_requests=True, **options
+        )
+        found = client.loglikelihood(requests("loglikelihood", *ASKED), disable_tqdm=True)
+        (whole,) = client.loglikelihood_rolling(rolling, disable_tqdm=True)
+        generated = client.generate_until(
+            requests("generate_until", (CONTEXT, {"until": ["a", "b", "c", "d", "e", "fox"], "max_gen_toks": 8}))
+        )
     for (got, greedy), (want, is_greedy) in zip(found, expected):
         assert got == pytest.approx(want, abs=1e-3) and greedy == is_greedy
     assert whole == pytest.approx(ours.loglikelihood_rolling(rolling, disable_tqdm=True)[0], abs=2e-3)

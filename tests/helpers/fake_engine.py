@@ -54,7 +54,7 @@ class FakeEngine:
         fail_at=None,
         answer=None,
     ) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
+        self.tokenizer, self.max_length, self.tokens_per_row = tokenizer, max_length, max_length
         self.step_s, self.max_rows, self.max_waiting = step_s, max_rows, max_waiting
         self.burst, self.fail_at = burst, fail_at
         self.answer = None if answer is None else [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]

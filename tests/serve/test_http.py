@@ -113,13 +113,21 @@ def test_settings_reach_the_engine_and_defaults_are_openais(client, engine):
     assert engine.samplings[-1].top_k == 0
 
 
-def test_an_answer_may_take_what_is_left_of_the_context_or_the_servers_limit(engine):
+def test_an_answer_may_take_what_is_left_of_the_context_or_the_servers_limit(engine, monkeypatch):
     with serving(create_app(engine, "m", max_answer=None)) as url:
         body = {"messages": [{"role": "user", "content": "a" * 990}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body).json()
         assert answer["usage"]["total_tokens"] == engine.max_length and answer["usage"]["completion_tokens"] == 8
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 995}).json()
         assert answer["usage"]["completion_tokens"] == 5
+    with serving(create_app(engine, "m")) as url, monkeypatch.context() as patch:
+        for share, kind, expected in (
+            *((600, "total", 600), (5000, "total", engine.max_length)),
+            *((4, "completion", 2), (1, "completion", 1)),
+        ):
+            patch.setattr(engine, "tokens_per_row", share)
+            answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI}).json()
+            assert answer["usage"][f"{kind}_tokens"] == expected
     with serving(create_app(engine, "m", max_answer=4)) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI}).json()
         assert answer["usage"]["completion_tokens"] == 4

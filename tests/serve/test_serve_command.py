@@ -217,7 +217,7 @@ def test_what_the_engine_is_given(tiny, monkeypatch):
         "model_id": "tiny-llama",
         "api_key": ["k", "l"],
         "max_body": 1000,
-        "max_answer": 4096,
+        "max_answer": None,
         "allowed_hosts": (),
         "cors_origins": (),
         "ignore_unknown_fields": False,

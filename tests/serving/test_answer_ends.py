@@ -136,6 +136,17 @@ def test_a_prompt_that_is_too_long_says_how_long(engine):
     assert (error.value.tokens, error.value.answer, error.value.most) == (390, 30, engine.max_length)
 
 
+def test_each_row_has_its_share_of_memory(engine):
+    """As many requests as there are rows run together, if each takes its share."""
+    share, rows = engine.tokens_per_row, engine.serving.max_rows
+    prompt = ids_of(40, 5)
+    answer = min(share, engine.max_length) - len(prompt)
+    handles = [engine.submit([*prompt[:-1], i], greedy(answer, ignore_eos=True)) for i in range(rows)]
+    waited = [handle.result(120).queued_s for handle in handles]
+    assert answer > 0 and max(waited) < 60
+    quiet(engine)
+
+
 # ---------------------------------------------------------------------- the queue
 
 
