@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.cache_state import CacheState
+from ..layers.cache_state import CacheState, FullLayer
 from ..layers.kinds import LayerKind
-from ..layers.sparse_layer import SparseLayer
 
 Found = list[tuple[Tensor, Tensor, int]]
 Snapshot = list[tuple[int, Any]]  # of each layer, by its index
 
 
 class OtherLayers:
-    """The layers of a batch's cache that are no :class:`..SparseLayer`.
+    """The layers of a batch's cache that are no :class:`..FullLayer`.
 
     A step changes some tensors in all rows that it runs. So what a held row has there is kept apart until it goes on.
 
@@ -38,7 +37,7 @@ class OtherLayers:
         """Make them for ``rows`` rows, like those of ``like``, which has read the first row."""
         layers = self.cache.layers
         for index, layer in enumerate(like.layers):
-            if not isinstance(layer, SparseLayer):
+            if not isinstance(layer, FullLayer):
                 made: Any = layer.for_rows(self.cache, index, rows)
                 layers[index] = self._layers[index] = made
 
