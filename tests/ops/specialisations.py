@@ -287,9 +287,9 @@ def small_layers(model: Model) -> None:
                     valid,
                 )  # fmt: skip
                 mixed, gate, dt = torch.empty(rows, 192 + 128 + 8, dtype=KIND).split((192, 128, 8), dim=1)
-                conv = torch.empty(rows, 192, 4, dtype=KIND), torch.empty(192, 4, dtype=KIND), None
-                weights = *torch.empty(3, 8, dtype=KIND), torch.empty(128, dtype=KIND)
-                mamba2_step(mixed, gate, dt, *conv, torch.empty(rows, 8, 16, 32), *weights, 1e-6, 1, valid)
+                parts = torch.empty(rows, 192, 4, dtype=KIND), torch.empty(192, 4, dtype=KIND), None
+                each = *torch.empty(3, 8, dtype=KIND), torch.empty(128, dtype=KIND)
+                mamba2_step(mixed, gate, dt, *parts, torch.empty(rows, 8, 16, 32), *each, 1e-6, 1, valid)
 
 
 def sparse_prompts(model: Model) -> None:
