@@ -170,8 +170,6 @@ def in_threads(*works) -> list:
 def test_one_optimised_model_in_two_threads(name):
     """Each with a cache of its own: what each would have said alone."""
     net = build(name, "sparsekv")
-    if name == "gpt-oss":
-        net.set_experts_implementation("batched_mm")  # what steps are captured with
     Imitation(net).install()
     prompts = [prompt(2, 90, seed=seed) for seed in range(2)]
 

@@ -23,7 +23,7 @@ from ..layers.replay import DraftRows, Replay
 from ..policies.plan import Plan
 from ..ranks import Ranks
 from ..tensors import sent
-from .captured_step import CapturedStep, Saved, gathered_experts, uncached_autocast
+from .captured_step import CapturedStep, Saved, uncached_autocast
 from .recorder import Recorder, Sides
 
 
@@ -169,7 +169,7 @@ class Trial:
                 steps.begin(valid, table.block_size, table.recent, table.managed)
             else:
                 replay.drafts = self._begun(steps, drafts)
-            with gathered_experts(self.model), uncached_autocast():
+            with uncached_autocast():
                 out = self.forward(
                     input_ids=ids, position_ids=self.positions, **over(self.model, cache), **self.wanted.rest
                 )

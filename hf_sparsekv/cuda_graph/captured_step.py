@@ -18,30 +18,6 @@ from ..tensors import sent
 
 
 @contextmanager
-def gathered_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, mixtures of experts gather the selected experts' weights by index on the device (``"batched_mm"``).
-
-    ``"eager"`` loops over the experts that were hit, which would need a host sync. ``"grouped_mm"`` could be captured.
-    But generate() switches from it to ``"batched_mm"`` for its decode steps, because that is faster for few tokens.
-    Steps that are captured outside of generate() do the same.
-    """
-    held = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
-    changed = {part: "batched_mm" if how in ("eager", "grouped_mm") else how for part, how in held.items()}
-    if changed == held:
-        yield
-        return
-    try:
-        model.set_experts_implementation(changed)
-        yield
-    finally:
-        try:
-            model.set_experts_implementation(held)
-        except BaseException:  # on Ctrl-C retry once, or the model stays changed
-            model.set_experts_implementation(held)
-            raise
-
-
-@contextmanager
 def uncached_autocast() -> Iterator[None]:
     """Inside, autocast caches no weights: the cache is freed when the caller leaves autocast, but a graph stays."""
     before = torch.is_autocast_cache_enabled()

@@ -38,6 +38,8 @@ def _say_what_stays(fusion: Fusion | None) -> None:
 def optimize(model: torch.nn.Module, fused: bool | None = None) -> torch.nn.Module:
     """Make ``model`` decode by replaying captured steps whenever it runs over one of our caches.
 
+    Experts run by our kernels (``experts_implementation="sparsekv"``), in all passes.
+
     Short prompts are captured too, once some of a size have been read. Longer ones and other caches run as before, and
     so do steps that cannot be captured, with one warning that says why. The logits of a step are valid until the next
     step (``generate()`` copies what it needs).

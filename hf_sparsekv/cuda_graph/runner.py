@@ -19,6 +19,7 @@ from ..attention.mla import absorb, absorbs, is_mla, restore
 from ..attention.rotary import PassRotary
 from ..attention.tap import QueryTap
 from ..cache_name import NAMES, cache_name
+from ..experts import interface as experts
 from ..fusion.fuse import Fusion
 from ..kv.forward_pass import drafts_of
 from ..kv.rows import Drafts, Rows
@@ -78,6 +79,7 @@ class StepRunner:
         self.captures = 0
         self.fusion: Fusion | None = None
         self.absorbed: list[torch.nn.Module] = []  # MLA modules that were changed
+        self.experts = experts.chosen(model)
         self.tap = QueryTap(model)
         self.watch = ModelWatch(model)
         self.rotary = PassRotary(model)
@@ -119,6 +121,7 @@ class StepRunner:
         self.absorbed = [module for module in self.model.modules() if is_mla(module) and not absorbs(module)]
         for module in self.absorbed:
             absorb(module)
+        experts.use_ours(self.model)
         self.rotary.install()
         self.tap.install()
         defer(self.model)
@@ -130,6 +133,7 @@ class StepRunner:
         self.watch.end()
         for module in self.absorbed:
             restore(module)
+        experts.put_back(self.model, self.experts)
         wait(self.model)
         self.tap.remove()
         self.rotary.remove()

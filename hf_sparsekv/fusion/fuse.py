@@ -38,7 +38,6 @@ from .joined_linear import JoinedLinear, has_plain_weights, is_plain, is_share, 
 from .layers import (
     Arch,
     FusedAttention,
-    FusedExperts,
     FusedLatentAttention,
     FusedLayer,
     FusedLinear,
@@ -69,6 +68,8 @@ ARCHS = {
     "qwen3_next": Arch("Qwen3Next", **_GATED, delta=("in_proj_qkvz", "in_proj_ba"), router="other"),
     "deepseek_v2": Arch("DeepseekV2", latent="linears", router="other"),
     "deepseek_v3": Arch("DeepseekV3", latent="fused", router="sigmoid"),
+    "qwen3_moe": Arch("Qwen3Moe", sliding="module", qk_norm=True, router="softmax"),
+    "gpt_oss": Arch("GptOss", sliding="module", rounds_once=True, sinks=True, router="softmax_chosen"),
     "glm4_moe_lite": Arch("Glm4MoeLite", latent="fused", router="sigmoid"),
     "youtu": Arch("Youtu", latent="fused"),
     "bamba": Arch("Bamba", only=("RMSNorm", "Mixer"), mamba="Mixer"),
@@ -85,8 +86,8 @@ _KINDS = {
     "GatedDeltaNet": FusedGatedDelta,
     "Mamba2": FusedMamba2,
     "DecoderLayer": FusedLayer,
-    "Experts": FusedExperts,
     "TopkRouter": FusedRouter,
+    "TopKRouter": FusedRouter,
 }
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 _PARALLEL = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
@@ -108,10 +109,6 @@ _LATENT = (
     "apply_rotary_pos_emb_interleave apply_rotary_pos_emb ALL_ATTENTION_FUNCTIONS get_interface _attn_implementation "
     "eager_attention_forward training attention_dropout scaling reshape contiguous o_proj expand_kv"
 )
-_EXPERTS = (
-    "torch nn functional linear zeros_like no_grad one_hot num_experts permute greater sum nonzero where gate_up_proj "
-    "chunk act_fn down_proj index_add_ to dtype"
-)
 _INTERLEAVED = "shape unsqueeze torch cat"
 _DELTAS = {  # by how many projections there are
     4: "in_proj_qkv in_proj_z in_proj_b in_proj_a reshape",
@@ -132,11 +129,14 @@ _MAMBA = (
     "split squeeze ssm_state_size time_step_limit to torch training transpose update_conv_state "
     "update_recurrent_state variance_epsilon view weight"
 )
-_ROUTER = (
-    "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group num_experts topk sum "
-    "topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather norm_topk_prob "
-    "routed_scaling_factor"
-)
+_ROUTERS = {
+    "sigmoid": "view hidden_dim F linear type torch float32 weight sigmoid e_score_correction_bias num_group "
+    "num_experts topk sum topk_group zeros_like scatter_ unsqueeze expand reshape masked_fill bool float top_k gather "
+    "norm_topk_prob routed_scaling_factor",
+    "softmax": "reshape hidden_dim F linear weight torch nn functional softmax float topk top_k norm_topk_prob sum to "
+    "dtype",
+    "softmax_chosen": "F linear weight bias torch topk top_k nn functional softmax dtype",
+}
 
 
 def _names(arch: Arch) -> dict[str, set[str]]:
@@ -159,8 +159,13 @@ def _names(arch: Arch) -> dict[str, set[str]]:
     if arch.unit_offset:
         norm = "_norm float weight type_as"
     mlp = "gate_up_proj chunk activation_fn down_proj" if joined else "gate_proj up_proj act_fn down_proj"
+    attention += "sinks " * arch.sinks
     rope = "unsqueeze rotate_half shape torch cat" if joined or arch.gated else "unsqueeze rotate_half"
-    given = {"RMSNorm": norm, "MLP": mlp, "DecoderLayer": layer}
+    given = {"RMSNorm": norm, "DecoderLayer": layer}
+    if arch.sinks:
+        rope, given["_apply_rotary_emb"] = "unsqueeze _apply_rotary_emb", "torch chunk cat"
+    else:
+        given["MLP"] = mlp
     if not arch.latent:
         given |= {"Attention": attention, "apply_rotary_pos_emb": rope}
     if arch.latent == "fused":
@@ -169,10 +174,8 @@ def _names(arch: Arch) -> dict[str, set[str]]:
         given |= {"GatedDeltaNet": _DELTA + _DELTAS[len(arch.delta)]}
     if arch.only:
         given = {name: _MAMBA if name == arch.mamba else norm for name in arch.only}
-    if arch.router:
-        given["Experts"] = _EXPERTS
-    if arch.router == "sigmoid":
-        given["TopkRouter"] = _ROUTER
+    if arch.router in _ROUTERS:
+        given["TopkRouter" if arch.router == "sigmoid" else "TopKRouter"] = _ROUTERS[arch.router]
     return {name: set(words.split()) for name, words in given.items()}
 
 
@@ -202,7 +205,9 @@ def _found(model: nn.Module) -> Iterator[tuple[nn.Module, str, Arch]]:
             name = kind.__name__.removeprefix(arch.prefix)
             if arch.only:
                 name = "" if name not in arch.only else "Mamba2" if name == arch.mamba else name
-            if name in _KINDS and (name != "TopkRouter" or arch.router == "sigmoid"):
+            if name == "MLP" and not hasattr(module, "down_proj"):
+                continue  # gpt-oss' name of a mixture of experts
+            if name in _KINDS and (_KINDS[name] is not FusedRouter or arch.router in _ROUTERS):
                 yield module, name, arch
 
 
@@ -363,12 +368,12 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
 
     for module, kind, arch in list(_found(model)):
         state = State(arch, type(module), small_batch=small_batch)
-        if kind in ("MLP", "Experts"):
+        if kind == "MLP":
             state.activation, state.act = _activation(module) or "", (fused_layers.act_of(module),)
             if not state.activation:
                 skipped[f"{kind}: unknown activation"] += 1
                 continue
-        if kind in ("Experts", "TopkRouter") and not has_plain_weights(module):
+        if _KINDS[kind] is FusedRouter and not has_plain_weights(module):
             skipped[f"{kind}: its weights are quantised"] += 1
             continue
         latent, names = kind == "Attention" and arch.latent, _PARALLEL.get(kind)

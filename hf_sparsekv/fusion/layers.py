@@ -20,8 +20,6 @@ from ..cache_name import given_cache, without_cache
 from ..ops.attention.latent_rope import latent_rope
 from ..ops.attention.qk_rope import qk_rope
 from ..ops.layers.add_norm import add_norm
-from ..ops.layers.experts import MAX_TOKENS as MAX_EXPERT_TOKENS
-from ..ops.layers.experts import experts
 from ..ops.layers.gated import gated
 from ..ops.layers.quantised_linear import MAX_ROWS, QuantisedWeight, quantised_linear
 from ..ops.layers.quantised_linear import serves as serves_quantised
@@ -34,6 +32,7 @@ from .quantised_weight import Kept, found
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _READY = "_sparsekv_ready"
 _OF_ATTENTION = ("position_embeddings", "position_ids")  # arguments that layers with a state do not get
+_WHOLE = "_sparsekv_whole"
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,15 @@ class Arch:
         unit_offset: norms multiply by ``1 + weight``.
         sandwich: norms follow attention and MLP too (Gemma).
         qk_norm: queries and keys are normalised.
+        rounds_once: norms multiply by their weight before they round (gpt-oss).
         sliding: source of attention's window: an attribute of the ``"module"``, of the ``"config"``, or none.
         softcap: attention takes a softcap.
+        sinks: attention takes learned sinks, and rotary factors are of one half of a head (gpt-oss).
         joined: the checkpoint itself joins the projections (Phi-3).
         latent: attention caches latents (MLA). ``"fused"``: as DeepSeek-V3's does. ``"linears"``: in another way, so
             that only its linear layers are changed.
-        router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``) or another one (``"other"``).
+        router: a mixture of experts, with the router of DeepSeek-V3 (``"sigmoid"``), Qwen3-MoE (``"softmax"``), gpt-oss
+            (``"softmax_chosen"``) or another one (``"other"``).
         gated: projected with the queries of each head is a gate of its output.
         delta: the projections of layers of the gated delta rule.
         only: of some models these classes alone are fused, named without the prefix, and all linear layers by
@@ -61,9 +63,11 @@ class Arch:
     prefix: str
     unit_offset: bool = False
     sandwich: bool = False
+    rounds_once: bool = False
     qk_norm: bool = False
     sliding: str = ""
     softcap: bool = False
+    sinks: bool = False
     joined: bool = False
     latent: str = ""
     router: str = ""
@@ -80,7 +84,7 @@ class State:
     Args:
         arch: its model's architecture; ``None`` for a linear layer.
         original: its class before fusing.
-        activation: activation of an MLP, or of experts.
+        activation: activation of an MLP.
         act: the module that computes the activation, in a tuple as ``following``.
         joined: an attention's or MLP's projections, if they are joined.
         small_batch: our kernel multiplies few rows with the joined projections.
@@ -142,10 +146,10 @@ def _add(residual: Tensor, x: Tensor, post: nn.Module | None, following: nn.Modu
         return residual + (x if post is None else post(x))
     if not is_usable(residual, x, *(norm.weight for norm in (post, following) if norm is not None)):
         return residual + (x if post is None else post(x))
-    state = following._fused
+    arch = following._fused.arch
     post_weight, post_eps = (None, 0.0) if post is None else (post.weight, _eps(post))
     total, normed = add_norm(
-        x, residual, following.weight, _eps(following), state.arch.unit_offset, post_weight, post_eps
+        x, residual, following.weight, _eps(following), arch.unit_offset, post_weight, post_eps, arch.rounds_once
     )
     _hand_over(total, following, normed)
     return total
@@ -161,7 +165,7 @@ def _is_own(norm: nn.Module) -> bool:
 
 
 def act_of(module: nn.Module) -> object:
-    """The module or function that computes the activation of an MLP, or of experts."""
+    """The module or function that computes the activation of an MLP."""
     return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
 
 
@@ -180,7 +184,9 @@ class FusedNorm:
             return ready
         if not is_usable(hidden_states, self.weight):
             return super().forward(hidden_states)
-        return add_norm(hidden_states, None, self.weight, _eps(self), self._fused.arch.unit_offset)[1]
+        arch = self._fused.arch
+        named = {"unit_offset": arch.unit_offset, "rounds_once": arch.rounds_once}
+        return add_norm(hidden_states, None, self.weight, _eps(self), **named)[1]
 
 
 class FusedLinear:
@@ -260,23 +266,17 @@ class FusedMLP:
         return (layer.weight, layer.bias) if isinstance(layer, FusedLinear) and not is_observed(layer) else None
 
 
-class FusedExperts:
-    """Two kernels for the few tokens of a decode step, which read the chosen experts' weights where they are."""
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        given = (hidden_states, self.gate_up_proj, self.down_proj)
-        if hidden_states.shape[0] > MAX_EXPERT_TOKENS or not is_usable(*given) or not _activates(self):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
-        return experts(hidden_states, top_k_index, top_k_weights, *given[1:], self._fused.activation)
-
-
 class FusedRouter:
     """Two kernels for the few tokens of a decode step."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = hidden_states.view(-1, self.hidden_dim)
+        x = hidden_states.reshape(-1, self.hidden_dim)
         if x.shape[0] > MAX_ROUTED_TOKENS or not is_usable(x, self.weight):
             return super().forward(hidden_states)
+        if self._fused.arch.router == "softmax_chosen":
+            return route(x, self.weight, self.bias, self.top_k, scores="softmax_chosen")
+        if self._fused.arch.router == "softmax":
+            return route(x, self.weight, None, self.top_k, normalise=self.norm_topk_prob, scores="softmax")
         return route(
             x,
             self.weight,
@@ -287,6 +287,18 @@ class FusedRouter:
             normalise=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
         )
+
+
+def _whole(factors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotary factors of both halves of a head, given those of one. Made once a pass, and kept on the tensors."""
+    found = []
+    for half in factors:
+        ready = half.__dict__.get(_WHOLE)
+        if ready is None or ready[1] != _version(half):
+            ready = torch.cat((half, half), dim=-1), _version(half)
+            setattr(half, _WHOLE, ready)
+        found.append(ready[0])
+    return found[0], found[1]
 
 
 class FusedAttention:
@@ -307,6 +319,8 @@ class FusedAttention:
                 **kwargs,
             )
         arch = self._fused.arch
+        if arch.sinks:
+            position_embeddings = _whole(position_embeddings)
         shape = hidden_states.shape[:-1]
         q, k, v = self._projected(hidden_states)
         k, v = (t.view(*shape, -1, self.head_dim) for t in (k, v))  # [batch, q, H, D]
@@ -328,6 +342,8 @@ class FusedAttention:
             extra["sliding_window"] = getattr(self if arch.sliding == "module" else self.config, "sliding_window", None)
         if arch.softcap:
             extra["softcap"] = self.attn_logit_softcapping
+        if arch.sinks:
+            extra["s_aux"] = self.sinks
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
         )
@@ -427,4 +443,5 @@ class FusedLayer:
         else:
             x, _ = self.self_attn(hidden_states=normed, **kwargs)
         total = _add(hidden_states, x, after_attention, before_mlp)
-        return _add(total, self.mlp(before_mlp(total)), after_mlp, following)
+        out = self.mlp(before_mlp(total))
+        return _add(total, out[0] if isinstance(out, tuple) else out, after_mlp, following)

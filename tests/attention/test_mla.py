@@ -348,12 +348,15 @@ def test_projections_that_cannot_be_absorbed():
 @pytest.mark.parametrize("make", [two_level, progressive])
 @pytest.mark.parametrize("name", PLAIN)
 def test_replays_of_each_model(name, make, offload):
-    """Experts that loop on the host are gathered by index instead, and the model is left as it was."""
+    """Experts that loop on the host run by ours instead, and the model is left as it was."""
     changes = {"experts_implementation": "eager"} if name != "longcat-flash" else {}
     held = build(name, "sparsekv", **changes).get_experts_implementation()
     caches = make(offload, **TIGHT), make(offload, **TIGHT)
     fast, runner = check_imitated(caches, prompt(2, 90, (0, 30)), GO["max_new_tokens"], name, **changes)
     assert runner.replays == GO["max_new_tokens"] - 1
+    mixture = any(hasattr(module, "is_transposed") for module in fast.modules())
+    assert (fast.get_experts_implementation() != held) == mixture
+    runner.remove()
     assert fast.get_experts_implementation() == held
 
 

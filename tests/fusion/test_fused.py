@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 
+import model_list
 import pytest
 import torch
 import transformers
@@ -94,8 +95,10 @@ def module_globals() -> dict[str, dict]:
 
 
 # linear layers joined, and taken by the kernels for small batches: all, nothing, and for some models the first alone.
-# Layers with a state: test_fused_states.py
-HOW = [(variant, both, both) for variant in VARIANTS if variant != "qwen3-next" for both in (True, False)]
+# Layers with a state: test_fused_states.py. gpt-oss: below.
+HOW = [
+    (variant, both, both) for variant in VARIANTS if variant not in ("qwen3-next", "gpt-oss") for both in (True, False)
+]
 HOW += [(variant, True, False) for variant in ("qwen3", "phi3-partial", "deepseek-v2")]
 
 
@@ -132,7 +135,7 @@ def test_the_fused_code_runs(anywhere, monkeypatch, variant):
     for op in ("add_norm", "qk_rope", "gated"):
         original = getattr(fused_layers, op)
         monkeypatch.setattr(
-            fused_layers, op, lambda *a, _op=op, _original=original: (calls.append(_op), _original(*a))[1]
+            fused_layers, op, lambda *a, _op=op, _original=original, **k: (calls.append(_op), _original(*a, **k))[1]
         )
     fuse(model)
     with torch.no_grad():
@@ -196,21 +199,17 @@ def test_fused_latent_attention(anywhere, monkeypatch, name, rank, interleaved):
     assert len(calls) == 4 * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(("variant", "routed"), [("deepseek-v2", 0), ("deepseek-v3", 1), ("glm4-moe-lite", 1)])
-def test_the_fused_experts_run(anywhere, monkeypatch, variant, routed):
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe-lite"])
+def test_the_fused_router_runs(anywhere, monkeypatch, variant):
     """For few tokens; many go the way they went."""
-    model, calls = made(variant), []
-    for op in ("experts", "route"):
-        original = getattr(fused_layers, op)
-        monkeypatch.setattr(
-            fused_layers, op, lambda *a, _op=op, _original=original, **k: (calls.append(_op), _original(*a, **k))[1]
-        )
+    model, calls, original = made(variant), [], fused_layers.route
+    monkeypatch.setattr(fused_layers, "route", lambda *a, **k: (calls.append("route"), original(*a, **k))[1])
     short, long = prompt(2, 3)["input_ids"], prompt(1, 70)["input_ids"]
     with torch.no_grad():
         want = model(short).logits, model(long).logits
         fuse(model)
         assert (model(short).logits - want[0]).norm() < 1e-5 * want[0].norm()
-        assert (calls.count("experts"), calls.count("route")) == (1, routed)
+        assert calls == ["route"]
         calls.clear()
         assert (model(long).logits - want[1]).norm() < 1e-5 * want[1].norm()
         assert calls == []
@@ -410,8 +409,8 @@ def test_special_projections_stay(anywhere):
 
 
 def test_reasons(anywhere, monkeypatch):
-    assert "no layers of a supported architecture" in why_not(build("gpt-oss", "eager"))
-    assert fuse(build("gpt-oss", "eager")) is None
+    assert "no layers of a supported architecture" in why_not(build("minicpm3", "sdpa"))
+    assert fuse(build("minicpm3", "sdpa")) is None
     assert fuse(nn.Linear(3, 4)) is None
     model = made("qwen3")
     assert why_not(model) is None
@@ -456,3 +455,36 @@ def test_classes_keep_their_names(anywhere):
     assert isinstance(model.model.norm, FusedNorm)
     assert isinstance(layer.mlp.down_proj, nn.Linear)
     assert type(layer.mlp.down_proj).__name__ == "Linear"
+
+
+def test_a_router_by_softmax(anywhere, monkeypatch):
+    """Qwen3-MoE's layers are those of Qwen3, with experts in the place of MLPs."""
+    model, calls, original = model_list.build("qwen3_moe"), [], fused_layers.route
+    monkeypatch.setattr(fused_layers, "route", lambda *a, **k: (calls.append(k["scores"]), original(*a, **k))[1])
+    want = logits(model)
+    fusion = fuse(model)
+    n = model.config.num_hidden_layers
+    assert fusion.counts["TopKRouter"] == fusion.counts["qkv"] == fusion.counts["DecoderLayer"] == n
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    assert set(calls) == {"softmax"} and len(calls) == 4 * n
+    fusion.undo()
+    assert torch.equal(logits(model), want)
+
+
+def test_gpt_oss(anywhere, monkeypatch):
+    """Sinks, half rotary factors, norms that round once, and a mixture that also returns its scores."""
+    model, calls, original = model_list.build("gpt_oss"), [], fused_layers.route
+    monkeypatch.setattr(fused_layers, "route", lambda *a, **k: (calls.append(k["scores"]), original(*a, **k))[1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    want = logits(model)
+    fusion = fuse(model)
+    n = model.config.num_hidden_layers
+    assert fusion.counts["TopKRouter"] == fusion.counts["qkv"] == fusion.counts["DecoderLayer"] == n
+    assert "MLP" not in fusion.counts and fusion.counts["RMSNorm"] == 2 * n + 1
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+    assert set(calls) == {"softmax_chosen"} and len(calls) == 4 * n
+    fusion.undo()
+    assert torch.equal(logits(model), want)

@@ -44,7 +44,7 @@ def held():
 want, before, calls = answer(), held(), []
 for name in ("small_linear", "qk_rope", "add_norm"):
     op = getattr(layers, name)
-    setattr(layers, name, lambda *a, _op=op, _name=name: (calls.append(_name), _op(*a))[1])
+    setattr(layers, name, lambda *a, _op=op, _name=name, **k: (calls.append(_name), _op(*a, **k))[1])
 attention = model.model.layers[0].self_attn
 forward = attention.o_proj.forward
 fusion = fused.fuse(model)

@@ -198,19 +198,6 @@ def test_some_layers_quantised(as_on_gpu):
     fusion.undo()
 
 
-def test_experts_with_weights_of_another_kind_keep_their_own_code(as_on_gpu):
-    class Bytes(nn.Parameter):
-        pass
-
-    model = build("deepseek-v3", "sparsekv")
-    experts = next(module for module in model.modules() if type(module).__name__ == "DeepseekV3Experts")
-    experts.down_proj = Bytes(experts.down_proj.detach())
-    fusion = fuse(model)
-    assert "Experts" not in fusion.counts
-    assert any("Experts: its weights are quantised" in why for why in fusion.skipped)
-    fusion.undo()
-
-
 # ---------------------------------------------------------------------- where libraries keep weights
 
 

@@ -56,6 +56,8 @@ from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode import cluster as decode
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
+from hf_sparsekv.ops.layers.experts import Gate, Mxfp4
+from hf_sparsekv.ops.layers.experts.prompts import between, unpack
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
 from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
@@ -274,7 +276,17 @@ def small_layers() -> None:
             weight = QuantisedWeight(codes, torch.empty(scales))
             quantised_linear(place().randn(1, 2048), weight, up[:, 0].contiguous())
     down = place().randn(1, 2048, 1536)  # of GLM-4.7-Flash
-    experts(x[0], torch.zeros(1, 4, dtype=torch.int64), torch.rand(1, 4), up[None], down, "silu")
+    for n in (1, 64):
+        chosen = torch.zeros(n, 4, dtype=torch.int64), torch.rand(n, 4)
+        experts(place().randn(n, 2048), *chosen, up[None], down, Gate())
+        of_gpt_oss = Gate("silu", True, True, 1.702, 7.0, 1.0), torch.empty(1, 5760), torch.empty(1, 2880)
+        turned = [torch.empty(1, 2880, rows, dtype=torch.bfloat16).transpose(1, 2) for rows in (5760, 2880)]
+        codes = [torch.empty(1, rows, 1440, dtype=torch.uint8) for rows in (5760, 2880)]
+        coded = [Mxfp4(one, torch.empty(*one.shape[:2], 90, dtype=torch.uint8)) for one in codes]
+        for weights in (turned, coded):
+            experts(place().randn(n, 2880), *chosen, *weights, *of_gpt_oss)
+    unpack(coded[1], x)
+    between(place().randn(4, 5760), torch.zeros(4, dtype=torch.int64), of_gpt_oss[1], of_gpt_oss[0])
     tokens = place().randn(2, 512)
     named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
     route(tokens, place().randn(64, 512), place().randn(64), 4, **named)

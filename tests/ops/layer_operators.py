@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from operator_calls import Operator, shuffled
 
+from hf_sparsekv.ops.layers.experts import Gate
 from hf_sparsekv.ops.layers.quantised_linear.reference import FP8, QuantisedWeight
 
 
-def add_norm(place, shape, has_residual=True, has_post=False, offset=False):
+def add_norm(place, shape, has_residual=True, has_post=False, how="llama"):
     n, residual = shape[-1], place.randn(*shape) if has_residual else None
-    return 3 * place.randn(*shape), residual, place.randn(n), 1e-6, offset, place.randn(n) if has_post else None, 1e-5
+    post = place.randn(n) if has_post else None
+    return 3 * place.randn(*shape), residual, place.randn(n), 1e-6, how == "gemma", post, 1e-5, how == "gpt-oss"
 
 
 def gated(place, shape, activation="silu"):
@@ -20,7 +22,7 @@ def gated(place, shape, activation="silu"):
 def experts(place, tokens, count, k, d, inner, activation="silu"):
     index = shuffled(place, tokens, count, k) if tokens else place.randperm(0).view(0, k)
     gate_up, down = place.randn(count, 2 * inner, d) / d**0.5, place.randn(count, d, inner) / inner**0.5
-    return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, activation
+    return 2 * place.randn(tokens, d), index.long(), place.rand(tokens, k), gate_up, down, Gate(activation)
 
 
 def gated_delta_step(place, batch, key_heads, r, dk, dv, kernel, some=False):
@@ -58,16 +60,24 @@ def route(place, tokens, d, count, k, groups, top_groups, normalise):
     return x, weight, bias, k, groups, top_groups, normalise, 1.8
 
 
+def shares(place, tokens, d, count, k, normalise, scores):
+    """Routers by softmax. In 16 bits a rounded logit may be another expert's, so these are far apart."""
+    x, weight = place.randn(tokens, d), place.randn(count, d) / d**0.5
+    bias = 4 * place.randperm(count).to(place.dtype) if scores == "softmax_chosen" else None
+    return x, weight, bias, k, 1, 1, normalise, 1.0, scores
+
+
 OPERATORS = [
     Operator(
         "add_norm",
         add_norm,
         {
             "norm alone": ((3, 1, 64), False),
-            "norm alone, offset": ((2, 3, 96), False, False, True),
+            "norm alone, offset": ((2, 3, 96), False, False, "gemma"),
             "sum": ((2, 1, 4096),),
             "sum, odd width": ((2, 3, 100),),
-            "norm, sum, norm": ((2, 2, 160), True, True, True),
+            "norm, sum, norm": ((2, 2, 160), True, True, "gemma"),
+            "sum, rounded once": ((2, 1, 88), True, False, "gpt-oss"),
             "norm, sum, norm without offset": ((5, 72), True, True),
             "a wide row": ((1, 1, 12288),),
             "no row": ((0, 1, 64),),
@@ -163,5 +173,16 @@ OPERATORS = [
         },
         options=((True, False),),  # normalised
         ratio=lambda place, *_: 2e-6,  # products of rounded inputs are the same, in float32
+    ),
+    Operator(
+        "route.route.shares",
+        shares,
+        # tokens, D, experts, of a token, normalised, scores
+        {
+            "Qwen3": (1, 256, 16, 4, True, "softmax"),
+            "softmax": (3, 100, 7, 7, False, "softmax"),
+            "gpt-oss": (2, 96, 32, 4, False, "softmax_chosen"),
+            "one": (2, 33, 5, 1, False, "softmax_chosen"),
+        },
     ),
 ]

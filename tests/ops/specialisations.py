@@ -26,6 +26,7 @@ from hf_sparsekv.ops.attention.prompt_attention.triton import prompt_attention
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
+from hf_sparsekv.ops.layers.experts import Gate
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
 from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
@@ -274,7 +275,7 @@ def small_layers(model: Model) -> None:
         if rows * tokens <= 6:
             x = x.view(-1, d)
             experts(x, torch.empty(len(x), 4).long(), torch.empty(len(x), 4), torch.empty(8, 512, d, dtype=KIND),
-                    torch.empty(8, d, 256, dtype=KIND), "silu")  # fmt: skip
+                    torch.empty(8, d, 256, dtype=KIND), Gate())  # fmt: skip
             named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
             route(x, torch.empty(64, d, dtype=KIND), torch.empty(64, dtype=KIND), 4, **named)
         if tokens == 1:

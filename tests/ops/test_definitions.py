@@ -18,8 +18,8 @@ from storage_operators import Seal
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
 from hf_sparsekv.ops.attention.latent_rope.reference import turn
-from hf_sparsekv.ops.layers.experts import MAX_TOKENS
-from hf_sparsekv.ops.layers.experts import experts as public_experts
+from hf_sparsekv.ops.layers.experts import Gate
+from hf_sparsekv.ops.layers.experts.triton import FEW
 from hf_sparsekv.ops.layers.route import MAX_TOKENS as MAX_ROUTED
 from hf_sparsekv.ops.selection.query_predict import query_predict as public_predict
 from hf_sparsekv.ops.selection.token_score.config import can_use_tensor_cores
@@ -228,7 +228,7 @@ def test_experts_are_transformers_own():
         )  # fmt: skip
         module._apply_gate = lambda out, module=module: _default_apply_gate(module, out)
         want = batched_mm_experts_forward(module, x.to(dtype), index, weights)
-        found = reference_experts(x.to(dtype), index, weights, gate_up.to(dtype), down.to(dtype), "silu")
+        found = reference_experts(x.to(dtype), index, weights, gate_up.to(dtype), down.to(dtype), Gate())
         assert torch.equal(found, want)
 
 
@@ -263,6 +263,40 @@ def test_route_is_transformers_own(groups, top_groups):
     assert torch.equal(order.values, mine.values)
     torch.testing.assert_close(found[0], logits)
     torch.testing.assert_close(found[1].gather(1, mine.indices), weights.gather(1, order.indices))
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routes_by_softmax_are_transformers_own(dtype, normalise):
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_experts_per_tok": 3}
+    softmax = Qwen3MoeTopKRouter(tf.Qwen3MoeConfig(num_experts=16, norm_topk_prob=normalise, **sizes))
+    chosen = GptOssTopKRouter(tf.GptOssConfig(num_local_experts=16, **sizes))
+    x = torch.randn(9, 32, dtype=dtype)
+    for router, named in (
+        (softmax, {"normalise": normalise, "scores": "softmax"}),
+        (chosen, {"scores": "softmax_chosen"}),
+    ):
+        bias = getattr(router, "bias", None)
+        with torch.no_grad():
+            router.weight.normal_()
+            if bias is not None:
+                bias.normal_()
+            logits, weights, index = router.to(dtype)(x)
+            found = reference_route(x, router.weight, getattr(router, "bias", None), 3, **named)
+        assert torch.equal(logits.gather(1, found[2]), logits.gather(1, index))  # equal ones in either order
+        torch.testing.assert_close(found[0], logits)
+        torch.testing.assert_close(found[1], weights)
+
+
+def test_unknown_scores(place32):
+    x, weight = torch.ones(1, 16, device=place32.device), torch.ones(8, 16, device=place32.device)
+    for run in (route, reference_route):
+        with pytest.raises(ValueError, match="scores must be one of"):
+            run(x, weight, None, 3, scores="tanh")
 
 
 # ---------------------------------------------------------------------- full blocks
@@ -432,8 +466,7 @@ REFUSED = {
     "no latents": (latent_rope, changed("latent_rope", 2, 3, 4, 12, 8, 16, True, weight=lambda p: p.randn(15))),
     "one of": (gated, changed("gated", (4,), "relu")),
     "must be one of": (reference_gated, changed("gated", (4,), "relu")),
-    "activation": (experts, changed("experts", 1, 4, 2, 16, 16, "relu")),
-    "at most": (experts, changed("experts", MAX_TOKENS + 1, 4, 2, 16, 16)),
+    "activation": (experts, changed("experts", 1, 4, 2, 16, 16, "swish")),
     f"at most {MAX_ROUTED}": (route, changed("route", MAX_ROUTED + 1, 16, 8, 2, 1, 1, True)),
     "ring must be": (public_predict, changed(*RING, ring=lambda p: p.randn(2, 5, 8))),
     "needs a ring of 17": (public_predict, changed(*RING, window=lambda p: 16)),
@@ -458,6 +491,6 @@ def test_refuses(place32, message):
         function(**make(place32))
 
 
-def test_many_tokens_go_to_the_definition(place32):
-    given = BY_NAME["experts"].call(place32, MAX_TOKENS + 1, 4, 2, 16, 16)
-    place32.close(public_experts(**given), BY_NAME["experts"].expected(given)[0])
+def test_many_tokens_share_experts(place32):
+    given = BY_NAME["experts"].call(place32, FEW + 1, 4, 2, 16, 16)
+    place32.close(experts(**given), BY_NAME["experts"].expected(given)[0])

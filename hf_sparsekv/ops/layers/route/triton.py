@@ -10,7 +10,7 @@ from ..._dispatch import require_dense_rows
 from ..._operands import Table, operand, padded
 from ..._overlap import begin, launch
 from .reference import LOWEST as _LOWEST
-from .reference import MAX_TOKENS
+from .reference import MAX_TOKENS, SCORES
 
 LOWEST = tl.constexpr(_LOWEST)
 EXPERTS, INPUTS, WARPS = 2, 2048, 8  # a program of the product, a step of its loop. Not measured yet.
@@ -20,6 +20,7 @@ EXPERTS, INPUTS, WARPS = 2, 2048, 8  # a program of the product, a step of its l
 def route_logits_kernel(
     x,
     weight,
+    p_bias,
     p_logits,
     experts,
     d,
@@ -38,7 +39,10 @@ def route_logits_kernel(
         b_w = tl.load(p_row + (d_0 + o_d)[None, :], mask=(o_e < experts)[:, None] & m_d[None, :], other=0.0)
         b_x = tl.load(x.ptr + token * x.row + d_0 + o_d, mask=m_d, other=0.0)  # [BD]
         b_sum += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
-    tl.store(p_logits + token * experts + o_e, tl.sum(b_sum, 1), mask=o_e < experts)
+    b_logits = tl.sum(b_sum, 1)
+    if p_bias is not None:
+        b_logits += tl.load(p_bias + o_e, mask=o_e < experts, other=0.0).to(tl.float32)
+    tl.store(p_logits + token * experts + o_e, b_logits.to(p_logits.dtype.element_ty), mask=o_e < experts)
 
 
 @triton.jit
@@ -53,6 +57,7 @@ def route_choose_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SCORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The experts of one token."""
@@ -62,8 +67,16 @@ def route_choose_kernel(
     token = tl.program_id(0).to(tl.int64)
     o_e, o_k = tl.arange(0, BE), tl.arange(0, BK)
     m_e = o_e < E
-    b_score = tl.sigmoid(tl.load(p_logits + token * E + o_e, mask=m_e, other=0.0))  # [BE]
-    b_choice = b_score + tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+    b_score = tl.load(p_logits + token * E + o_e, mask=m_e, other=float("-inf")).to(tl.float32)  # [BE]
+    b_choice = b_score
+    if SCORES == "sigmoid":
+        b_score = tl.sigmoid(b_score)
+        b_choice = b_score
+        if p_bias is not None:
+            b_choice += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+    elif SCORES == "softmax":
+        b_score = tl.exp(b_score - tl.max(b_score, 0))
+        b_score = b_score / tl.sum(b_score, 0)
     b_choice = tl.where(m_e, tl.maximum(b_choice, LOWEST), float("-inf"))  # (NaN becomes LOWEST)
     if TOP_GROUPS < GROUPS:
         o_g = o_e // (E // GROUPS)  # the group of each expert
@@ -90,28 +103,37 @@ def route_choose_kernel(
         b_index = tl.where(o_k == i, at, b_index)
         b_weight = tl.where(o_k == i, tl.sum(tl.where(o_e == at, b_score, 0.0), 0), b_weight)
         b_choice = tl.where(o_e == at, float("-inf"), b_choice)
+    if SCORES == "softmax_chosen":
+        b_shifted = tl.where(o_k < K, b_weight, float("-inf"))
+        b_weight = tl.exp(b_shifted - tl.max(b_shifted, 0))
+        b_weight = b_weight / tl.sum(b_weight, 0)
     if NORMALISE:
         b_weight = b_weight / (tl.sum(b_weight, 0) + 1e-20)
-    tl.store(p_weights + token * K + o_k, b_weight * scale, mask=o_k < K)
+    tl.store(p_weights + token * K + o_k, (b_weight * scale).to(p_weights.dtype.element_ty), mask=o_k < K)
     tl.store(p_index + token * K + o_k, b_index.to(tl.int64), mask=o_k < K)
 
 
-def route(x, weight, bias, top_k, *, groups, top_groups, normalise, scale):
+def route(x, weight, bias, top_k, *, groups=1, top_groups=1, normalise=False, scale=1.0, scores="sigmoid"):
     """As ``reference.route``, of at most ``MAX_TOKENS`` tokens."""
     tokens, d = x.shape
     experts = weight.shape[0]
     if tokens > MAX_TOKENS:
         raise ValueError(f"at most {MAX_TOKENS} tokens, got {tokens}")
+    if scores not in SCORES:
+        raise ValueError(f"scores must be one of {SCORES}, got {scores!r}")
     require_dense_rows(x=x, weight=weight, bias=bias)
-    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
+    dtype = torch.float32 if scores == "sigmoid" else x.dtype
+    logits = torch.empty(tokens, experts, dtype=dtype, device=x.device)
+    weights = torch.empty(tokens, top_k, dtype=dtype, device=x.device)
     index = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
     if not tokens:
         return logits, weights, index
     grid, args = (tokens, triton.cdiv(experts, EXPERTS)), (operand(Table, x), operand(Table, weight))
     width = min(INPUTS, triton.next_power_of_2(d))
-    launch(route_logits_kernel, grid, x, *args, logits, experts, d, BE=EXPERTS, BD=width, num_warps=WARPS)
+    added, chosen_by = (None, bias) if scores == "sigmoid" else (bias, None)
+    launch(route_logits_kernel, grid, x, *args, added, logits, experts, d, BE=EXPERTS, BD=width, num_warps=WARPS)
     fixed = {"E": experts, "K": top_k, "GROUPS": groups, "TOP_GROUPS": top_groups, "NORMALISE": normalise}
+    fixed["SCORES"] = scores
     warps = 1 if experts <= 128 else 4
-    launch(route_choose_kernel, (tokens,), x, logits, bias, weights, index, float(scale), **fixed, num_warps=warps)
+    launch(route_choose_kernel, (tokens,), x, logits, chosen_by, weights, index, float(scale), **fixed, num_warps=warps)
     return logits, weights, index
