@@ -141,7 +141,7 @@ def weight_bytes(model, batch: int = 1) -> int:
     config = text_config(model)
     for module in model.modules():
         experts = getattr(module, "num_experts", None)
-        held = [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[0] == experts]
+        held = [p for p in module.parameters(recurse=False) if p.ndim >= 3 and p.shape[0] == experts]
         if held:
             unread = (1 - config.num_experts_per_tok / experts) ** batch
             total -= int(unread * sum(p.nbytes for p in held))

@@ -1,7 +1,7 @@
 """Sparse, offloadable KV caches for Hugging Face Transformers.
 
-Importing the package registers the attention implementation ``"sparsekv"`` with transformers and changes nothing
-else::
+Importing the package registers ``"sparsekv"`` with transformers, as an implementation of attention and of experts, and
+changes nothing else::
 
     with hf_sparsekv.sparse(model):
         model.generate(**inputs)
@@ -16,6 +16,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from .attention.interface import register as _register
+from .experts.interface import register as _register_experts
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .cache import SparseCache
     from .cache_variants import AsyncPredictiveCache, OffloadedSparseCache, ProgressiveCache
     from .cuda_graph.optimize import optimize, unoptimize
+    from .experts.mxfp4 import keep_mxfp4
     from .generating import disable, enable, generate, sparse
     from .policies.measured import WalkStats
     from .prefix import PrefixCache
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from .telemetry.watch import BlockMap
 
 _register()
+_register_experts()
 
 # Where each public name is defined. They are imported at their first use, so that importing the package takes no
 # longer than importing a model of transformers.
@@ -59,6 +62,7 @@ _PLACES = {
     ".cache_variants": ("AsyncPredictiveCache", "OffloadedSparseCache", "ProgressiveCache"),
     "hf_sparsekv_config.sparse": ("OffloadConfig", "SparseConfig"),
     ".cuda_graph.optimize": ("optimize", "unoptimize"),
+    ".experts.mxfp4": ("keep_mxfp4",),
     ".generating": ("disable", "enable", "generate", "sparse"),
     "hf_sparsekv_config.audit": ("AuditConfig",),
     "hf_sparsekv_config.predictive": ("PredictiveConfig",),
@@ -126,6 +130,7 @@ __all__ = [
     "fixed_rotary",
     "flash_attention_4",
     "generate",
+    "keep_mxfp4",
     "optimize",
     "predict_ahead",
     "restore_mla",

@@ -17,6 +17,7 @@ from hf_sparsekv_config.sparse import SparseConfig
 
 from .. import gguf_file
 from ..attention.interface import NAME
+from ..experts.mxfp4 import is_coded, keep_mxfp4
 from ..policies.registry import method_of
 from ..ranks import spread
 from ..small_model import ModelFetchError, fetch_small_model
@@ -208,6 +209,8 @@ def load(name: str, dtype: torch.dtype | None, device: torch.device, tensor_para
     config = _pretrained(AutoConfig, name, path, here)  # first: it is small, and says best what is wrong
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
     kwargs = {"dtype": dtype or "auto", "attn_implementation": NAME, "local_files_only": here}
+    if is_coded(config) and not tensor_parallel:
+        kwargs["config"] = keep_mxfp4(config)
     try:
         if tensor_parallel:
             model = AutoModelForCausalLM.from_pretrained(path, **spread(), **kwargs)

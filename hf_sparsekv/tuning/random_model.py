@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.interface import NAME
+from ..experts.mxfp4 import CodedExperts, code_experts, is_coded
 from ..ranks import distribute
 from .shapes import SHAPES, known_shape
 
@@ -55,6 +56,8 @@ def random_model(config, dtype: torch.dtype, device: torch.device, tensor_parall
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+        if is_coded(config):
+            code_experts(model)
     if tensor_parallel:
         distribute(model)
     for module in model.modules():
@@ -62,6 +65,8 @@ def random_model(config, dtype: torch.dtype, device: torch.device, tensor_parall
         for held in (module._parameters, module._buffers):
             held.update({name: _empty(t, device) for name, t in held.items() if t is not None})
         model._init_weights(module)
+        if isinstance(module, CodedExperts):
+            module.fill()
         for name, share in shares.items():
             if (mesh := getattr(share, "device_mesh", None)) is not None:
                 module._parameters[name] = _share(module._parameters[name], mesh, share.placements)

@@ -9,10 +9,12 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LONGEST = 262144  # positions: more than most of these models were trained for; step times do not depend on it
@@ -38,6 +40,8 @@ _ROPE = {
 }
 # Five layers of six slide: layer_types follows from sliding_window.
 _GEMMA3 = {"vocab": 262208, "tied": True, "sliding_window": 1024, "rope_parameters": _ROPE}
+_QWEN3_MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_GPT_OSS = {"num_hidden_layers": 24, "num_local_experts": 32, "max_position_embeddings": LONGEST}
 _QWEN2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: _like(Qwen3Config, 4096, 36, (32, 8, 128), 12288, 151936),
@@ -53,6 +57,10 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     # Latents (MLA) and mixtures of experts; both are the sizes that transformers gives these classes by itself.
     "glm-4.7-flash": lambda: Glm4MoeLiteConfig(max_position_embeddings=LONGEST),
     "deepseek-v3": lambda: DeepseekV3Config(max_position_embeddings=LONGEST),  # on one GPU with --layers 5 at most
+    # Mixtures of experts of heads: 8 of 128, and 4 of 32. Half of the layers of gpt-oss slide.
+    "qwen3-30b-a3b": lambda: _like(Qwen3MoeConfig, 2048, 48, (32, 4, 128), 6144, 151936, **_QWEN3_MOE),
+    "gpt-oss-20b": lambda: GptOssConfig(**_GPT_OSS),
+    "gpt-oss-20b-mxfp4": lambda: GptOssConfig(**_GPT_OSS, quantization_config={"quant_method": "mxfp4"}),
     "gemma3-12b": lambda: _like(Gemma3TextConfig, 3840, 48, (16, 8, 256), 15360, query_pre_attn_scalar=256, **_GEMMA3),
     "gemma3-27b": lambda: _like(Gemma3TextConfig, 5376, 62, (32, 16, 128), 21504, query_pre_attn_scalar=168, **_GEMMA3),
 }
@@ -69,6 +77,9 @@ HUB = {
     "mha-7b": "meta-llama/Llama-2-7b-hf",
     "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-20b-mxfp4": "openai/gpt-oss-20b",
     "gemma3-12b": "google/gemma-3-12b-it",
     "gemma3-27b": "google/gemma-3-27b-it",
 }
