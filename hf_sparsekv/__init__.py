@@ -15,8 +15,9 @@ or, with a cache of one's own::
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as _of_experts
+
 from .attention.interface import register as _register
-from .experts.interface import register as _register_experts
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +50,16 @@ if TYPE_CHECKING:
     from .telemetry.watch import BlockMap
 
 _register()
-_register_experts()
+
+
+def _experts(module, hidden_states, top_k_index, top_k_weights):  # type: ignore[no-untyped-def]
+    """Experts by :func:`hf_sparsekv.experts.interface.sparsekv_experts`, imported at the first call."""
+    from .experts.interface import sparsekv_experts
+
+    return sparsekv_experts(module, hidden_states, top_k_index, top_k_weights)
+
+
+_of_experts.register("sparsekv", _experts)
 
 # Where each public name is defined. They are imported at their first use, so that importing the package takes no
 # longer than importing a model of transformers.

@@ -1,4 +1,4 @@
-"""The experts' implementation registered with transformers as ``sparsekv``."""
+"""The experts' implementation that the package registers with transformers as ``sparsekv``."""
 
 from __future__ import annotations
 
@@ -77,11 +77,6 @@ def transformers_own(module: nn.Module, x: Tensor, index: Tensor, weights: Tenso
     """What transformers computes: ``"batched_mm"`` for few tokens on a GPU, as ``generate()`` chooses it."""
     how = "batched_mm" if x.is_cuda and x.shape[0] <= _GATHERED else "grouped_mm"
     return (known or ALL_EXPERTS_FUNCTIONS)[how](module, x, index, weights)
-
-
-def register() -> None:
-    """Make ``experts_implementation="sparsekv"`` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(NAME, sparsekv_experts)
 
 
 def _register_fp8() -> None:
