@@ -147,15 +147,19 @@ class _Auditing:
         """Run the loop: its result."""
         call = self.call
         call.processors, call.criteria = LogitsProcessorList([self.recorder, *call.processors]), self.watched
-        out = call.plain()
-        ids = out if isinstance(out, Tensor) else out.sequences
-        self._audit(ids)
+        try:
+            out = call.plain()
+            self._audit(out if isinstance(out, Tensor) else out.sequences)
+        finally:
+            self.copy = None  # now: criteria and this object hold each other
+            self.recorder.kept.clear()
         return out
 
     def _told(self, ids: Tensor) -> None:
         """There is another token, the last column of ``ids``; all columns before it are cached."""
         if self.copy is None:
-            self.copy = exact_copy(self.call.cache)
+            longest = self.call.criteria.max_length
+            self.copy = exact_copy(self.call.cache, 0 if longest is None else longest - ids.shape[1])
             self.call.cache.row_table.exactness.audited = self.log  # not before: a first prompt clears it
         if len(self.recorder.kept) == self.interval:
             self._audit(ids)

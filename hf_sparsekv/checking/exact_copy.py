@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import copy
 
+from ..kv.pool import room
 from ..layers.cache_state import CacheState, FullLayer
 from ..policies.base import Policy
 
+_ROOM = 4096  # tokens that there is room for at once
 
-def exact_copy(cache: CacheState) -> CacheState:
-    """A copy that attends to everything and holds the columns of ``cache`` that full attention has computed."""
+
+def exact_copy(cache: CacheState, tokens: int = 0) -> CacheState:
+    """A copy that attends to everything and holds the columns of ``cache`` that full attention has computed.
+
+    ``tokens``: of each row, expected in both. There is room for them then: where blocks move, steps are captured again.
+    """
     known = {id(layer.policy): _dense(layer) for layer in cache.sparse_layers}
     new = copy.deepcopy(cache, known)
     new.watched, new.going_on = False, False
@@ -21,7 +27,17 @@ def exact_copy(cache: CacheState) -> CacheState:
     exactness.aside = True
     if exactness.inexact_from is not None:
         new.crop(exactness.inexact_from - new.get_seq_length())
+    make_room(cache, 2 * tokens)
     return new
+
+
+def make_room(cache: CacheState, tokens: int) -> None:
+    """Have room for ``tokens`` more of each row, up to some thousands, if blocks are on the device."""
+    blocks = cache.row_table.batch * -(-min(tokens, _ROOM) // cache.config.block_size)
+    for pool in {id(layer.store.pool): layer.store.pool for layer in cache.sparse_layers}.values():
+        wanted = pool.ids.used + blocks
+        if pool.host is None and wanted > pool.capacity:
+            pool.reserve(room(wanted, pool.device))
 
 
 def _dense(layer: FullLayer) -> Policy:

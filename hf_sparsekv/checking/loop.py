@@ -22,6 +22,7 @@ from ..row_batch.verifying import selects
 from .call import Call
 from .choice import Choice, Chosen
 from .clock import Clock
+from .exact_copy import make_room
 from .expected import expected
 from .lookup import found_before
 from .losses import losses
@@ -85,6 +86,8 @@ class Loop:
         self.config = copy.copy(self.config)
         self.config.prefill_chunk_size = None  # the prompt is cached
         ready_for_steps(self.cache)
+        if self.rule.compares and self.text.room is not None:
+            make_room(self.cache, self.text.room)
         kept = self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         if self.streamer is None and can_be_ragged(self.text, self.cache, self.choice.processors, kept):
             text = self.text = Ragged(self.text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from models import PAD, build, model, prompt, reference
 
 from hf_sparsekv import AuditConfig, OffloadConfig, PrefixCache, TokenConfig, enable, generate, sparse
 from hf_sparsekv import disable as disabled
+from hf_sparsekv.checking.exact_copy import exact_copy
 from hf_sparsekv.checking.loop import MANY
 from hf_sparsekv.checking.losses import losses
 
@@ -104,6 +107,24 @@ def test_slices_of_many_logits_are_the_same(monkeypatch):
     monkeypatch.setattr("hf_sparsekv.checking.losses._AT_ONCE", 250)
     for one, other in zip(whole, losses(full, sparse_, tokens)):
         assert torch.allclose(one, other)
+
+
+def test_nothing_is_held_after_a_call(monkeypatch):
+    """The copy of the cache is gone at once: its blocks would take memory until the next garbage collection."""
+    made = []
+
+    def copied(*given):
+        made.append(weakref.ref(copy := exact_copy(*given)))
+        return copy
+
+    monkeypatch.setattr("hf_sparsekv.checking.audit.exact_copy", copied)
+    gc.collect()
+    gc.disable()
+    try:
+        audited(model("llama"), prompt(1, 90))
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------- a limit
