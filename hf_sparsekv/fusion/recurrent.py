@@ -25,7 +25,7 @@ _IN_GROUPS = frozenset(("group_size", "shape", "view"))
 
 
 @cache
-def _names(kind: type) -> frozenset[str]:
+def _names(kind: Any) -> frozenset[str]:
     """The names that the forward pass of a class uses."""
     return frozenset(inspect.unwrap(kind.forward).__code__.co_names)
 
@@ -73,7 +73,7 @@ class _Step:
     """A decode step over a cache's states takes :meth:`_step`; everything else the original's forward pass."""
 
     def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         states = None
         if cache_params is not None and hidden_states.shape[1] == 1 and attention_mask is None:
@@ -91,7 +91,7 @@ class _Step:
 class FusedGatedDelta(_Step):
     """Gated delta rule (Qwen3-Next, Qwen3.5): a token of each row is one kernel between the projections."""
 
-    def _is_known(self, x: Tensor) -> bool:
+    def _is_known(self: Any, x: Tensor) -> bool:
         """The kernel computes what the layer would of ``x``."""
         conv, norm = self.conv1d, self.norm
         return (
@@ -104,7 +104,7 @@ class FusedGatedDelta(_Step):
             and _is_plain(norm)
         )
 
-    def _step(self, x: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
+    def _step(self: Any, x: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
         return gated_delta_step(
             *self._projected(x),
             conv_state,
@@ -117,10 +117,10 @@ class FusedGatedDelta(_Step):
         )
 
     @property
-    def _state_shape(self) -> tuple[int, ...]:
+    def _state_shape(self: Any) -> tuple[int, ...]:
         return self.num_v_heads, self.head_k_dim, self.head_v_dim
 
-    def _projected(self, x: Tensor) -> list[Tensor]:
+    def _projected(self: Any, x: Tensor) -> list[Tensor]:
         """``q, k, v, z, a, b``, ``[batch, Hk, ..]`` each: views of the projections."""
         names, joined, heads = self._fused.arch.delta, self._fused.joined, self.num_k_heads
         parts = joined(self, x) if joined is not None else [getattr(self, name)(x) for name in names]
@@ -138,7 +138,7 @@ class FusedGatedDelta(_Step):
 class FusedMamba2(_Step):
     """Mamba 2 (Nemotron-H, Bamba, Granite 4): a token of each row is three kernels between the projections."""
 
-    def _is_known(self, x: Tensor) -> bool:
+    def _is_known(self: Any, x: Tensor) -> bool:
         """The kernels compute what the layer would of ``x``."""
         conv, norm = self.conv1d, self.norm
         biases = () if conv.bias is None else (conv.bias,)
@@ -151,7 +151,7 @@ class FusedMamba2(_Step):
             and _is_plain(norm)
         )
 
-    def _step(self, x: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
+    def _step(self: Any, x: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
         gate, mixed, dt = self.in_proj(x).split((self.intermediate_size, self.conv_dim, self.num_heads), dim=-1)
         return mamba2_step(
             mixed,
@@ -170,5 +170,5 @@ class FusedMamba2(_Step):
         )
 
     @property
-    def _state_shape(self) -> tuple[int, ...]:
+    def _state_shape(self: Any) -> tuple[int, ...]:
         return self.num_heads, self.head_dim, self.ssm_state_size

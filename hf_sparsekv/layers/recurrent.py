@@ -135,10 +135,12 @@ class Recurrent(LayerKind, LinearAttentionLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
         """As transformers' own; after :meth:`reset` in memory for another batch, if that has changed."""
         self._forget_other("conv_states", state_idx, conv_states.shape[:-1], conv_states)
-        return super().update_conv_state(conv_states, state_idx, **kwargs)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As transformers' own; after :meth:`reset` in memory for another batch, if that has changed."""

@@ -54,6 +54,7 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
         return None
 
     def snapshot(self) -> Any:
+        assert self.keys is not None and self.values is not None
         return self.keys.clone(), self.values.clone()
 
     @no_inference_mode

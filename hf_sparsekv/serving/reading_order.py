@@ -133,6 +133,7 @@ class ReadingOrder:
             match = request.match
             return self.work.overtake(request.ids, match.ids, request.channels, *match.held)
         reading = self.work.reading
+        assert reading is not None  # turn() has given a prompt that is being read
         ms = self._turn_ms if beside else 20 * self.serving.prefill_ms
         if not self.work.read(reading.share(ms)):
             return None

@@ -30,7 +30,10 @@ class Program:
 
     @torch.no_grad()
     def ask(self, row: int, ids: torch.Tensor) -> torch.Tensor:
-        return self.plain(ids, past_key_values=self.alone[row]).logits[:, -1]
+        cache = self.alone[row]
+        past = int(cache.get_seq_length())  # some models would count from 0 on again
+        where = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+        return self.plain(ids, position_ids=where, past_key_values=cache).logits[:, -1]
 
     def join(self) -> None:
         n = self.random.choice((1, 2, 5, 16, 17, 33, 60, 90))
