@@ -348,7 +348,8 @@ def fuse(model: nn.Module, linears: bool = True, small_batch: bool = True) -> Fu
 
 def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) -> None:
     """Make the changes of :func:`fuse`, and record each in ``fusion`` before it is made."""
-    counts, skipped = Counter(), Counter()
+    counts: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
     dtype = _computed_in(model)
@@ -359,7 +360,8 @@ def _fuse(model: nn.Module, linears: bool, small_batch: bool, fusion: Fusion) ->
 
     def give(module: nn.Module, kind: type, state: State) -> None:
         note(module, state)
-        module.__class__ = _fused_class(type(module), kind)
+        original: Any = type(module)
+        module.__class__ = _fused_class(original, kind)
 
     def give_quantised(layer: nn.Module | None) -> None:
         if layer is not None and "_fused" not in layer.__dict__ and _multiplies(layer, kept := Kept(), dtype):

@@ -30,6 +30,12 @@ def _names(kind: Any) -> frozenset[str]:
     return frozenset(inspect.unwrap(kind.forward).__code__.co_names)
 
 
+def _code(module: Any) -> frozenset[str]:
+    """The names that the forward pass of a module's class uses."""
+    kind: Any = type(module)
+    return _names(kind)
+
+
 def conv_weight(conv: nn.Conv1d) -> Tensor:
     """``[C, K]`` of a convolution of each channel."""
     return conv.weight.squeeze(1)
@@ -99,7 +105,7 @@ class FusedGatedDelta(_Step):
             and self.activation == norm.activation == "silu"
             and conv.bias is None
             and conv.weight.is_contiguous()
-            and _names(type(norm)) == NORM_BEFORE
+            and _code(norm) == NORM_BEFORE
             and _is_plain(conv)
             and _is_plain(norm)
         )
@@ -146,7 +152,7 @@ class FusedMamba2(_Step):
             is_usable(x, conv.weight, norm.weight, *biases)
             and self.activation in ("silu", "swish")
             and conv.weight.is_contiguous()
-            and _names(type(norm)) - _IN_GROUPS == NORM_AFTER
+            and _code(norm) - _IN_GROUPS == NORM_AFTER
             and _is_plain(conv)
             and _is_plain(norm)
         )

@@ -54,8 +54,9 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
         return None
 
     def snapshot(self) -> Any:
-        assert self.keys is not None and self.values is not None
-        return self.keys.clone(), self.values.clone()
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        return keys.clone(), values.clone()
 
     @no_inference_mode
     def restore(self, held: Any, tokens: int) -> None:
