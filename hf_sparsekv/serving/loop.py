@@ -165,8 +165,9 @@ class Loop:
         reading = self.work.reading
         read = self.order.read(request, beside)
         if read is not None:
-            if request.sampling.prompt_logprobs is not None:
-                request.prompt_logprobs = reading.told.told()
+            told = None if request.sampling.prompt_logprobs is None or reading is None else reading.told
+            if told is not None:
+                request.prompt_logprobs = told.told()
             self._join(request, *read)
 
     def _join(self, request: Request, row: int, logits: Tensor) -> None:

@@ -293,7 +293,8 @@ class Reading:
         self.told: PromptLogprobs | None = None
         if likeliest is not None:
             self.told = PromptLogprobs(ids, likeliest)
-            vocabulary = model.config.get_text_config(decoder=True).vocab_size
+            config: Any = model.config
+            vocabulary = config.get_text_config(decoder=True).vocab_size
             self.chunk = longest_pass(chunk, vocabulary)
         self.past = cache.get_seq_length()
         self.logits: Tensor | None = None

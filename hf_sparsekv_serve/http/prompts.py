@@ -90,9 +90,9 @@ class Prompts:
                     asked, reading, prompt = self._conversation(asked)
                     prompts, default = [prompt], self._most_of_answer(len(prompt))
                 else:
-                    prompts, default = [self._ids(one) for one in asked.prompts], schema.COMPLETION_TOKENS
+                    prompts, default = [self._ids(one) for one in asked.prompts or ()], schema.COMPLETION_TOKENS
                     if asked.echo:
-                        asked = replace(asked, echoed=tuple(map(self._echoed, asked.prompts, prompts)))
+                        asked = replace(asked, echoed=tuple(map(self._echoed, asked.prompts or (), prompts)))
                 turn.close()
                 for prompt in prompts:
                     for sampling in asked.sampled(len(prompt), self._engine.max_length, default):
@@ -253,7 +253,7 @@ class Prompts:
         if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
             self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
         try:
-            options = {"add_generation_prompt": asked.generation_prompt, "tokenize": False}
+            options: dict[str, Any] = {"add_generation_prompt": asked.generation_prompt, "tokenize": False}
             options |= {} if asked.whole_message else {"continue_final_message": True}
             text = applied(messages, lambda given: tokenizer.apply_chat_template(given, **asked.template, **options))
         except Exception as error:  # templates raise whatever they like

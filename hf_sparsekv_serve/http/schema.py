@@ -163,8 +163,8 @@ def completion(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown
     if echo and asked.stream:
         raise ApiError(400, "echo goes without stream: the prompt is known", "echo", "unsupported_parameter")
     sampling = replace(asked.sampling, prompt_logprobs=logprobs) if echo else asked.sampling
-    told = {"echo": echo, "answers_nothing": nothing, "ignored": tuple(fields.ignored)}
-    return replace(asked, prompts=prompts, sampling=sampling, **told)
+    asked = replace(asked, prompts=prompts, sampling=sampling, echo=echo, answers_nothing=nothing)
+    return replace(asked, ignored=tuple(fields.ignored))
 
 
 def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool = False) -> Asked:
@@ -189,17 +189,16 @@ def chat(body: Mapping[str, Any], scan: Scan | None = None, ignore_unknown: bool
     if top and not logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true only", "top_logprobs")
     asked = replace(_common(body, fields, limit, top if logprobs else None, "top_logprobs"), messages=messages)
-    begins = {"generation_prompt": flag(body, "add_generation_prompt", True)}
-    begins["whole_message"] = not flag(body, "continue_final_message")
-    if not begins["whole_message"]:
+    begins, goes_on = flag(body, "add_generation_prompt", True), flag(body, "continue_final_message")
+    if goes_on:
         if body.get("add_generation_prompt"):
             why = "continue_final_message goes without add_generation_prompt: the answer goes on with the last message"
             raise ApiError(400, why, "continue_final_message")
-        begins["generation_prompt"] = False
+        begins = False
     calls = _calls(body, template.get("tools", ()), fields)
     first_only = calls is None and body.get("parallel_tool_calls") is False
     made = replace(asked, template=template, calls=calls, first_only=first_only, ignored=tuple(fields.ignored))
-    return replace(made, **begins)
+    return replace(made, generation_prompt=begins, whole_message=not goes_on)
 
 
 def _common(body: Mapping[str, Any], fields: Fields, limit: str, logprobs: Any, their_name: str = "logprobs") -> Asked:
