@@ -44,9 +44,6 @@ PIECE = 1 << 25
 MERGED = 1 << 26  # bytes of each float32 copy while two parts are merged: a merge takes 1 % of the time of its parts
 GRID = 1024  # tokens: lengths are rounded to this, shorter ones to an eighth of the power of two that they reach
 _FINEST = 128
-# Channels of heads. A plan for 256 takes .3 to .9 s of the host (H200, torch 2.11), and saves 3 of 16 ms a layer of 32k
-# tokens beside our own kernel.
-WIDEST = 128
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
@@ -112,8 +109,6 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if not query.is_cuda or query.shape[2] < 2 or (past and min(past, query.shape[2]) < LEAST):
         return False
     if torch.cuda.get_device_capability(query.device)[0] < 9 or (torch.is_grad_enabled() and query.requires_grad):
-        return False
-    if min(query.shape[3], value.shape[3]) > WIDEST and not (has_quick_flash() or flash_4.serves(query, value)):
         return False
     grouped = query.shape[1] != key.shape[1]
     parts = [(key, value, True)]
