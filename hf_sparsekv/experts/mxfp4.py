@@ -113,7 +113,7 @@ class CodedExperts(nn.Module):
                 )
             device = like._parameters[name].device  # type: ignore[union-attr]
             for part, shape in (("blocks", (rows, inputs // BLOCK, 16)), ("scales", (rows, inputs // BLOCK))):
-                held = torch.empty(self.num_experts, *shape, dtype=torch.uint8, device=device)
+                held = torch.empty((int(like.num_experts), *shape), dtype=torch.uint8, device=device)  # type: ignore[arg-type]
                 self.register_parameter(f"{name}_{part}", nn.Parameter(held, requires_grad=False))
         self.train(like.training)
 
@@ -206,7 +206,7 @@ class Mxfp4KeptQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs) -> None:
         with torch.device("meta"):
-            code_experts(model, self.quantization_config.modules_to_not_convert or ())
+            code_experts(model, getattr(self.quantization_config, "modules_to_not_convert", None) or ())
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> None:
         for name, module in model.named_modules():

@@ -20,7 +20,7 @@ from ..ops.layers.experts.gates import ACTIVATIONS, between
 
 _LIMITS = ("limit", "swiglu_limit")  # attributes of transformers' experts
 _ALPHAS = ("alpha", "swiglu_alpha")
-_found: WeakKeyDictionary[nn.Module, tuple[tuple, Gate | Callable[[Tensor], Tensor]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, tuple[tuple, Gate | None]] = WeakKeyDictionary()
 
 
 def _numbers() -> Tensor:

@@ -42,10 +42,10 @@ def weights_operand(weight: Tensor | Mxfp4, bias: Tensor | None) -> Weights:
     biased = (None, 0) if bias is None else (bias, bias.stride(0))
     if isinstance(weight, Mxfp4):
         words = weight.codes.view(torch.int32)
-        return Weights(words, *words.stride(), weight.scales, *weight.scales.stride()[:2], *biased)
+        return Weights(words, *words.stride()[:3], weight.scales, *weight.scales.stride()[:2], *biased)  # type: ignore[call-arg]
     if weight.numel() and 1 not in weight.stride()[1:]:
         raise ValueError(f"one of the last two dimensions of weights must be contiguous, got strides {weight.stride()}")
-    return Weights(weight, *weight.stride(), None, 0, 0, *biased)
+    return Weights(weight, *weight.stride(), None, 0, 0, *biased)  # type: ignore[call-arg]
 
 
 def kind_of(weight: Tensor | Mxfp4) -> int:
