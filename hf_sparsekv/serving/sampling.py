@@ -164,9 +164,8 @@ def _stops(stop: object) -> tuple[str, ...]:
     if stop is None:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else None
-    require(
-        stops is not None and all(isinstance(one, str) for one in stops), f"stop must be strings, got {shown(stop)}"
-    )
+    if stops is None or not all(isinstance(one, str) for one in stops):
+        raise ValueError(f"stop must be strings, got {shown(stop)}")
     require(all(stops), "stop must not have an empty string: it would end the answer at once")
     require(len(stops) <= MAX_STOPS, f"stop may have {MAX_STOPS} strings at most, got {len(stops)}")
     longest = max(map(len, stops), default=0)
