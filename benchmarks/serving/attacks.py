@@ -55,11 +55,11 @@ def _with(**fields: object) -> Callable[[int], bytes]:
     return lambda size: json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode()
 
 
-def _chat(make: Callable[[int], dict], statuses: tuple[int, ...] = (400,)) -> Body:
+def _chat(make: Callable[[int], dict], statuses: tuple[int, ...] = (400,), path: str = CHAT) -> Body:
     def body(size: int) -> bytes:
         return json.dumps({"messages": HI, "max_tokens": 1, **make(size)}, ensure_ascii=False).encode()
 
-    return Body(body, statuses, CHAT)
+    return Body(body, statuses, path)
 
 
 def _schema(made: Callable[[int], dict]) -> Body:
@@ -154,6 +154,7 @@ BODIES: dict[str, Body] = {
     "a penalty that overflows": _number("repetition_penalty", b"1e-39"),
     "a temperature that overflows": _number("temperature", b"1e39"),
     **{f"text in {name}": _chat(make) for name, make in hostile_fields.TEXTS.items()},
+    **{f"text in {name}": _chat(make, path=path) for name, (path, make) in hostile_fields.ELSEWHERE.items()},
     **{f"text in {name}": _chat(make, SERVED) for name, make in hostile_fields.LABELS.items()},
     **{
         f"a schema with {name}": _chat(hostile_fields.as_format(make), SERVED)

@@ -79,6 +79,63 @@ _LABELS: dict[str, Callable[[str], dict]] = {
     },
     "a part's label": lambda text: _said(content=[{"type": "text", "text": "a", "cache_control": text}]),
 }
+
+
+def _asked(item: Callable[[str], dict]) -> Callable[[str], dict]:
+    """The input of ``/v1/responses``, without what chats have."""
+    return lambda text: {"messages": None, "max_tokens": None, "input": [*HI, item(text)]}
+
+
+MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
+# The same of other APIs.
+_ELSEWHERE: dict[str, tuple[str, Callable[[str], dict]]] = {
+    "a system prompt": (
+        MESSAGES,
+        lambda text: {"system": [{"type": "text", "text": text[i::100]} for i in range(100)]},
+    ),
+    "a later system prompt": (MESSAGES, lambda text: {"messages": [*HI, {"role": "system", "content": text}]}),
+    "a result": (
+        MESSAGES,
+        lambda text: _said(content=[{"type": "tool_result", "tool_use_id": "1", "content": text}]),
+    ),
+    "an input of a tool": (
+        MESSAGES,
+        lambda text: {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {text: 1}}]},
+                *HI,
+            ]
+        },
+    ),
+    "an input schema": (
+        MESSAGES,
+        lambda text: {"tools": [{"name": "f", "input_schema": {"type": "object", "description": text}}]},
+    ),
+    "what is counted": (COUNT, lambda text: {"max_tokens": None, **_said(content=text)}),
+    "instructions": (RESPONSES, lambda text: {**_asked(lambda _: HI[0])(text), "instructions": text}),
+    "an output": (
+        RESPONSES,
+        _asked(lambda text: {"type": "function_call_output", "call_id": "1", "output": text}),
+    ),
+    "a call of responses": (
+        RESPONSES,
+        _asked(
+            lambda text: {"type": "function_call", "call_id": "1", "name": "f", "arguments": json.dumps({"a": text})}
+        ),
+    ),
+    "a summary": (
+        RESPONSES,
+        _asked(lambda text: {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}),
+    ),
+    "a namespace": (
+        RESPONSES,
+        lambda text: {
+            **_asked(lambda _: HI[0])(text),
+            "tools": [{"type": "namespace", "name": text, "tools": [{"type": "function", "name": "g"}] * 100}],
+        },
+    ),
+}
+ELSEWHERE = {name: (path, _with(make)) for name, (path, make) in _ELSEWHERE.items()}
 TEXTS = {name: _with(make) for name, make in _TEXTS.items()}
 LABELS = {name: _with(make) for name, make in _LABELS.items()}
 
