@@ -61,7 +61,7 @@ def _kind(one: object) -> str:
 
 
 def calls(
-    source: Source, sink: Sink, opens: tuple[str, ...], read: Callable[[Source, Sink, str], Steps[None]]
+    source: Source, sink: Sink, opens: tuple[str, ...], read: Callable[[Source, Sink, str], Steps[Any]]
 ) -> Steps[None]:
     """Text, and calls that begin with one of some marks.
 
@@ -168,8 +168,9 @@ def json_call(
             if not name or (known is not None and not known(name)):
                 raise Malformed
         elif key in ARGUMENTS and given is None:
-            begun, given = name is not None, []
-            if begun:
+            given = []
+            if name is not None:
+                begun = True
                 yield from _as_object(source, sink, name, id or (new_id and new_id()), given)
             else:
                 yield from _object(source, given)

@@ -15,7 +15,11 @@ CODE, CODE_END = "```json", "```"
 
 def read(source: Source, sink: Sink, tools: Tools) -> Steps[None]:
     """See :class:`.Form`."""
-    yield from calls(source, sink, (OPEN,), lambda *given: section(*given, CALL, CLOSE, _call))
+
+    def inner(source: Source, sink: Sink, mark: str) -> Steps[None]:
+        yield from section(source, sink, mark, CALL, CLOSE, _call)
+
+    yield from calls(source, sink, (OPEN,), inner)
 
 
 def _call(source: Source, sink: Sink) -> Steps[None]:

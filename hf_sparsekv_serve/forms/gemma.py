@@ -32,4 +32,7 @@ def _read(source: Source, sink: Sink, open: str, close: str, quote: str) -> Step
         yield from source.space()
         yield from source.expect(close)
 
-    yield from calls(source, sink, (open,), lambda source, sink, mark: tried(source, sink, mark, call()))
+    def one(source: Source, sink: Sink, mark: str) -> Steps[None]:
+        yield from tried(source, sink, mark, call())
+
+    yield from calls(source, sink, (open,), one)

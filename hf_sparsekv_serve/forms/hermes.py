@@ -11,7 +11,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 def read(source: Source, sink: Sink, tools: Tools) -> Steps[None]:
     """See :class:`.Form`."""
-    yield from calls(source, sink, (OPEN,), lambda source, sink, mark: tried(source, sink, mark, _call(source, sink)))
+
+    def one(source: Source, sink: Sink, mark: str) -> Steps[None]:
+        yield from tried(source, sink, mark, _call(source, sink))
+
+    yield from calls(source, sink, (OPEN,), one)
 
 
 def _call(source: Source, sink: Sink) -> Steps[None]:

@@ -46,4 +46,7 @@ def _read(source: Source, sink: Sink, tools: Tools, open: str, close: str, prefi
             sink.begin(name)
         arguments.end()
 
-    yield from calls(source, sink, (open,), lambda *given: section(*given, f'<{prefix}invoke name="', close, call))
+    def inner(source: Source, sink: Sink, mark: str) -> Steps[None]:
+        yield from section(source, sink, mark, f'<{prefix}invoke name="', close, call)
+
+    yield from calls(source, sink, (open,), inner)

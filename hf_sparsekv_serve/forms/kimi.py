@@ -12,7 +12,11 @@ CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 def read(source: Source, sink: Sink, tools: Tools) -> Steps[None]:
     """See :class:`.Form`."""
-    yield from calls(source, sink, (OPEN,), lambda *given: section(*given, CALL, CLOSE, _call))
+
+    def inner(source: Source, sink: Sink, mark: str) -> Steps[None]:
+        yield from section(source, sink, mark, CALL, CLOSE, _call)
+
+    yield from calls(source, sink, (OPEN,), inner)
 
 
 def _call(source: Source, sink: Sink) -> Steps[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import regex  # as transformers' parser, whose patterns are counted here
@@ -37,11 +37,12 @@ class TemplateReader:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        form: Mapping[str, Any],
+        form: dict[str, Any],
         prompt: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]],
     ) -> None:
-        self._tokenizer, self._form, self._prompt, self._tools = tokenizer, form, prompt, list(tools)
+        self._tokenizer, self._form, self._prompt = tokenizer, form, prompt
+        self._tools: list[dict[str, Any] | Callable[..., Any]] = [*tools]
         self._texts: list[str] = []
 
     def feed(self, text: str) -> list[Event]:

@@ -81,6 +81,8 @@ def _asked(body: Mapping[str, Any], kind: Kind, scan: Scan | None, ignore_unknow
     same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
     chat: dict[str, Any] = {name: body[name] for name in same if name in body}
     chat |= {"stop": body.get("stop_sequences"), "messages": _messages(body, fields)}
+    if isinstance(chat["messages"], list) and chat["messages"] and chat["messages"][-1]["role"] == "assistant":
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     chat["tools"] = _tools(body.get("tools"), fields)
     chat |= _choice(body.get("tool_choice"), fields)
     hints, ignored = [], ["context_management"] * ("context_management" in body)
@@ -123,8 +125,8 @@ def _messages(body: Mapping[str, Any], fields: Fields) -> object:
             _add(made, _of_user(content, f"{where}.content", fields))
         else:
             made.append(_of_assistant(content, f"{where}.content", fields))
-    if made[-1]["role"] == "assistant":
-        why = "messages ends with one of the assistant, which this server does not continue: end with the user's"
+    if made[-1]["role"] == "assistant" and made[-1].keys() & {"tool_calls", "reasoning_content"}:
+        why = "messages ends with a call or thinking of the assistant, which an answer cannot continue: end with text"
         raise ApiError(400, why, "messages")
     return made
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_sparsekv.serving.request import Handle, TooLong
 from hf_sparsekv.serving.sampling import shown
 
@@ -156,7 +158,7 @@ class Prompts:
 
     def _with_reading(self, asked: schema.Asked, prompt: list[int]) -> tuple[schema.Asked, Reading | None]:
         """How answers to a conversation are read, and what that asks of the engine."""
-        tokenizer, tools, sampling = self._engine.tokenizer, asked.template.get("tools"), asked.sampling
+        tokenizer, tools, sampling = self._tokenizer(), asked.template.get("tools"), asked.sampling
         template = tokenizer.get_chat_template(tools=tools)
         if tools and "tools" not in template:
             raise ApiError(400, "this model's chat template knows no tools", "tools", "unsupported_parameter")
@@ -168,7 +170,7 @@ class Prompts:
     def _style(self, template: str) -> Style:
         """How the model of a chat template writes. A tokenizer has one or two templates."""
         if template not in self._styles:
-            self._styles[template] = Style.of(self._engine.tokenizer, template, self._engine.eos, self._tool_format)
+            self._styles[template] = Style.of(self._tokenizer(), template, self._engine.eos, self._tool_format)
         return self._styles[template]
 
     def _check_count(self, prompts: int, each: int) -> None:
@@ -220,8 +222,8 @@ class Prompts:
         source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
         for field, variables in asked.hints:
             known = {name: value for name, value in variables.items() if name in source}
-            template, ignored = {**known, **asked.template}, () if known else (field,)
-            asked = replace(asked, template=template, ignored=(*asked.ignored, *ignored)[:MOST_TOLD])
+            told = (*asked.ignored, *(() if known else (field,)))[:MOST_TOLD]
+            asked = replace(asked, template={**known, **asked.template}, ignored=told)
         if self.ignore_unknown and asked.messages is not None:
             messages, where = without_unknown(asked.messages, source)
             ignored = (*asked.ignored, *(one[: 2 * MAX_NAME] for one in where))[:MOST_TOLD]
@@ -243,19 +245,27 @@ class Prompts:
         message = f"chat_template_kwargs: {shown(unknown[0])} {why}"
         raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
 
-    def _rendered(self, asked: schema.Asked) -> list[int]:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer with a chat template."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
+        return tokenizer
+
+    def _rendered(self, asked: schema.Asked) -> list[int]:
+        tokenizer = self._tokenizer()
         source = tokenizer.get_chat_template(tools=asked.template.get("tools"))
-        check_history(asked.messages, source)
-        messages = with_reasoning(asked.messages, source)
+        messages = asked.messages or []
+        check_history(messages, source)
+        messages = with_reasoning(messages, source)
         if tools := asked.template.get("tools"):  # they are kept until the answer ends, whatever the template shows
             self._check_length(json.dumps(tools, ensure_ascii=False), "tools")
         try:
             options: dict[str, Any] = {"add_generation_prompt": asked.generation_prompt, "tokenize": False}
             options |= {} if asked.whole_message else {"continue_final_message": True}
-            text = applied(messages, lambda given: tokenizer.apply_chat_template(given, **asked.template, **options))
+            text = applied(
+                messages, lambda given: str(tokenizer.apply_chat_template(given, **asked.template, **options))
+            )
         except Exception as error:  # templates raise whatever they like
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
         return self._tokens(text, "messages", add_special_tokens=False)

@@ -142,7 +142,7 @@ class Responses(Shape):
         self._texts.append(text)
         kind = (self._open or {})["type"]
         name = PART[kind][1] if kind in PART else "response.function_call_arguments"
-        more = {"logprobs": []} if kind == "message" else {}
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return {"type": f"{name}.delta", **self._where(), "delta": text, **more}
 
     def _closed(self, status: str) -> list[object]:
@@ -152,7 +152,7 @@ class Responses(Shape):
         text, where, kind = "".join(self._texts), self._where(), self._open["type"]
         told: list[object]
         if kind in PART:
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             told = [
                 {"type": f"{PART[kind][1]}.done", **where, "text": text, **more},
                 {"type": "response.content_part.done", **where, "part": _part(kind, text)},
@@ -182,5 +182,5 @@ def _filled(item: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
     return {"type": PART[kind][0], "text": text, **more}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,30 +11,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_sparsekv.serving.grammar import WHITESPACE
 from hf_sparsekv.serving.sampling import MAX_TEXT_TOKENS
 
 from ..forms import known, thinking
 from ..forms.calls import Tools
 from ..forms.events import Arguments, Begin, Broken, End, Event
 from ..forms.message import Message
+from ..forms.spelling import Spelling, spelling_of
 from ..forms.template import TemplateReader
+from .call_grammar import grammar_of
 from .errors import ApiError
 from .formats import Form, composed, thought_of
 
 PROMPT_END = 512  # tokens in which the template may have begun the message
 TEMPLATE = "template"  # the form that a tokenizer defines itself, as its response_template
-# Answers that are calls, in the form of Hermes. Each tool's schema is a document of its own: `#` in a reference means
-# the schema's own root.
-LARK = """start: call{more}
-call: "<tool_call>\\n" ({tools}) "\\n</tool_call>"
-"""
-LARK_TOOL = """tool{i}: "{{\\"name\\": " name{i} ", \\"arguments\\": " arguments{i} "}}"
-name{i}: %json {name}
-arguments{i}: %json {schema}
-"""
-MOST_CALLS = 16
-OF_ANY_TYPE = {"type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const"}  # a schema without these may be any JSON
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +38,14 @@ class Style:
         marks: of its reasoning.
         form_tokens: special tokens that calls are written with.
         marks_tokens: special tokens around reasoning.
+        spelling: of its calls; None: they are known for reading only.
     """
 
     form: str | None
     marks: thinking.Marks | None
     form_tokens: tuple[int, ...] = ()
     marks_tokens: tuple[int, ...] = ()
+    spelling: Spelling | None = None
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, template: str, ends: Iterable[int], asked: str | None = None) -> Style:
@@ -72,7 +63,7 @@ class Style:
         added = tokenizer.added_tokens_decoder.items()
         special = {id: token.content for id, token in added if token.special and id not in set(ends)}
         written = found.marks if found is not None else (str(own).replace("\\", ""),) if form == TEMPLATE else ()
-        return Style(form, marks, _in(special, written), _in(special, marks or ()))
+        return Style(form, marks, _in(special, written), _in(special, marks or ()), spelling_of(form, template))
 
 
 def _in(special: Mapping[int, str], texts: Sequence[str]) -> tuple[int, ...]:
@@ -110,7 +101,7 @@ class Reading:
         self._form = known.FORMS.get(style.form or "")
         self._by_template = style.form == TEMPLATE and tools is not None
         self._marks = style.marks
-        self._prompt = tokenizer.decode(list(prompt[-PROMPT_END:]))
+        self._prompt = str(tokenizer.decode(list(prompt[-PROMPT_END:])))
         self._begun = self._marks is not None and thinking.begun(self._prompt, self._marks)
         self._named = None if tools is None else Tools.of(tools)
         self._first_only = first_only
@@ -139,7 +130,7 @@ class Reading:
         if calls is not None:
             form, written = None, self.grammar(*calls)
         elif form is not None and self._tools is not None:
-            if self._style.form != "hermes":
+            if self._style.spelling is None:
                 why = "and tools do not go together here: this model's calls are known for reading only. Leave one out"
                 raise ApiError(400, f"{form.field} {why}", form.field, "unsupported_parameter")
             written = self.grammar([tool["function"]["name"] for tool in self._tools], not self._first_only)
@@ -188,12 +179,14 @@ class Reading:
         Raises:
             ApiError: the model writes calls in a way of its own, whose grammar is not known.
         """
-        if self._style.form != "hermes":
+        if self._style.spelling is None:
             message = "tool_choice must be auto or none: how this model writes calls is known for reading only"
             raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-        return grammar_of(
-            [tool["function"] for tool in self._tools or () if tool["function"]["name"] in names], several
-        )
+        asked = [tool["function"] for tool in self._tools or () if tool["function"]["name"] in names]
+        added = self._tokenizer.added_tokens_decoder.items()
+        marks = self._form.marks if self._form is not None else ()
+        tokens = {token.content: id for id, token in added if token.content in marks}
+        return grammar_of(asked, several, self._style.spelling, tokens)
 
 
 class AnswerReader:
@@ -227,21 +220,3 @@ class AnswerReader:
             if not self._left_out or not isinstance(event, Begin | Arguments | End | Broken):
                 yield event
             self._calls += isinstance(event, End)
-
-
-def grammar_of(tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Calls of some functions, one or several, as Hermes writes them."""
-    more = f" (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else ""
-    rules = [
-        LARK_TOOL.format(i=i, name=json.dumps({"const": tool["name"]}), schema=json.dumps(_arguments(tool)))
-        for i, tool in enumerate(tools)
-    ]
-    return "".join((LARK.format(more=more, tools=" | ".join(f"tool{i}" for i in range(len(tools)))), *rules))
-
-
-def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object if it does not say what they are."""
-    given = tool.get("parameters")
-    given = given if isinstance(given, dict) else {}  # none, or true: any
-    made = given if given.keys() & OF_ANY_TYPE else {"type": "object", **given}
-    return {**made, "x-guidance": WHITESPACE}

@@ -190,6 +190,11 @@ def test_conversations_as_templates_take_them(client, engine):
     )
 
 
+def test_an_answer_goes_on_with_a_last_message_of_the_assistant(client, engine):
+    asked(client, messages=[*HI, {"role": "assistant", "content": "It is"}], max_tokens=1)
+    assert prompt(engine) == "[user:hi][assistant:It is"
+
+
 def test_what_the_system_says_later_is_shown_as_the_users(client, engine):
     """Most chat templates have one system message, at the beginning."""
     history = [*HI, {"role": "system", "content": "note"}, {"role": "user", "content": "go"}]
@@ -286,7 +291,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content.text must be a string"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "half a surrogate"),
         ({"messages": [{"role": "user", "content": "a", "name": "x"}]}, "'name' is no field of messages[0]"),
-        ({"messages": [*HI, {"role": "assistant", "content": "a"}]}, "which this server does not continue"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            "which an answer cannot continue",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "is_error": 1}]}]},
             "is_error must be true or false",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers_made import byte_level
 
 from hf_sparsekv.serving.grammar import Grammars
 from hf_sparsekv.serving.sampling import Sampling
-from hf_sparsekv_serve.http.tools import grammar_of
+from hf_sparsekv_serve.forms import deepseek, kimi, known
+from hf_sparsekv_serve.forms.calls import Tools
+from hf_sparsekv_serve.forms.message import Message
+from hf_sparsekv_serve.forms.spelling import spelling_of
+from hf_sparsekv_serve.http.call_grammar import grammar_of
 
 pytest.importorskip("llguidance")
 
@@ -103,7 +108,7 @@ def whole(constraint, tokenizer, text: str) -> bool:
 
 
 def grammar(tools: list[dict], several: bool = False) -> str:
-    return grammar_of(tools, several)
+    return grammar_of(tools, several, spelling_of("hermes", ""))
 
 
 def call(name: str, arguments: object) -> str:
@@ -148,3 +153,60 @@ def test_parameters_cannot_change_how_schemas_are_read(follows, more):
     made = grammar([{"name": "t", "parameters": {"type": "object", "x-guidance": more}}])
     assert follows(call("t", {"a": 1}), made)
     assert not follows(call("t", {"a": 1}).replace("1", " " * 9 + "1"), made)
+
+
+F, G = {"name": "f", "parameters": ITEM}, {"name": "g"}
+TEMPLATES = {  # a form, what its template has, and an answer of a call or two
+    "llama": ("", '{"name": "f", "parameters": {"n": 1}}', '; {"name": "g", "parameters": {}}', ""),
+    "mistral": ("", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}', ', {"name": "g", "arguments": {}}', "]"),
+    "mistral ": ("[ARGS]", '[TOOL_CALLS]f[ARGS]{"n": 1}', "[TOOL_CALLS]g[ARGS]{}", ""),
+    "deepseek": (
+        "",
+        f'{deepseek.OPEN}{deepseek.CALL}f{deepseek.SEPARATOR}{{"n": 1}}{deepseek.CALL_END}',
+        f"{deepseek.CALL}g{deepseek.SEPARATOR}{{}}{deepseek.CALL_END}",
+        deepseek.CLOSE,
+    ),
+    "deepseek ": (
+        "```json",
+        f'{deepseek.OPEN}{deepseek.CALL}function{deepseek.SEPARATOR}f\n```json\n{{"n": 1}}\n```{deepseek.CALL_END}',
+        f"\n{deepseek.CALL}function{deepseek.SEPARATOR}g\n```json\n{{}}\n```{deepseek.CALL_END}",
+        deepseek.CLOSE,
+    ),
+    "kimi": (
+        "",
+        f'{kimi.OPEN}{kimi.CALL}functions.f:0{kimi.ARGUMENTS}{{"n": 1}}{kimi.CALL_END}',
+        f"{kimi.CALL}functions.g:1{kimi.ARGUMENTS}{{}}{kimi.CALL_END}",
+        kimi.CLOSE,
+    ),
+    "harmony": ("", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}', None, ""),
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_of_other_forms_follow_their_grammar_and_are_read(name, special):
+    """Marks are tokens, special ones or not."""
+    template, one, two, last = TEMPLATES[name]
+    form = known.FORMS[name.strip()]
+    tokenizer = byte_level()
+    marks = [mark for mark in form.marks if mark != "<|end|>"]
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks])
+    ids = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    made = grammar_of([F, G], True, spelling_of(name.strip(), template), ids)
+
+    def follows(text: str) -> bool:
+        return whole(grammars.constraint(Sampling(grammar=made)), tokenizer, text)
+
+    assert follows(one + last) and not follows((one + last).replace("1", "true")) and not follows("x")
+    if two is not None:
+        assert follows(one + two + last)
+    reader = known.reader(form, Tools.of([{"function": F}, {"function": G}]), None)
+    read = Message.of([*reader.feed(one + (two or "") + last), *reader.finish()])
+    assert [call.name for call in read.calls] == ["f", "g"][: 1 if two is None else 2] and not read.text
+
+
+def test_forms_whose_arguments_are_no_json_are_known_for_reading_only():
+    assert [name for name in known.FORMS if spelling_of(name, "") is None] == [
+        *("gemma", "function-gemma", "deepseek-3.2", "minimax", "glm", "qwen")
+    ]
