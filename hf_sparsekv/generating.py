@@ -28,6 +28,7 @@ from .cache import SparseCache
 from .cache_name import GENERATE, given_cache
 from .cache_source import METHOD, CacheSource, Settings, Use
 from .checking.audit import check_of
+from .checking.call import Check
 from .checking.exact import Exact, of_drafts
 from .policies.registry import method_of
 
@@ -70,7 +71,8 @@ def _settings(
         raise TypeError(f"audit must be an AuditConfig, True or False, got {type(audit).__name__}")
     if audit and exact:
         raise ValueError("exact=True gives full attention's text, which needs no audit: give one of exact and audit")
-    config, check = with_changes(config, changes), None
+    config = with_changes(config, changes)
+    check: Check | None = None
     if exact:
         config, check = of_drafts(config), Exact(drafts)
     elif audit:

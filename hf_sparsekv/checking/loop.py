@@ -213,11 +213,14 @@ class Loop:
         drafted, found, stays = ids[:, had:], None, None
         if sparse is not None:
             found = losses(out[:, :drafts].to(ids.device), sparse, drafted)
-            stays = torch.nn.functional.pad(~self.rule.left(found), (0, 1))
+            left = self.rule.left(found)
+            assert left is not None  # of rules that compare
+            stays = torch.nn.functional.pad(~left, (0, 1))
+        no_scores: Any = None
         tokens, scores, logits, weights = [], [], [], []
         for i, settled in enumerate(self._settled(stays, drafts + 1)):
             if settled:
-                chosen, one = Chosen(drafted[:, i], None, torch.zeros(len(ids), device=ids.device)), None
+                chosen, one = Chosen(drafted[:, i], no_scores, torch.zeros(len(ids), device=ids.device)), None
             else:
                 one = out[:, i].to(copy=True, dtype=torch.float32, device=ids.device)
                 given = one.clone() if text.logits is not None else one

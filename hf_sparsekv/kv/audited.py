@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +27,9 @@ class Audited:
     returns: int = 0
     taken_back: int = 0
 
-    def add(self, counts: list[int], columns: list[int], tokens: Tensor, numbers: Tensor, sparse: Tensor) -> None:
+    def add(
+        self, counts: Sequence[int], columns: Sequence[int], tokens: Tensor, numbers: Tensor, sparse: Tensor
+    ) -> None:
         """The first ``counts`` of each row's ``tokens [batch, n]`` belong to the text.
 
         Args:
