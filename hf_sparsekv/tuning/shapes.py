@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from transformers import (
     DeepseekV3Config,
@@ -40,8 +41,13 @@ _ROPE = {
 }
 # Five layers of six slide: layer_types follows from sliding_window.
 _GEMMA3 = {"vocab": 262208, "tied": True, "sliding_window": 1024, "rope_parameters": _ROPE}
-_QWEN3_MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-_GPT_OSS = {"num_hidden_layers": 24, "num_local_experts": 32, "max_position_embeddings": LONGEST}
+_QWEN3_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+_GPT_OSS: dict[str, Any] = {"num_hidden_layers": 24, "num_local_experts": 32, "max_position_embeddings": LONGEST}
 _QWEN2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: _like(Qwen3Config, 4096, 36, (32, 8, 128), 12288, 151936),
