@@ -47,3 +47,9 @@ class QueryRows(LayerStore):
     @property
     def block_table(self) -> Tensor:
         return self.table_of_rows.blocks.on[self.device].expand(self.batch, -1)
+
+    @property
+    def table(self) -> Tensor:
+        # A row for each query: references would broadcast one row, and kernels would read beyond it.
+        held = self.block_table
+        return held if self.capturing else held[:, : self.full_blocks]

@@ -195,7 +195,7 @@ class LayerStore(State):
     @property
     def table(self) -> Tensor:
         """The block table's used part, ``[batch, full_blocks]``; while :attr:`capturing` all of it."""
-        held = self.table_of_rows.blocks.on[self.device]  # as block_table, without its call: asked in each step
+        held = self.table_of_rows.blocks.on[self.device]  # as block_table, without its call; QueryRows has its own
         n = None if self.capturing else (self._rows or self.table_of_rows.rows).full_blocks
         return held[: self.batch, :n]
 

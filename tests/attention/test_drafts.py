@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 from hf_sparsekv import sparse
 from hf_sparsekv.attention.drafts import are_drafts, verified_tokens
 from hf_sparsekv.cache_name import given_cache, over, without_cache
+from hf_sparsekv.kv.query_rows import QueryRows
 from hf_sparsekv.ops.attention.sparse_decode import sparse_decode
 from hf_sparsekv.ops.selection.mass_select import mass_select
 from hf_sparsekv.ops.selection.token_score import token_score
@@ -81,6 +83,24 @@ def rounds(net, ours, theirs, seed: int = 0, n: int = 9, batch: int = 1) -> floa
             ours.crop(-remove)
             theirs.crop(-remove)
     return worst
+
+
+@pytest.mark.parametrize("name", ["device-default", "device-block", "host-default"])
+def test_each_query_has_a_row_of_the_table(name, monkeypatch):
+    """The definitions would broadcast one row over all queries; kernels read a row for each."""
+    seen, made = [], QueryRows.of
+
+    @contextmanager
+    def checked(*given):
+        with made(*given) as rows:
+            seen.append((rows.batch, len(rows.rows), len(rows.table), len(rows.block_table)))
+            yield rows
+
+    net = bare("llama")
+    kv = filled(net, CACHES[name])
+    monkeypatch.setattr(QueryRows, "of", checked)
+    together(net, prompt(1, 3)["input_ids"], kv)
+    assert seen and set(seen) == {(3, 3, 3, 3)}
 
 
 @pytest.mark.pairwise(once=("name",))
