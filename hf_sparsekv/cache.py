@@ -173,7 +173,9 @@ class SparseCache(CacheState):
         new.row_table = RowTable(self.config, self.row_table.ids)
         if self.offload_config is not None:
             new.device_pools = DevicePools(replace(self.offload_config, device_pool=0))
-        if self.linear_passes.linear:  # whose layers come to the cache before an attention function does
+        if (
+            self.linear_passes.linear and self.model_config is not None
+        ):  # whose layers come to the cache before an attention function does
             new.bind(self.model_config)
         return new
 

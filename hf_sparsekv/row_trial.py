@@ -118,14 +118,14 @@ class _Trial:
         if not has_indexer(getattr(model, "config", None)):  # else it chooses itself
             self.config = replace(self.config, token_budget=4096, calibration_tokens=BLOCK)
 
-    def new_cache(self) -> SparseCache:
+    def new_cache(self) -> _Recording:
         return _Recording(self.config, None, self.model_config)
 
     def ids(self, n: int, seed: int) -> Tensor:
         """Made-up tokens ``[1, n]``, the same each time."""
         return ((torch.arange(n, device=self.device) * (7 + 2 * seed) + 3 + 5 * seed) % self.vocabulary)[None]
 
-    def read(self, ids: Tensor, cache: SparseCache | None = None, at: int = 0, places: Tensor | None = None) -> _Pass:
+    def read(self, ids: Tensor, cache: _Recording | None = None, at: int = 0, places: Tensor | None = None) -> _Pass:
         """A pass of tokens at ``places``, or from position ``at`` on."""
         cache = self.new_cache() if cache is None else cache
         places = positions(at, at + ids.shape[1], self.device) if places is None else places

@@ -269,6 +269,9 @@ class FusedMLP:
 class FusedRouter:
     """Two kernels for the few tokens of a decode step."""
 
+    weight: Tensor
+    top_k: int
+
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = hidden_states.reshape(-1, self.hidden_dim)
         if x.shape[0] > MAX_ROUTED_TOKENS or not is_usable(x, self.weight):

@@ -74,6 +74,7 @@ class Sliding(LayerKind, DynamicSlidingWindowLayer):
         """
         found = super().update(key_states, value_states, *args, **kwargs)
         if key_states.shape[2] > self.sliding_window and not self.record_past:
+            assert self.keys is not None and self.values is not None  # after an update
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return found
 

@@ -454,17 +454,20 @@ def test_kernels_take_one_row_as_many():
         return torch.randn(shape, generator=generator)
 
     n, heads, group, dim, size, r = 3, 2, 2, 16, 16, 8
-    q, kv, codes = draw(n, heads * group, dim), draw(5, heads, size, 2 * dim), draw(5, heads, size, r)
+    q, kv = draw(n, heads * group, dim), draw(5, heads, size, 2 * dim)
+    codes = torch.randint(256, (5, heads, size, r // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.stack((draw(5, heads, size).abs() / 8, draw(5, heads, size)), dim=-1).half()
     table = torch.tensor([[3, 0, 4]], dtype=torch.int32)
     channels = torch.arange(r, dtype=torch.int32).mul(2).repeat(1, heads, 1)
+    norms = torch.stack((draw(1, heads, r), draw(1, heads, r).abs() + 0.5), dim=2)
     recent = draw(1, heads, 4 + 48, 2 * dim)
     rows = torch.tensor([[60, 48], [61, 48], [62, 48]], dtype=torch.int32)
     ids = torch.randperm(44, generator=generator)[: n * heads * 7].view(n, heads, 7).int() + 4
     ids = ids.sort(-1).values
-    strided = [t.expand(n, *t.shape[1:]) for t in (table, channels, recent)]
+    strided = [t.expand(n, *t.shape[1:]) for t in (table, channels, norms, recent)]
     found = []
-    for table, channels, recent in (strided, [t.contiguous() for t in strided]):
-        each = token_score.kernel()(q, codes, None, channels, rows, table, None, "none", sinks=4)
+    for table, channels, norms, recent in (strided, [t.contiguous() for t in strided]):
+        each = token_score.kernel()(q, codes, scales, channels, rows, table, None, "none", sinks=4, norms=norms)
         taken = mass_select.kernel()(
             *(each, q, channels, recent, rows),
             **{"sinks": 4, "scale": 0.25, "threshold": 0.7, "min_tokens": 2},
