@@ -26,7 +26,8 @@ from hf_sparsekv.ops.attention.prompt_attention.triton import prompt_attention
 from hf_sparsekv.ops.attention.qk_rope.triton import qk_rope
 from hf_sparsekv.ops.attention.sparse_decode.triton import sparse_decode
 from hf_sparsekv.ops.layers.add_norm.triton import add_norm
-from hf_sparsekv.ops.layers.experts import Gate
+from hf_sparsekv.ops.layers.experts import Gate, Mxfp4
+from hf_sparsekv.ops.layers.experts.prompts import between, unpack
 from hf_sparsekv.ops.layers.experts.triton import experts
 from hf_sparsekv.ops.layers.gated.triton import gated
 from hf_sparsekv.ops.layers.gated_delta_step.triton import gated_delta_step
@@ -248,6 +249,25 @@ def prompts(model: Model) -> None:
             gather_blocks(codes, table[:, 1 : first + 1], out, scales=scales, split=split)
 
 
+def routed(x: torch.Tensor) -> None:
+    """The experts of ``x [tokens, D]``."""
+    chosen = torch.zeros(len(x), 4, dtype=torch.long), torch.empty(len(x), 4)
+    d = x.shape[1]
+    experts(x, *chosen, torch.empty(8, 512, d, dtype=KIND), torch.empty(8, d, 256, dtype=KIND), Gate())
+
+
+def experts_of_prompts(model: Model) -> None:
+    """Many tokens: those of an expert together, and around torch's grouped products."""
+    d = 512
+    codes = Mxfp4(torch.empty(8, 512, d // 2, dtype=torch.uint8), torch.empty(8, 512, d // 32, dtype=torch.uint8))
+    for tokens in (9, 16, 17, 33, 48):
+        routed(torch.empty(tokens, d, dtype=KIND))
+    for tokens in (257, 1024, 1111):
+        pairs, expert = torch.empty(4 * tokens, 512, dtype=KIND), torch.zeros(4 * tokens, dtype=torch.long)
+        between(pairs, expert, None, Gate())
+        unpack(codes, pairs)
+
+
 def small_layers(model: Model) -> None:
     """Norms, positions, linear layers and experts: one token of each row, or several drafts of one."""
     d, some = 512, model.dk // 16 * 16
@@ -274,17 +294,17 @@ def small_layers(model: Model) -> None:
         new_tokens(q.transpose(1, 2), *[k.transpose(1, 2)] * 2, past, past[..., 0], 0.1)
         if rows * tokens <= 6:
             x = x.view(-1, d)
-            experts(x, torch.empty(len(x), 4).long(), torch.empty(len(x), 4), torch.empty(8, 512, d, dtype=KIND),
-                    torch.empty(8, d, 256, dtype=KIND), Gate())  # fmt: skip
+            routed(x)
             named = {"groups": 4, "top_groups": 2, "normalise": True, "scale": 1.0}
             route(x, torch.empty(64, d, dtype=KIND), torch.empty(64, dtype=KIND), 4, **named)
         if tokens == 1:
-            of_heads = torch.empty(rows, 2 * 16 + 32 * 4 + 8, dtype=KIND).split((16, 16, 64, 64, 4, 4), dim=1)
-            conv = torch.empty(rows, 96, 4, dtype=KIND), torch.empty(96, 4, dtype=KIND)
-            weights = *torch.empty(2, 4, dtype=KIND), torch.empty(16, dtype=KIND)
+            # As of joined projections, whose width is a multiple of 16.
+            of_heads = torch.empty(rows, 576, dtype=KIND).split((16, 16, 256, 256, 16, 16), dim=1)
+            conv = torch.empty(rows, 288, 4, dtype=KIND), torch.empty(288, 4, dtype=KIND)
+            weights = *torch.empty(2, 16, dtype=KIND), torch.empty(16, dtype=KIND)
             for valid in (None, torch.empty(rows, dtype=torch.bool)):
                 gated_delta_step(
-                    *(t.view(rows, 1, -1) for t in of_heads), *conv, torch.empty(rows, 4, 16, 16), *weights, 1e-6, 1.0,
+                    *(t.view(rows, 1, -1) for t in of_heads), *conv, torch.empty(rows, 16, 16, 16), *weights, 1e-6, 1.0,
                     valid,
                 )  # fmt: skip
                 mixed, gate, dt = torch.empty(rows, 192 + 128 + 8, dtype=KIND).split((192, 128, 8), dim=1)
@@ -348,6 +368,7 @@ def main() -> None:
         sparse_prompts,
         exact_prompts,
         small_layers,
+        experts_of_prompts,
         long_rows,
     ):
         for model in MODELS[: 1 if story is long_rows else None]:
