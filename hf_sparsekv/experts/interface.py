@@ -63,6 +63,7 @@ def _serves(x: Tensor, index: Tensor, held: tuple) -> bool:
     return (
         accelerated(x)
         and x.ndim == 2
+        and x.stride(-1) == 1
         and index.ndim == 2
         and x.dtype in _DTYPES
         and all(type(p) is nn.Parameter and type(p.data) is Tensor for p in held)

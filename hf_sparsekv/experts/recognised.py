@@ -27,7 +27,7 @@ def _numbers() -> Tensor:
     """Values of a first product, ``[16, 64]``: of both signs, near 0, and beyond all limits. All are different."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(16, 64, generator=generator, dtype=torch.float32, device="cpu")
-    return wide * torch.logspace(-1, 2, 16)[:, None]
+    return wide * torch.logspace(-1, 2, 16, dtype=torch.float32, device="cpu")[:, None]
 
 
 def _candidates(module: nn.Module, gated: bool) -> Iterator[Gate]:

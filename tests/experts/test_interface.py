@@ -132,6 +132,12 @@ def test_another_activation_is_found_again():
     assert gate_of(module) == module._apply_gate  # code that no kernel knows
 
 
+def test_the_gate_is_found_under_another_default_device():
+    module = Experts(nn.SiLU())
+    with torch.device("meta"):
+        assert gate_of(module) == Gate()
+
+
 def test_numbers_that_change_are_seen():
     module = Experts(nn.SiLU())
     module._apply_gate = lambda v: (
