@@ -60,7 +60,7 @@ def exact_attention(
     if mask is None or isinstance(mask, CompactMask):
         rule = (Rule(columns) if mask is None else mask.rule).within(params.sliding_window, key.shape[2])
     plain = params.softcap is None and params.sink_logits is None
-    ours = not dropout and not _learns(query, key, value) and _has_kernel(query, value)
+    ours = not dropout and not _learns(query, key, value, params.sink_logits) and _has_kernel(query, value)
     if rule is not None and rule.is_causal and plain:
         found = _causal(query, key, value, params.scale, dropout, ours)
         if found is not None:
@@ -75,9 +75,9 @@ def exact_attention(
     return torch.cat(list(_in_pieces(query, key, value, params, rule, mask, dropout)), dim=2)
 
 
-def _learns(*tensors: Tensor) -> bool:
+def _learns(*tensors: Tensor | None) -> bool:
     """A gradient may have to reach what attends or is attended to; kernels of ours pass none on."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -117,11 +118,20 @@ def _compact(
     if columns is not None:
         if columns.ndim != 2 or columns.shape[1] < kv_offset + n:
             return None
-        columns = columns[:, kv_offset : kv_offset + n].bool()
+        columns = _of_rows(columns[:, kv_offset : kv_offset + n].bool(), batch)
         if bool(columns.all()):  # one synchronisation a forward, as sdpa's own mask has
             columns = None
     rule = rule_of(mask_function, kv_offset, columns)
-    return None if rule is None else CompactMask(rule, batch, q, n, torch.device(device))
+    if rule is None:
+        return None
+    if rule.origin is not None:
+        rule = replace(rule, origin=_of_rows(rule.origin[:, None], batch)[:, 0].contiguous())
+    return CompactMask(rule, batch, q, n, torch.device(device))
+
+
+def _of_rows(held: Tensor, batch: int) -> Tensor:
+    """A mask may be one for all rows; kernels read one for each."""
+    return held.expand(batch, -1).contiguous() if held.ndim == 2 and len(held) == 1 < batch else held
 
 
 def _columns(
@@ -130,7 +140,7 @@ def _columns(
     """The mask of plain causal attention: None, or the validity of the columns, bool ``[batch, kv_length]``."""
     if attention_mask is not None:
         check_columns(attention_mask.shape[-1], q_offset, q_length)
-        attention_mask = attention_mask[:, :kv_length].bool()
+        attention_mask = _of_rows(attention_mask[:, :kv_length].bool(), batch)
         # One synchronisation a forward, as sdpa's own mask has; it spares every layer the masked path.
         if not bool(attention_mask.all()):
             return attention_mask

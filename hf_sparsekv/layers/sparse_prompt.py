@@ -45,7 +45,7 @@ def attention_of(
         or query.shape[2] < least_new(config)
         or (params.sliding_window is not None and params.sliding_window < step.length)
         or too_precise(query)
-        or _learns(step, query)
+        or _learns(step, query, params.sink_logits)
     )
     return exact if exactly else partial(_sparse_or_exact, step, config.prefill, config.prefill_below, audit)
 
@@ -67,15 +67,15 @@ def too_precise(query: Tensor) -> bool:
     return query.dtype == torch.float64 or (query.dtype == torch.float32 and wide)
 
 
-def _learns(step: Step, query: Tensor) -> bool:
+def _learns(step: Step, query: Tensor, sinks: Tensor | None) -> bool:
     """A gradient has to reach what attends or is attended to, or what expands latents: the operators pass none on."""
     if not torch.is_grad_enabled():
         return False
-    tensors = [query, step.k, step.v]
+    tensors = [query, step.k, step.v, sinks]
     if step.absorbed is not None:
         module: Any = step.absorbed.module
         tensors += module.kv_b_proj.parameters()
-    return any(tensor.requires_grad for tensor in tensors)
+    return any(tensor.requires_grad for tensor in tensors if tensor is not None)
 
 
 def _sparse_or_exact(

@@ -45,6 +45,23 @@ def sliding_layer(dice: random.Random, padding: str) -> dict:
     return {**sizes, "mask_function": function, "attention_mask": mask, "local_size": kept, "device": "cpu"}
 
 
+@pytest.mark.parametrize("function", ["plain", "window", "chunks"])
+def test_one_mask_for_all_rows(function):
+    """The definition broadcasts it, but kernels read the columns and the beginning of each row."""
+    mask = torch.tensor([[False] * 3 + [True] * 7])
+    functions = {
+        "plain": causal_mask_function,
+        "window": sliding_window_causal_mask_function(4),
+        "chunks": chunked_causal_mask_function(4, torch.tensor([3])),
+    }
+    given = {"batch_size": 2, "q_length": 10, "kv_length": 10, "mask_function": functions[function], "device": "cpu"}
+    found = sparsekv_mask(**given, attention_mask=mask, local_size=None if function == "plain" else 4)
+    columns = found if function == "plain" else found.rule.columns
+    assert columns.equal(mask.expand(2, -1)) and columns.is_contiguous()
+    if function == "chunks":
+        assert found.rule.origin.tolist() == [3, 3] and found.rule.origin.is_contiguous()
+
+
 @pytest.mark.parametrize("padding", ["none", "left", "anywhere"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_values(padding, skip):
