@@ -41,6 +41,9 @@ SIZES = {
     "gemma3-27b": 27.01e9,
     "glm-4.7-flash": 29.94e9,
     "deepseek-v3": 671.0e9,
+    "qwen3-30b-a3b": 30.53e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-20b-mxfp4": 11.96e9,  # a byte holds two codes
 }
 
 

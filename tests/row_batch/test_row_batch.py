@@ -681,7 +681,7 @@ def test_layers_of_two_kinds_at_once_are_refused_before_a_prompt():
     config = model_list.small_config("falcon_h1")
     with pytest.warns(UserWarning, match="nothing to make sparse"):
         cache = SparseCache(TokenConfig(**BUDGET), model_config=config)
-    with pytest.raises(ValueError, match="attention and a state together"):
+    with pytest.raises(ValueError, match="attention and a state in one layer"):
         cache.rows(2, 60)
     assert cache.row_batch is None
 

@@ -167,7 +167,12 @@ def test_tool_choice(client, stream):
         options = {"messages": HI, "tools": TOOLS, "temperature": 2.0, "seed": seed, "max_tokens": 600, **more}
         answer = client.chat.completions.create(model="m", **options, tool_choice=choice, stream=stream)
         if stream:
-            found = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()]
+            found = []
+            for piece in (call for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()):
+                if piece.index == len(found):
+                    found.append(piece)
+                else:
+                    found[piece.index].function.arguments += piece.function.arguments
         else:
             assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
             found = answer.choices[0].message.tool_calls

@@ -184,7 +184,7 @@ def test_not_finite(place32, wild):
 
 def test_no_rows(place32):
     given = Case().make(place32)
-    given |= {name: given[name][:0] for name in ("q", "channels", "rows", "block_table")}
+    given |= {name: given[name][:0] for name in ("q", "channels", "rows", "block_table", "norms")}
     assert token_score(**given, block_ids=None).shape == (0, 2, 640)
 
 
